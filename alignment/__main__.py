@@ -11,18 +11,26 @@ from alignment.system.registry import did_you_mean
 def command_names() -> list[str]:
     """The modules beside this one that are run."""
     files = Path(__file__).parent.glob("[!_]*.py")
-    return sorted(file.stem for file in files if "\n    run_command(main)" in file.read_text(encoding="utf-8"))
+    return sorted(
+        file.stem for file in files if "\n    run_command(main)" in file.read_text(encoding="utf-8")
+    )
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the command imports, as with `python -m`
     names, words = command_names(), sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(f"usage: alignment COMMAND [flags], or alignment COMMAND --help. Commands: {', '.join(names)}")
+        print(
+            "usage: alignment COMMAND [flags], or alignment COMMAND --help. Commands:"
+            f" {', '.join(names)}"
+        )
         return
     if words[0] not in names:
         near = did_you_mean(words[0], names)
-        print(f"error: {words[0]}: there is no such command; choose one of {', '.join(names)}{near}", file=sys.stderr)
+        print(
+            f"error: {words[0]}: there is no such command; choose one of {', '.join(names)}{near}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     del sys.argv[0]
     runpy.run_module(f"alignment.{words[0]}", run_name="__main__", alter_sys=True)

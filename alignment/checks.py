@@ -16,7 +16,14 @@ from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
 from alignment.policy.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
-from alignment.rewards.rules import RULES, Reward, check_reward_name, find_reward, find_rule, try_reward
+from alignment.rewards.rules import (
+    RULES,
+    Reward,
+    check_reward_name,
+    find_reward,
+    find_rule,
+    try_reward,
+)
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
@@ -26,7 +33,12 @@ from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
-EMBEDDED = ("tiny", "tiny_student", "smollm2")  # which `alignment.data.embedded` builds without a download
+# which `alignment.data.embedded` builds without a download
+EMBEDDED = (
+    "tiny",
+    "tiny_student",
+    "smollm2",
+)
 
 
 def check(args: Args) -> Task:
@@ -37,7 +49,10 @@ def check(args: Args) -> Task:
     check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(args.prompt or task.prompt)
     if args.sampler == "vllm_server":
-        raise UserError("--sampler vllm_server: give the server's address instead, --sampler_url http://HOST:PORT")
+        raise UserError(
+            "--sampler vllm_server: give the server's address instead, --sampler_url"
+            " http://HOST:PORT"
+        )
     find_engine(args.sampler)
     check_processes(args, args.policy_parallelism)
     if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
@@ -48,7 +63,8 @@ def check(args: Args) -> Task:
 
 
 def check_rl(args: RLArgs) -> None:
-    """Check a run's arguments. Raises `UserError` as `check` and for a bad reward, warm start, resumed run, server or data."""
+    """Check a run's arguments. Raises `UserError` as `check` and for a bad reward, warm start,
+    resumed run, server or data."""
     task = check(args)
     check_loss(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout)
@@ -57,7 +73,9 @@ def check_rl(args: RLArgs) -> None:
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
-        refuse_taken_name(args.output_dir, args.run_name, "continue it with --resume or name another")
+        refuse_taken_name(
+            args.output_dir, args.run_name, "continue it with --resume or name another"
+        )
         refuse_missing_warm_start(args)
         if args.sft_base:
             check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
@@ -65,11 +83,13 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
     check_reward(args, task, reward, check_training_split(task, args.dataset_path)[0])
-    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))  # last, because it may load torch to count the GPUs
+    # last, because it may load torch to count the GPUs
+    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
 
 
 def check_loss(args: RLArgs) -> None:
-    """Try a loss of the user's own on made-up responses. Raises `UserError` where no update can be made of what it gives."""
+    """Try a loss of the user's own on made-up responses. Raises `UserError` where no update can be
+    made of what it gives."""
     if args.loss not in LOSSES.values():
         from alignment.training.trial import try_loss  # here, because it loads torch
 
@@ -77,7 +97,8 @@ def check_loss(args: RLArgs) -> None:
 
 
 def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> None:
-    """Score made-up responses to a problem. Raises `UserError` where a function of the user's own cannot."""
+    """Score made-up responses to a problem. Raises `UserError` where a function of the user's own
+    cannot."""
     template = args.prompt or task.prompt
     facts = {"prompt": read_template(template), "turns": chat_turns(template, problem.question)}
     try_reward(reward, dataclasses.replace(problem, **facts))
@@ -85,24 +106,27 @@ def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> 
 
 
 def check_rules(args: Args, task: Task, problems: Sequence[Problem]) -> None:
-    """Have the task's rules that are functions of the user's own, by which evaluations grade, score made-up responses to the
-    first of some problems. Raises `UserError` where one cannot."""
+    """Have the task's rules that are functions of the user's own, by which evaluations grade, score
+    made-up responses to the first of some problems. Raises `UserError` where one cannot."""
     for name in task.rules:
         if name not in RULES and problems:
             try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
 
 
 def check_output(folder: str | Path, name: str = "room") -> None:
-    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is full, or where nothing in it
-    can have that `name`."""
+    """Raise `UserError` where `folder`, which may not exist yet, cannot be written, or its disk is
+    full, or where nothing in it can have that `name`."""
     try:
         try_writing(Path(folder), name)
     except OSError as error:
-        raise UserError(f"{in_words(error)}: nothing could be saved there; name another folder, or make room") from None
+        raise UserError(
+            f"{in_words(error)}: nothing could be saved there; name another folder, or make room"
+        ) from None
 
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
-    """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises `UserError` for bad data."""
+    """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises
+    `UserError` for bad data."""
     try_rows(task, "problems", "test", dataset_path)
     number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
     if len(problems) < number:
@@ -112,7 +136,8 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
 
 
 def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
-    """The training problems that ask what no test problem asks; prints how many do. Raises `UserError` for none or bad data."""
+    """The training problems that ask what no test problem asks; prints how many do. Raises
+    `UserError` for none or bad data."""
     try_rows(task, "problems", "train", dataset_path)
     problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
     if not isinstance(problems, Endless):
@@ -122,27 +147,39 @@ def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
 
 def _say_left_out(number: int, kept: int, noun: str) -> None:
     if not kept:
-        tested = f"every one of {number} {noun} asks what a test problem asks: none is left to train on"
+        tested = (
+            f"every one of {number} {noun} asks what a test problem asks: none is left to train on"
+        )
         raise UserError(tested if number else f"the task's data hold no {noun}")
     if kept < number:
-        print(f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out", file=sys.stderr)
+        print(
+            f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out",
+            file=sys.stderr,
+        )
 
 
 def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
-    """The demonstrations of "train" and "test". Raises `UserError` as `check`, for a taken folder, no base model, bad data."""
+    """The demonstrations of "train" and "test". Raises `UserError` as `check`, for a taken folder,
+    no base model, bad data."""
     if Path(args.sft_base).exists() and not args.preview:
-        raise UserError(f"--sft_base {args.sft_base} exists already: delete it, or name another folder")
+        raise UserError(
+            f"--sft_base {args.sft_base} exists already: delete it, or name another folder"
+        )
     task = check(args)
     check_model_path(args.model, "--model")
     if args.resume:
-        resumed_run_name(str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished")
+        resumed_run_name(
+            str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished"
+        )
     if not args.preview:
         check_output(Path(args.sft_base).parent, Path(args.sft_base).name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
-    of_files = lambda split: own_data.of_split(own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key)
+    of_files = lambda split: own_data.of_split(
+        own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key
+    )
     demonstrations = of_files if args.demonstrations else of_task
     shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)
@@ -153,8 +190,9 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
 
 
 def resumed_if_restarted(args: RLArgs) -> RLArgs:
-    """The arguments, with --resume where torchrun may have started this command before and its run is there. It starts all
-    ranks again after one is lost, but tells only the machine that lost it, so a run with a --run_name goes on where it is."""
+    """The arguments, with --resume where torchrun may have started this command before and its run
+    is there. It starts all ranks again after one is lost, but tells only the machine that lost it,
+    so a run with a --run_name goes on where it is."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if "TORCHELASTIC_RUN_ID" in os.environ and (args.run_name or restarted) and not args.resume:
         with suppress(UserError):
@@ -171,19 +209,32 @@ def default_run_name(args: RLArgs) -> str:
 def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
     return configuration(
-        RunConfig, args, default_name=default_run_name(args), command="train_rl", arguments=dataclasses.asdict(args),
+        RunConfig,
+        args,
+        default_name=default_run_name(args),
+        command="train_rl",
+        arguments=dataclasses.asdict(args),
         defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
-    )  # fmt: skip
+    )
 
 
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
-    """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError` where that cannot work."""
-    num_gpus, vllm = visible_gpus() if num_gpus is None else num_gpus, named_engine(args.sampler).claims_gpu
+    """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError`
+    where that cannot work."""
+    num_gpus, vllm = (
+        visible_gpus() if num_gpus is None else num_gpus,
+        named_engine(args.sampler).claims_gpu,
+    )
     sample = ",".join(args.sample_device) or None
-    roles = assign_roles(num_gpus, sample, args.reference_model_device, args.eval_device, args.policy_devices, vllm)
+    roles = assign_roles(
+        num_gpus, sample, args.reference_model_device, args.eval_device, args.policy_devices, vllm
+    )
     number, parallel = len(roles.sample), args.sampler_tensor_parallel
     if parallel > 1 and not vllm:
-        raise UserError(f"--sampler_tensor_parallel {parallel}: only vLLM takes several devices; choose --sampler vllm")
+        raise UserError(
+            f"--sampler_tensor_parallel {parallel}: only vLLM takes several devices; choose"
+            " --sampler vllm"
+        )
     if number % parallel:
         named = f"{number} ({' '.join(roles.sample)}); name {parallel} for each engine"
         raise UserError(f"--sampler_tensor_parallel {parallel}: --sample_device names {named}")
@@ -191,75 +242,121 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
 
 
 def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
-    """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of torchrun's processes; ranks
-    without GPUs share the CPU. Raises `UserError` where there are too few devices."""
+    """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of
+    torchrun's processes; ranks without GPUs share the CPU. Raises `UserError` where there are too
+    few devices."""
     number = PROCESSES_HERE or args.policy_ranks or len(devices)
     if args.policy_ranks not in (0, number):
-        raise UserError(f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here; leave the flag out")
+        raise UserError(
+            f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here;"
+            " leave the flag out"
+        )
     if devices == ("cpu",):
         return devices * number
     if number > len(devices):
-        raise UserError(f"--policy_ranks {number}: the policy has {len(devices)} devices ({', '.join(devices)})")
+        raise UserError(
+            f"--policy_ranks {number}: the policy has {len(devices)} devices ({', '.join(devices)})"
+        )
     return devices[:number]
 
 
 def check_processes(args: Args, kind: str) -> None:
-    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and 8-bit moments in several."""
-    find("--policy_parallelism", kind, {"auto": "", **POLICIES}, wrap=lambda policy_class: policy_class)
-    asked = [f"--{flag} {number}" for flag in ("machines", "policy_ranks") if (number := getattr(args, flag, 1)) > 1]
+    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and
+    8-bit moments in several."""
+    find(
+        "--policy_parallelism",
+        kind,
+        {"auto": "", **POLICIES},
+        wrap=lambda policy_class: policy_class,
+    )
+    asked = [
+        f"--{flag} {number}"
+        for flag in ("machines", "policy_ranks")
+        if (number := getattr(args, flag, 1)) > 1
+    ]
     many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
     if many and kind in ("single", "layer_split"):
         raise UserError(f"{many[0]}: a policy that is {kind} is one process")
     if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
-        raise UserError(f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon")
+        raise UserError(
+            f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon"
+        )
 
 
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
-    """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on the policy's `devices`."""
-    on_cpu, split = devices[0] == "cpu", len(devices) > 1 and args.policy_parallelism in ("single", "layer_split")
+    """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
+    the policy's `devices`."""
+    on_cpu, split = (
+        devices[0] == "cpu",
+        len(devices) > 1 and args.policy_parallelism in ("single", "layer_split"),
+    )
     if args.use_liger_kernel and (on_cpu or split):
         remedy = "choose --policy_parallelism sharded" if split else "leave the flag out"
-        raise UserError(f"--use_liger_kernel needs a GPU for each process of the policy, not {' '.join(devices)}: {remedy}")
+        raise UserError(
+            "--use_liger_kernel needs a GPU for each process of the policy, not"
+            f" {' '.join(devices)}: {remedy}"
+        )
     named, usual = ("CXX", ["g++"]) if on_cpu else ("CC", ["gcc", "clang"])
     compilers = [os.environ[named]] if named in os.environ else usual
     found = any(map(shutil.which, compilers)) and (on_cpu or find_spec("triton"))
     if (args.compile or args.use_liger_kernel) and not found:
-        flag, triton = "--compile" if args.compile else "--use_liger_kernel", "" if on_cpu else " and triton"
+        flag, triton = (
+            "--compile" if args.compile else "--use_liger_kernel",
+            "" if on_cpu else " and triton",
+        )
         raise UserError(f"{flag} needs {compilers[0]}{triton}: install that, or leave the flag out")
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
-    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine beside the evaluation's."""
+    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine
+    beside the evaluation's."""
     return 1 + (getattr(args, "rollouts", "sync") == "async" and roles.eval in roles.sample)
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that torch sees. Raises `UserError` where the machine has some that torch cannot use."""
+    """The number of GPUs that torch sees. Raises `UserError` where the machine has some that torch
+    cannot use."""
     if not has_gpu_files():
         return 0
     if problem := unusable_driver():
-        raise UserError(f"{problem}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU")
+        raise UserError(
+            f"{problem}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use"
+            " the CPU"
+        )
     import torch
 
     return torch.cuda.device_count()
 
 
 def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
-    """A local model's folder; None for an embedded or hub one. Raises `UserError` for no model there, unless to be `made`."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists() or Path(name).parent.is_dir()
+    """A local model's folder; None for an embedded or hub one. Raises `UserError` for no model
+    there, unless to be `made`."""
+    looks_local = (
+        name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or Path(name).exists()
+        or Path(name).parent.is_dir()
+    )
     if name in EMBEDDED or not looks_local:
         return None
     folder = Path(name).expanduser()
     if (folder / "final" / "config.json").is_file():
-        raise UserError(f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}")
+        raise UserError(
+            f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}"
+        )
     if not (folder / "config.json").is_file() and not (made and not folder.exists()):
-        known = '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
-        raise UserError(f"{flag} {name}: no model folder (with a config.json) is there; give {known}")
+        known = (
+            '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
+        )
+        raise UserError(
+            f"{flag} {name}: no model folder (with a config.json) is there; give {known}"
+        )
     return str(folder)
 
 
 def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
-    """A name that `from_pretrained` takes: embedded models are built on first use, folders must hold a whole model."""
+    """A name that `from_pretrained` takes: embedded models are built on first use, folders must
+    hold a whole model."""
     if name in EMBEDDED:
         from alignment.data.embedded import embedded_model  # here, because it loads torch
 
@@ -267,5 +364,7 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
     if (folder := check_model_path(name, flag)) is None:
         return name
     if (Path(folder) / MANIFEST).exists() and (wrong := damage(Path(folder))):
-        raise UserError(f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}")
+        raise UserError(
+            f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}"
+        )
     return folder

@@ -1,8 +1,9 @@
 """Evaluate a model on verifiable problems.
 
-uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
-uv run -m alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
-uv run --extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24 --num_samples 16"""
+uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4 uv run -m
+alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final uv run
+--extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24
+--num_samples 16"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import Args, EvaluateArgs, parse
-from alignment.checks import check, check_model_path, check_rules, check_test_split, resolve_model, roles_of
+from alignment.checks import (
+    check,
+    check_model_path,
+    check_rules,
+    check_test_split,
+    resolve_model,
+    roles_of,
+)
 from alignment.evaluation import benchmarks
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import RunStopped, run_command
@@ -34,12 +42,21 @@ def __getattr__(name: str):
 def main() -> None:
     args = parse(EvaluateArgs)
     run_folder = Path(args.model).expanduser()
-    models = [str(f) for f in (*sorted(run_folder.glob("step_*")), run_folder / "final") if (f / "config.json").is_file()]
+    models = [
+        str(f)
+        for f in (*sorted(run_folder.glob("step_*")), run_folder / "final")
+        if (f / "config.json").is_file()
+    ]
     models = args.compare or models or (args.model,)
     for name in args.eval_tasks:
         find("--eval_tasks", name, benchmarks.BENCHMARKS)
-    paths = {name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name for name in args.eval_tasks}
-    tasks = {name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()} or {args.task: args}
+    paths = {
+        name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name
+        for name in args.eval_tasks
+    }
+    tasks = {
+        name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()
+    } or {args.task: args}
     roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
@@ -50,11 +67,17 @@ def main() -> None:
     console = make_console()
     for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
         if args.reward != EvaluateArgs.reward:
-            console.print(f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False)
+            console.print(
+                f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False
+            )
     if args.num_samples > 1 and args.sampling_temperature == 0:
-        console.print("warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1", style="yellow")
+        console.print(
+            "warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1",
+            style="yellow",
+        )
     for model in models:
-        resolve_model(model, args.output_dir)  # says what is wrong with the second before an hour is spent on the first
+        # says what is wrong with the second before an hour is spent on the first
+        resolve_model(model, args.output_dir)
     if args.preview:
         from alignment.preview import preview_problems
 
@@ -64,9 +87,12 @@ def main() -> None:
     evaluate_and_report(args, models, tasks, console)
 
 
-def evaluate_and_report(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> None:
-    """Evaluate each model, write the run's folder and print the results. Where a signal, a lost sampler or a full disk ends it,
-    what was evaluated is printed all the same, and written as far as it can be, but for the summary of a finished one."""
+def evaluate_and_report(
+    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
+) -> None:
+    """Evaluate each model, write the run's folder and print the results. Where a signal, a lost
+    sampler or a full disk ends it, what was evaluated is printed all the same, and written as far
+    as it can be, but for the summary of a finished one."""
     names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
     default = "_".join([*names, *tasks])
     run, rows, groups, stop = None, [], [], None
@@ -75,9 +101,13 @@ def evaluate_and_report(args: EvaluateArgs, models: Sequence[str], tasks: Mappin
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
                 groups.append(evaluation.groups)
-                if run is None:  # there is something to write; evaluations of several tasks make no curve for trackers
+                # there is something to write; evaluations of several tasks make no curve for
+                # trackers
+                if run is None:
                     given = dataclasses.asdict(args)
-                    path = claim_run_folder(args.output_dir, args.run_name, default, given, {"all": args.seed})
+                    path = claim_run_folder(
+                        args.output_dir, args.run_name, default, given, {"all": args.seed}
+                    )
                     run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
                 run.log_eval(rows[-1], groups[-1])
                 deliver_signals()  # which were held back since the last response
@@ -95,8 +125,11 @@ def evaluate_and_report(args: EvaluateArgs, models: Sequence[str], tasks: Mappin
         raise stop
 
 
-def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console) -> Iterator:
-    """Load each model, sample its answers to the problems of each task, and grade them. Yields (model, task, `Evaluation`)."""
+def evaluate_models(
+    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
+) -> Iterator:
+    """Load each model, sample its answers to the problems of each task, and grade them. Yields
+    (model, task, `Evaluation`)."""
     from alignment.models import encode_problems, evaluation, make_sampler
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
@@ -104,13 +137,24 @@ def evaluate_models(args: EvaluateArgs, models: Sequence[str], tasks: Mapping[st
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
-        parts = {name: evaluation(of_task, tokenizer, args.num_samples) for name, of_task in tasks.items()}
+        parts = {
+            name: evaluation(of_task, tokenizer, args.num_samples)
+            for name, of_task in tasks.items()
+        }
         for problems, _ in parts.values():
-            encode_problems(problems, model_path, tokenizer, args.max_new_tokens)  # refuses long ones
-        with closing(make_sampler(args, model_path, (roles_of(args).eval,), tokenizer, console=console)) as sampler:
+            # refuses long ones
+            encode_problems(problems, model_path, tokenizer, args.max_new_tokens)
+        with closing(
+            make_sampler(args, model_path, (roles_of(args).eval,), tokenizer, console=console)
+        ) as sampler:
             for name, (problems, evaluate) in parts.items():
-                status = f"sampling {len(problems)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-                with count_parts(status, len(problems) * args.num_samples, console, "response") as ended:
+                status = (
+                    f"sampling {len(problems)} problems x {args.num_samples} with"
+                    f" {engine_name(args.sampler)}"
+                )
+                with count_parts(
+                    status, len(problems) * args.num_samples, console, "response"
+                ) as ended:
                     result = evaluate(sampler, ended, keep=True)
                 yield model, name, result
 
@@ -129,11 +173,24 @@ def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
     for row in rows:
         if left_out := row.get("left_out"):
             of_all = f"the first {row['problems']} of {row['problems'] + left_out} problems"
-            console.print(f"stopped: {row['model']} was evaluated on {of_all}", style="yellow", markup=False, soft_wrap=True)
+            console.print(
+                f"stopped: {row['model']} was evaluated on {of_all}",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
 
 
-def write_report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows: list, groups: list, console: Console) -> None:
-    """Write summary.json: the difference of two models, or all records, also in other programs' shapes."""
+def write_report(
+    args: EvaluateArgs,
+    tasks: Mapping[str, Args],
+    path: Path,
+    rows: list,
+    groups: list,
+    console: Console,
+) -> None:
+    """Write summary.json: the difference of two models, or all records, also in other programs'
+    shapes."""
     from alignment.evaluation import accuracy
 
     entries = benchmarks.ENTRIES if args.eval_tasks else {}
@@ -145,7 +202,11 @@ def write_report(args: EvaluateArgs, tasks: Mapping[str, Args], path: Path, rows
     else:
         write_json(path / "summary.json", {"evaluations": rows} if len(rows) > 1 else rows[0])
         rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
-        accuracy.write_results(path, rows, {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries})
+        accuracy.write_results(
+            path,
+            rows,
+            {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries},
+        )
 
 
 if __name__ == "__main__":

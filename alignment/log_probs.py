@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy of a policy. The code is in `alignment.policy.log_probs`; this module only names it."""
+"""Log-probabilities and entropy of a policy. The code is in `alignment.policy.log_probs`; this
+module only names it."""
 
 from alignment.policy.log_probs import compute_entropy, get_response_log_probs
 

@@ -1,8 +1,10 @@
-"""Stages in a row from one TOML file: data kept from a model's own answers, SFT, RL, and the accuracy after each.
+"""Stages in a row from one TOML file: data kept from a model's own answers, SFT, RL, and the
+accuracy after each.
 
 uv run -m alignment.pipeline --file alignment/pipelines/r1_tiny.toml
 
-A stage is a command with its flags; `{name}` in a flag is the result of the stage of that name (a model, or a file):
+A stage is a command with its flags; `{name}` in a flag is the result of the stage of that name (a
+model, or a file):
 
     preset = "tiny"
 
@@ -24,27 +26,47 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from alignment.args import RULES, EvaluateArgs, PipelineArgs, RejectionArgs, RLArgs, SFTArgs, flags_of, parse
+from alignment.args import (
+    RULES,
+    EvaluateArgs,
+    PipelineArgs,
+    RejectionArgs,
+    RLArgs,
+    SFTArgs,
+    flags_of,
+    parse,
+)
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import lock_run_folder, read_json, read_toml, write_json
 from alignment.system.processes import last_line, start_command
 from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
-SET_BY_PIPELINE = {"rejection_sample": {"output"}, "sft": {"sft_base"}, "train_rl": {"run_name", "resume"}}
+SET_BY_PIPELINE = {
+    "rejection_sample": {"output"},
+    "sft": {"sft_base"},
+    "train_rl": {"run_name", "resume"},
+}
 COLUMNS = {  # Heading -> the cell, from an evaluation's record.
-    "stage": "{stage}", "accuracy": "{avg_all_rewards:.3f}",
+    "stage": "{stage}",
+    "accuracy": "{avg_all_rewards:.3f}",
     "95 %": "{avg_all_rewards_ci[0]:.3f} .. {avg_all_rewards_ci[1]:.3f}",
-    "format": "{avg_format_rewards:.3f}", "tokens": "{response_length:.1f}",
-}  # fmt: skip
+    "format": "{avg_format_rewards:.3f}",
+    "tokens": "{response_length:.1f}",
+}
 
 
-Stage = NamedTuple("Stage", [("name", str), ("command", str), ("flags", tuple[str, ...]), ("result", str), ("done", Path)])
-"""A command with its flags, its `result` (a model or a file), and `done`, a path that exists once it has ended well."""
+Stage = NamedTuple(
+    "Stage",
+    [("name", str), ("command", str), ("flags", tuple[str, ...]), ("result", str), ("done", Path)],
+)
+"""A command with its flags, its `result` (a model or a file), and `done`, a path that exists once
+it has ended well."""
 
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:
-    """The stages of a file, each followed by an evaluation of its model. Raises `UserError`, naming the stage."""
+    """The stages of a file, each followed by an evaluation of its model. Raises `UserError`, naming
+    the stage."""
     values = read_toml(file, "--file")
     shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
     shared.setdefault("preset", "tiny")
@@ -56,7 +78,11 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     for name, table in tables.items():
         place = f"--file {file}: stage {name}"
         command = _checked_command(name, table, place)
-        given = {key: _filled(value, results, place) for key, value in {**shared, **table}.items() if key != "command"}
+        given = {
+            key: _filled(value, results, place)
+            for key, value in {**shared, **table}.items()
+            if key != "command"
+        }
         made = _stages(name, command, given, folder, place)
         stages += made
         results[name] = made[0].result
@@ -64,10 +90,15 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
 
 
 def _checked_command(name: str, table: object, place: str) -> str:
-    """The command of a stage. Raises `UserError` for a bad name, another command, or an argument that the pipeline sets."""
-    plain = re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
+    """The command of a stage. Raises `UserError` for a bad name, another command, or an argument
+    that the pipeline sets."""
+    plain = (
+        re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
+    )
     if not plain or not isinstance(table, dict):
-        raise UserError(f"{place}: must be a table with a plain name, neither logs nor evaluation_of_...")
+        raise UserError(
+            f"{place}: must be a table with a plain name, neither logs nor evaluation_of_..."
+        )
     if (command := table.get("command")) not in COMMANDS:
         raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
     if taken := table.keys() & (SET_BY_PIPELINE[command] | {"output_dir"}):
@@ -75,7 +106,9 @@ def _checked_command(name: str, table: object, place: str) -> str:
     return command
 
 
-def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, place: str) -> list[Stage]:
+def _stages(
+    name: str, command: str, given: Mapping[str, object], folder: Path, place: str
+) -> list[Stage]:
     """The stage and, where it makes a model, the evaluation of that model."""
     model, file, evaluation = folder / name, folder / f"{name}.jsonl", f"evaluation_of_{name}"
     result, done, own = {
@@ -83,28 +116,45 @@ def _stages(name: str, command: str, given: Mapping[str, object], folder: Path, 
         "sft": (model, model, {"sft_base": str(model)}),
         "train_rl": (model / "final", model / "summary.json", {"run_name": name}),
     }[command]
-    stage = Stage(name, command, _checked_flags(command, {**given, **own}, folder, place), str(result), done)
+    stage = Stage(
+        name, command, _checked_flags(command, {**given, **own}, folder, place), str(result), done
+    )
     if command == "rejection_sample":
         return [stage]
-    shared = {key: value for key, value in given.items() if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"}
+    shared = {
+        key: value
+        for key, value in given.items()
+        if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"
+    }
     if shared.get("reward") not in RULES:
         shared.pop("reward", None)  # an evaluation scores by a rule: here the task's own
-    flags = _checked_flags("evaluate", {**shared, "model": str(result), "run_name": evaluation}, folder, place)
-    return [stage, Stage(evaluation, "evaluate", flags, str(result), folder / evaluation / "summary.json")]
+    flags = _checked_flags(
+        "evaluate", {**shared, "model": str(result), "run_name": evaluation}, folder, place
+    )
+    return [
+        stage,
+        Stage(evaluation, "evaluate", flags, str(result), folder / evaluation / "summary.json"),
+    ]
 
 
 def _filled(value: object, results: Mapping[str, str], place: str) -> object:
-    """A flag's value with the results of earlier stages in place of `{name}`. Raises `UserError` for an unknown name."""
+    """A flag's value with the results of earlier stages in place of `{name}`. Raises `UserError`
+    for an unknown name."""
     if isinstance(value, list):
         return [_filled(item, results, place) for item in value]
     if not isinstance(value, str):
         return value
     if unknown := [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in results]:
-        raise UserError(f"{place}: {{{unknown[0]}}} is no earlier stage (there are: {', '.join(results) or 'none'})")
+        raise UserError(
+            f"{place}: {{{unknown[0]}}} is no earlier stage (there are:"
+            f" {', '.join(results) or 'none'})"
+        )
     return re.sub(r"\{(\w[\w-]*)\}", lambda match: results[match[1]], value)
 
 
-def _checked_flags(command: str, given: Mapping[str, object], folder: Path, place: str) -> tuple[str, ...]:
+def _checked_flags(
+    command: str, given: Mapping[str, object], folder: Path, place: str
+) -> tuple[str, ...]:
     """The flags of a stage. Raises `UserError` where the stage's command would refuse them."""
     cls = COMMANDS.get(command, EvaluateArgs)
     if unknown := [key for key in given if key not in cls.__dataclass_fields__]:
@@ -113,21 +163,32 @@ def _checked_flags(command: str, given: Mapping[str, object], folder: Path, plac
     try:
         parse(cls, flags)
     except (UserError, SystemExit) as error:
-        raise UserError(f"{place}: {error if isinstance(error, UserError) else 'a value is malformed (see above)'}") from None
+        raise UserError(
+            f"{place}:"
+            f" {error if isinstance(error, UserError) else 'a value is malformed (see above)'}"
+        ) from None
     return tuple(flags)
 
 
 def run(stages: list[Stage], folder: Path, console: Console) -> None:
-    """Run the stages that are not done yet. Raises `RunStopped` where a stage fails; the same command goes on from there."""
+    """Run the stages that are not done yet. Raises `RunStopped` where a stage fails; the same
+    command goes on from there."""
     for number, stage in enumerate(stages, start=1):
         if stage.done.exists():
             console.print(f"{number} of {len(stages)}, {stage.name}: done already", markup=False)
             continue
-        resumed = ("--resume",) if stage.command == "train_rl" and (folder / stage.name / "args.json").exists() else ()
+        resumed = (
+            ("--resume",)
+            if stage.command == "train_rl" and (folder / stage.name / "args.json").exists()
+            else ()
+        )
         if stage.command == "evaluate":
-            shutil.rmtree(folder / stage.name, ignore_errors=True)  # the folder of a stopped evaluation, which cannot resume
+            # the folder of a stopped evaluation, which cannot resume
+            shutil.rmtree(folder / stage.name, ignore_errors=True)
         log = folder / "logs" / f"{stage.name}.log"
-        with console.status(Text(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})")):
+        with console.status(
+            Text(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})")
+        ):
             process = start_command(f"alignment.{stage.command}", (*stage.flags, *resumed), log)
             try:
                 process.wait()
@@ -136,7 +197,9 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
                 process.wait()
         if process.returncode:
             end = f"stage {stage.name} ended with exit code {process.returncode}: {last_line(log)}"
-            raise RunStopped(f"{end}; all of its output: {log}. The same command goes on from there")
+            raise RunStopped(
+                f"{end}; all of its output: {log}. The same command goes on from there"
+            )
         console.print(f"{number} of {len(stages)}, {stage.name}: done", markup=False)
 
 
@@ -147,19 +210,36 @@ def main() -> None:
     stages = read_stages(Path(args.file), folder)
     if args.dry_run:
         for stage in stages:
-            console.print(f"uv run -m alignment.{stage.command} {shlex.join(stage.flags)}", markup=False, soft_wrap=True)
+            console.print(
+                f"uv run -m alignment.{stage.command} {shlex.join(stage.flags)}",
+                markup=False,
+                soft_wrap=True,
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     with lock_run_folder(folder):
-        file, facts = folder / "pipeline.json", {"stages": [[s.name, s.command, *s.flags] for s in stages]}
+        file, facts = (
+            folder / "pipeline.json",
+            {"stages": [[s.name, s.command, *s.flags] for s in stages]},
+        )
         if file.exists() and read_json(file) != facts:
             raise UserError(f"{folder} holds a pipeline of other stages; give another --run_name")
         write_json(file, facts)
         run(stages, folder, console)
     evaluations = [stage for stage in stages if stage.command == "evaluate"]
-    records = [{"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)} for s in evaluations]
+    records = [
+        {"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)}
+        for s in evaluations
+    ]
     rows = [[cell.format_map(record) for cell in COLUMNS.values()] for record in records]
-    console.print(make_table(f"{folder.name}: accuracy after each stage", tuple(COLUMNS), rows, numbers=tuple(COLUMNS)[1:]))
+    console.print(
+        make_table(
+            f"{folder.name}: accuracy after each stage",
+            tuple(COLUMNS),
+            rows,
+            numbers=tuple(COLUMNS)[1:],
+        )
+    )
     write_json(folder / "summary.json", records)
 
 

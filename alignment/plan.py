@@ -1,7 +1,9 @@
-"""Show which role and layer would sit on which device, without the GPUs or a model, and the command that would train so.
+"""Show which role and layer would sit on which device, without the GPUs or a model, and the command
+that would train so.
 
-uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100-80GB --price 2
-uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8 --gpu_memory 24"""
+uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100-80GB --price 2 uv
+run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8
+--gpu_memory 24"""
 
 import dataclasses
 import shlex
@@ -31,17 +33,34 @@ def main() -> None:
     prediction = predict(run, *hardware[:3])
     known = calibrate(args.calibrate, prediction.step.itemsize)
     where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
-    several = f", on each of {hardware.machines} machines" * (hardware.machines > 1 and not args.hardware)
-    print_placement(prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console)
-    seconds, best = duration(prediction, hardware, known), ranked(run, hardware, known) if args.best else []
+    several = f", on each of {hardware.machines} machines" * (
+        hardware.machines > 1 and not args.hardware
+    )
+    print_placement(
+        prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console
+    )
+    seconds, best = (
+        duration(prediction, hardware, known),
+        ranked(run, hardware, known) if args.best else [],
+    )
     facts = {
-        "run": vars(prediction.run), "machine": hardware._asdict(), "command": command_of(prediction, hardware),
-        "peaks": [dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)} for peak in prediction.peaks],
-        "seconds": seconds, "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
-        "fits": prediction.fits, "remedies": remedies(prediction, *hardware[:3]), "off": known.samples,
+        "run": vars(prediction.run),
+        "machine": hardware._asdict(),
+        "command": command_of(prediction, hardware),
+        "peaks": [
+            dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)}
+            for peak in prediction.peaks
+        ],
+        "seconds": seconds,
+        "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
+        "fits": prediction.fits,
+        "remedies": remedies(prediction, *hardware[:3]),
+        "off": known.samples,
         "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
-    }  # fmt: skip
-    text = fill_template(Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span)
+    }
+    text = fill_template(
+        Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span
+    )
     console.print(text, soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
@@ -49,21 +68,36 @@ def main() -> None:
 
 def command_of(prediction, hardware: Hardware) -> str:
     """The command line that trains so; on several machines, of each."""
-    torchrun = f"torchrun --nnodes {hardware.machines} --nproc_per_node {len(prediction.roles.policy)} --rdzv_backend c10d"
+    torchrun = (
+        f"torchrun --nnodes {hardware.machines} --nproc_per_node {len(prediction.roles.policy)}"
+        " --rdzv_backend c10d"
+    )
     start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
 
 
 def print_placement(prediction, title: str, console) -> None:
-    """Print which role and layers each device has, and the bytes of weights, gradients and moments."""
+    """Print which role and layers each device has, and the bytes of weights, gradients and
+    moments."""
     shape, run, itemsize, rows = prediction.shape, prediction.run, prediction.step.itemsize, []
-    placed = place(shape, prediction.roles, run.optimizer, itemsize, prediction.kind, run.sampler_tensor_parallel)
+    placed = place(
+        shape,
+        prediction.roles,
+        run.optimizer,
+        itemsize,
+        prediction.kind,
+        run.sampler_tensor_parallel,
+    )
     for share in sorted(placed, key=lambda share: share.device):
         first = next(name for name, parameters in shape.parameters.items() if parameters)
-        ends = ("embeddings",) * (first in share.modules) + ("head",) * (shape.head in share.modules)
+        ends = ("embeddings",) * (first in share.modules) + ("head",) * (
+            shape.head in share.modules
+        )
         indices = [name.rpartition(".")[2] for name in share.modules if name in shape.layers]
         layers = (f"{indices[0]}-{indices[-1]}",) if indices else ()
-        rows.append((share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}"))
+        rows.append(
+            (share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}")
+        )
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
     kept = f"weights, and for the policy gradients and the moments of {run.optimizer}"
     console.print(f"GB: {kept}; activations and caches come on top")

@@ -10,10 +10,14 @@ from alignment.system.errors import run_command
 
 
 def main() -> None:
-    parse(make_dataclass("PresetsArgs", (), namespace={"__doc__": __doc__.partition("\n")[0]}))  # without any flag
+    # without any flag
+    parse(make_dataclass("PresetsArgs", (), namespace={"__doc__": __doc__.partition("\n")[0]}))
     for name in preset_names():
         preset = tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
-        print(f"{name}: {preset['task']}, {preset['model']}\n   ", "; ".join(map(": ".join, preset["about"].items())))
+        print(
+            f"{name}: {preset['task']}, {preset['model']}\n   ",
+            "; ".join(map(": ".join, preset["about"].items())),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What --preview prints: prompts, gold answers and their rewards, or the tokens that SFT trains. Only a tokenizer is loaded."""
+"""What --preview prints: prompts, gold answers and their rewards, or the tokens that SFT trains.
+Only a tokenizer is loaded."""
 
 from collections.abc import Sequence
 
@@ -17,31 +18,63 @@ from alignment.system.terminal import printable
 
 
 def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
-    """Print a run's first prompts, or the first test problems, each with the rewards of responses that hold its gold answer, as
-    rules see these once a model has said them token by token. Raises `UserError` for prompts that the run would refuse."""
-    shapes = (" </think> <answer> {} </answer>", r" \boxed{{{}}}", " {}")  # in which a response may hold it
+    """Print a run's first prompts, or the first test problems, each with the rewards of responses
+    that hold its gold answer, as rules see these once a model has said them token by token. Raises
+    `UserError` for prompts that the run would refuse."""
+    # in which a response may hold it
+    shapes = (
+        " </think> <answer> {} </answer>",
+        r" \boxed{{{}}}",
+        " {}",
+    )
     base = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(base)
-    responses, stop = ResponseReader(tokenizer, load_end_ids(base, tokenizer)), find_task(args.task, args.data).stop
+    responses, stop = (
+        ResponseReader(tokenizer, load_end_ids(base, tokenizer)),
+        find_task(args.task, args.data).stop,
+    )
     if isinstance(args, RLArgs):
         source = open_source(args.rollout_config, tokenizer)
-        problems, reward = problems_of_step(source.problems, args.preview, args.seeds["data"], 1), source.reward
+        problems, reward = (
+            problems_of_step(source.problems, args.preview, args.seeds["data"], 1),
+            source.reward,
+        )
     else:
         problems = evaluation(args, tokenizer)[0][: args.preview]
         reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
     encoded = encode_problems(problems, base, tokenizer, args.max_new_tokens)
     for problem, ids in zip(problems, encoded, strict=True):
-        print(f"{problem.id}: the prompt, {len(ids)} tokens:", printable(tokenizer.decode(ids)), sep="\n")
+        print(
+            f"{problem.id}: the prompt, {len(ids)} tokens:",
+            printable(tokenizer.decode(ids)),
+            sep="\n",
+        )
         print("the gold answer:", printable(problem.ground_truth))
         if is_placeholder(problem.ground_truth):
-            print("  warning: it says that there is none, and a response that says so is paid: leave the row out")
+            print(
+                "  warning: it says that there is none, and a response that says so is paid: leave"
+                " the row out"
+            )
         said = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
-        texts = [responses.text(token_ids, stop) for token_ids in response_token_ids(tokenizer, said)]
-        [group] = reward.score([problem], [[Completion((), (), (), text, "stop", 0) for text in texts]])
+        texts = [
+            responses.text(token_ids, stop) for token_ids in response_token_ids(tokenizer, said)
+        ]
+        [group] = reward.score(
+            [problem], [[Completion((), (), (), text, "stop", 0) for text in texts]]
+        )
         for text, score in zip(texts[::2], group.scores[::2], strict=True):
-            print(f"  '{printable(text, line_breaks=False)}' gets", ", ".join(f"{name} {value:g}" for name, value in score.items()))
-        if not any(gold["reward"] > empty["reward"] for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)):
-            print("  warning: none is paid more than without the answer: is this --reward, column or --answer_pattern right?")
+            print(
+                f"  '{printable(text, line_breaks=False)}' gets",
+                ", ".join(f"{name} {value:g}" for name, value in score.items()),
+            )
+        if not any(
+            gold["reward"] > empty["reward"]
+            for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)
+        ):
+            print(
+                "  warning: none is paid more than without the answer: is this --reward, column or"
+                " --answer_pattern right?"
+            )
 
 
 def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]]) -> None:
@@ -49,5 +82,13 @@ def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem
     model = resolve_model(args.model, args.output_dir)
     tokenizer, shown = load_tokenizer(model), demonstrations[: args.preview]
     for prompt, response in encode_demonstrations(args, shown, model, tokenizer):
-        print(f"the prompt, {len(prompt)} tokens, not trained:", printable(tokenizer.decode(prompt)), sep="\n")
-        print(f"the response, {len(response)} tokens, all trained:", printable(tokenizer.decode(response)), sep="\n")
+        print(
+            f"the prompt, {len(prompt)} tokens, not trained:",
+            printable(tokenizer.decode(prompt)),
+            sep="\n",
+        )
+        print(
+            f"the response, {len(response)} tokens, all trained:",
+            printable(tokenizer.decode(response)),
+            sep="\n",
+        )

@@ -12,7 +12,8 @@ from alignment.system.files import MANIFEST, damage, read_json
 
 @dataclass(frozen=True)
 class PublishArgs:
-    """Upload the final model of a finished run, with its model card, to the Hugging Face hub: only what its manifest names."""
+    """Upload the final model of a finished run, with its model card, to the Hugging Face hub: only
+    what its manifest names."""
 
     run: str  # Folder of the run.
     repo: str  # Repository on the hub, OWNER/NAME, which is made where there is none.
@@ -24,7 +25,9 @@ def main() -> None:
     args = parse(PublishArgs)
     final = Path(args.run) / "final"
     if not (Path(args.run) / "summary.json").exists() or not final.is_dir():
-        raise UserError(f"--run {args.run}: must be the folder of a finished run, with a model in final/")
+        raise UserError(
+            f"--run {args.run}: must be the folder of a finished run, with a model in final/"
+        )
     if wrong := damage(final):
         raise UserError(f"--run {args.run}: final/ is damaged: {wrong}")
     names = [*read_json(final / MANIFEST), MANIFEST]
@@ -38,13 +41,24 @@ def main() -> None:
         if not args.dry_run:
             address = api.create_repo(args.repo, private=args.private, exist_ok=True)
             if args.private and not api.repo_info(args.repo).private:
-                raise UserError(f"--private: {args.repo} exists and is public: make it private on the hub, or name another")
-            api.upload_folder(repo_id=args.repo, folder_path=final, allow_patterns=names, commit_message="A run of alignment")
+                raise UserError(
+                    f"--private: {args.repo} exists and is public: make it private on the hub, or"
+                    " name another"
+                )
+            api.upload_folder(
+                repo_id=args.repo,
+                folder_path=final,
+                allow_patterns=names,
+                commit_message="A run of alignment",
+            )
             print(f"published: {address}")
     except UserError:
         raise
-    except Exception as error:  # of the hub, the network, a token that is missing, a malformed name: each of another class
-        raise UserError(f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token") from None
+    except Exception as error:
+        # of the hub, the network, a token that is missing, a malformed name: each of another class
+        raise UserError(
+            f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Sample many answers a problem and keep the good ones, as data for SFT (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.3).
+"""Sample many answers a problem and keep the good ones, as data for SFT (DeepSeek-AI 2025,
+arXiv:2501.12948, section 2.3.3).
 
-uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output kept.jsonl"""
+uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output
+kept.jsonl"""
 
 import dataclasses
 import json
@@ -36,7 +38,15 @@ from alignment.system.terminal import count_parts, make_console, make_table
 
 Demonstrations = Sequence[tuple[Problem, str]]
 
-REASONS = ("unfinished", "wrong", "badly formatted", "unreadable", "in several languages", "said already", "not the best")
+REASONS = (
+    "unfinished",
+    "wrong",
+    "badly formatted",
+    "unreadable",
+    "in several languages",
+    "said already",
+    "not the best",
+)
 LONGEST_PARAGRAPH = 2000  # characters
 
 
@@ -57,7 +67,8 @@ def main() -> None:
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if received_signal():
-        output = output.with_name(f"{output.name}.stopped")  # the name of a finished one is what a pipeline waits for
+        # the name of a finished one is what a pipeline waits for
+        output = output.with_name(f"{output.name}.stopped")
         print(f"stopped by a signal: these are the first {len(groups)} problems", file=sys.stderr)
     if not rows:
         reasons = ", ".join(f"{number} {reason}" for reason, number in rejected.most_common())
@@ -65,15 +76,22 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"
-    counts = [("kept", str(len(rows))), *((f"rejected: {reason}", str(rejected[reason])) for reason in REASONS)]
+    counts = [
+        ("kept", str(len(rows))),
+        *((f"rejected: {reason}", str(rejected[reason])) for reason in REASONS),
+    ]
     console.print(make_table(title, ("", "answers"), counts, numbers=("answers",)))
     solved = len({row["id"] for row in rows})
-    console.print(f"{output}: {len(rows)} answers to {solved} of {len(groups)} problems", markup=False, soft_wrap=True)
+    console.print(
+        f"{output}: {len(rows)} answers to {solved} of {len(groups)} problems",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
-    """Scored answers to the first training problems, each prompted with the examples; a group a problem. Where a signal arrives,
-    those of the first of these problems."""
+    """Scored answers to the first training problems, each prompted with the examples; a group a
+    problem. Where a signal arrives, those of the first of these problems."""
     from alignment.models import encode_problems, eval_sampling, make_sampler, stoppable
     from alignment.policy.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
@@ -82,27 +100,45 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(path)
     template = args.prompt or task.prompt
-    chosen = training_problems(task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer)
+    chosen = training_problems(
+        task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer
+    )
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
     prompts = [problem.prompt for problem in chosen]
-    encode_problems(chosen, path, tokenizer, args.max_new_tokens)  # refuses long ones, before a model loads
+    # refuses long ones, before a model loads
+    encode_problems(chosen, path, tokenizer, args.max_new_tokens)
     sampler = make_sampler(args, path, roles_of(args).sample, tokenizer, console=console)
-    status = f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
-    with closing(sampler), count_parts(status, len(chosen) * args.num_samples, console, "response") as ended:
-        completions = stoppable(args, sampler).sample(prompts, eval_sampling(args, args.num_samples), ended)
+    status = (
+        f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
+    )
+    with (
+        closing(sampler),
+        count_parts(status, len(chosen) * args.num_samples, console, "response") as ended,
+    ):
+        completions = stoppable(args, sampler).sample(
+            prompts, eval_sampling(args, args.num_samples), ended
+        )
         answered = chosen[: len(completions)] if received_signal() else chosen
-        return score_groups(answered, completions, find_rule(args.evaluation_rule, args.reward_timeout))
+        return score_groups(
+            answered, completions, find_rule(args.evaluation_rule, args.reward_timeout)
+        )
 
 
 def read_examples(file: str) -> Demonstrations:
-    """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no question."""
+    """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no
+    question."""
     examples = read_demonstrations(file)
     if not examples or not all(problem.question and not problem.turns for problem, _ in examples):
-        raise UserError(f'--few_shot {file}: every example needs a "question" and a "response", and there must be one')
+        raise UserError(
+            f'--few_shot {file}: every example needs a "question" and a "response", and there must'
+            " be one"
+        )
     return examples
 
 
-def with_examples(problems: Sequence[Problem], examples: Demonstrations, template: str, tokenizer) -> list[Problem]:
+def with_examples(
+    problems: Sequence[Problem], examples: Demonstrations, template: str, tokenizer
+) -> list[Problem]:
     """The problems with worked examples before their prompts."""
     prompts = prompted([problem for problem, _ in examples], template, tokenizer)
     before = ""
@@ -111,7 +147,9 @@ def with_examples(problems: Sequence[Problem], examples: Demonstrations, templat
     return [dataclasses.replace(problem, prompt=before + problem.prompt) for problem in problems]
 
 
-def select(groups: Sequence[Group], keep: str, min_consistency: float) -> tuple[list[dict], Counter[str]]:
+def select(
+    groups: Sequence[Group], keep: str, min_consistency: float
+) -> tuple[list[dict], Counter[str]]:
     """The rows of the kept answers, and the number of rejected answers by reason."""
     rows, rejected = [], Counter()
     for group in groups:
@@ -126,18 +164,32 @@ def select(groups: Sequence[Group], keep: str, min_consistency: float) -> tuple[
         if keep == "best" and passed:
             rejected["not the best"] += len(passed) - 1
             passed = [min(passed, key=len)]
-        shared = {"id": group.problem.id, "question": group.problem.question, "ground_truth": group.problem.ground_truth}
+        shared = {
+            "id": group.problem.id,
+            "question": group.problem.question,
+            "ground_truth": group.problem.ground_truth,
+        }
         rows += [{**shared, "response": text} for text in passed]
     return rows, rejected
 
 
-def rejection_reason(completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float) -> str | None:
+def rejection_reason(
+    completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float
+) -> str | None:
     """The first of `REASONS` that rejects an answer by itself, None where none does."""
     text, paragraphs = completion.text, re.split(r"\n\s*\n", completion.text)
-    printable = all(letter.isprintable() or letter in "\n\t" for letter in text) and "\ufffd" not in text
+    printable = (
+        all(letter.isprintable() or letter in "\n\t" for letter in text) and "\ufffd" not in text
+    )
     readable = printable and "```" not in text and max(map(len, paragraphs)) <= LONGEST_PARAGRAPH
     finished, consistency = completion.finish_reason == "stop", language_consistency(problem, text)
-    passed = finished, score["answer_reward"], score["format_reward"] >= 1, readable, consistency >= min_consistency
+    passed = (
+        finished,
+        score["answer_reward"],
+        score["format_reward"] >= 1,
+        readable,
+        consistency >= min_consistency,
+    )
     return next((reason for reason, holds in zip(REASONS, passed, strict=False) if not holds), None)
 
 

@@ -1,4 +1,5 @@
-"""Write the report of a sweep, or of runs: verdicts first, then the curves, samples and commands behind them.
+"""Write the report of a sweep, or of runs: verdicts first, then the curves, samples and commands
+behind them.
 
 uv run -m alignment.report --runs checkpoints/sweep_tiny_loss_type_group_size"""
 
@@ -22,7 +23,10 @@ def main() -> None:
 
             report(study, Path(args.output) if args.output else folders[0], console)
         elif not args.follow:
-            raise UserError(f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an evaluation")
+            raise UserError(
+                f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an"
+                " evaluation"
+            )
         if not args.follow or not study.missing:
             break
         time.sleep(30)  # the page of an unfinished study loads itself again as often

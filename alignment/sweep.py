@@ -1,6 +1,8 @@
-"""Ablations that end in verdicts: train every arm with every seed, then say which choice made the difference.
+"""Ablations that end in verdicts: train every arm with every seed, then say which choice made the
+difference.
 
-uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_baseline grpo_clip --group_size 4 8 --seed 0 1 2
+uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_baseline grpo_clip
+--group_size 4 8 --seed 0 1 2
 """
 
 import dataclasses
@@ -23,7 +25,15 @@ from alignment.ablation.design import (
     refuse_rare_evaluations,
     with_controls,
 )
-from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse, refuse_missing_warm_start, swept_values
+from alignment.args import (
+    RLArgs,
+    SweepArgs,
+    SweepOptions,
+    from_preset,
+    parse,
+    refuse_missing_warm_start,
+    swept_values,
+)
 from alignment.checks import check_loss, check_output, check_reward
 from alignment.data.tasks import find_task, try_rows
 from alignment.policy.speed import hardware_of
@@ -33,7 +43,9 @@ from alignment.system.errors import UserError, run_command
 from alignment.system.files import LOCK
 from alignment.system.terminal import make_console, make_table
 
-SEED_STD = 0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
+SEED_STD = (
+    0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
+)
 
 
 def main() -> None:
@@ -47,21 +59,37 @@ def main() -> None:
     if found and found.isdisjoint(("sweep.json", LOCK)):
         raise UserError(f"{design.folder} exists and is no sweep's folder; give another --run_name")
     check_output(design.folder)
-    resources = args.executor, args.ray_address, args.cpus_per_run, args.gpus_per_run, args.slurm_parameters
+    resources = (
+        args.executor,
+        args.ray_address,
+        args.cpus_per_run,
+        args.gpus_per_run,
+        args.slurm_parameters,
+    )
     with schedule.working_in(design.folder, resources, console) as executor:
         schedule.claim_folder(design, sys.argv)
         train(design, executor, args, console)
 
 
 def make_design(args: SweepOptions) -> Design:
-    """The design of the command line. Raises `UserError` where an arm cannot work, and with --strict where it has warnings."""
+    """The design of the command line. Raises `UserError` where an arm cannot work, and with
+    --strict where it has warnings."""
     values = swept_values(args)
-    arms = named_arms(args.sweep_file, args.preset, values) if args.sweep_file else grid(args.preset, values, args.hold)
+    arms = (
+        named_arms(args.sweep_file, args.preset, values)
+        if args.sweep_file
+        else grid(args.preset, values, args.hold)
+    )
     arms = with_controls(arms) if args.controls else arms
     varied = [name for name, several in values.items() if len(several) > 1] or ["seeds"]
-    default = "_".join(["sweep", args.preset, *([Path(args.sweep_file).stem] if args.sweep_file else varied)])
+    default = "_".join(
+        ["sweep", args.preset, *([Path(args.sweep_file).stem] if args.sweep_file else varied)]
+    )
     folder = Path(args.output_dir) / (args.run_name or plain_name(default))
-    arms = {name: dataclasses.replace(arm, output_dir=str(folder), trackers=args.trackers) for name, arm in arms.items()}
+    arms = {
+        name: dataclasses.replace(arm, output_dir=str(folder), trackers=args.trackers)
+        for name, arm in arms.items()
+    }
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     for arm in arms.values():
         for seed in seeds:
@@ -74,7 +102,16 @@ def make_design(args: SweepOptions) -> Design:
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
-    design = Design(folder, arms, seeds, args.hold, args.tie, ALPHA / looks(len(seeds), args), warnings, args.match)
+    design = Design(
+        folder,
+        arms,
+        seeds,
+        args.hold,
+        args.tie,
+        ALPHA / looks(len(seeds), args),
+        warnings,
+        args.match,
+    )
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question
 
@@ -83,9 +120,11 @@ def make_design(args: SweepOptions) -> Design:
 
 
 def try_users_code(arms: Collection[RLArgs]) -> None:
-    """Try the arms' losses and rewards that are the user's own on made-up responses, and ask their tasks for problems. Raises
-    `UserError` where a run of an arm could only fail."""
-    rewards = {(arm.task, arm.data, arm.prompt, arm.reward): arm for arm in arms if ":" in arm.reward}
+    """Try the arms' losses and rewards that are the user's own on made-up responses, and ask their
+    tasks for problems. Raises `UserError` where a run of an arm could only fail."""
+    rewards = {
+        (arm.task, arm.data, arm.prompt, arm.reward): arm for arm in arms if ":" in arm.reward
+    }
     for arm in arms:
         check_loss(arm)
     tasks = {(arm.task, arm.data): arm.dataset_path for arm in arms}
@@ -99,7 +138,8 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
 
 
 def looks(seeds: int, args: SweepOptions) -> int:
-    """How often verdicts are made, with --until_decided after each seed: they share the chance of a false one (Bonferroni)."""
+    """How often verdicts are made, with --until_decided after each seed: they share the chance of a
+    false one (Bonferroni)."""
     return max(0, args.max_seeds - seeds) + 1 if args.until_decided else 1
 
 
@@ -107,50 +147,76 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the arms, the runs, what the seeds would show, what that costs, and the warnings."""
     arms, seeds, varied = design.arms, len(design.seeds), design.varied
     title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
-    rows = [(name, *map(str, varied[name].values()), str(arm.rollout_size)) for name, arm in arms.items()]
-    console.print(make_table(title, ("arm", *next(iter(varied.values())), "responses a step"), rows))
+    rows = [
+        (name, *map(str, varied[name].values()), str(arm.rollout_size))
+        for name, arm in arms.items()
+    ]
+    console.print(
+        make_table(title, ("arm", *next(iter(varied.values())), "responses a step"), rows)
+    )
     if design.hold == "rollouts" and "group_size" in next(iter(varied.values())):
         prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
-        console.print(f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it", soft_wrap=True)
+        console.print(
+            f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it",
+            soft_wrap=True,
+        )
     print_power(design, args, console)
     if args.hardware or args.calibrate or args.price or args.show_difference:
         print_cost(design, args, console)
     else:
-        console.print("time: --calibrate FOLDER, of a finished run, or --hardware adds it", soft_wrap=True)
+        console.print(
+            "time: --calibrate FOLDER, of a finished run, or --hardware adds it", soft_wrap=True
+        )
     for warning in design.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print the smallest differences that the seeds would show, and whether they could show a tie."""
+    """Print the smallest differences that the seeds would show, and whether they could show a
+    tie."""
     seeds, arm = len(design.seeds), next(iter(design.arms.values()))
     questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))
     after = range(seeds, seeds + looks(seeds, args))
     until = f", added until they decide, up to {after[-1]}," if len(after) > 1 else ""
-    console.print(f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD} between seeds:")
+    console.print(
+        f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD}"
+        " between seeds:"
+    )
     for sides, (difference, tie) in powers(design, after, questions).items():
         smallest = "none" if math.isinf(difference) else f"{difference:.3f}"
-        found = f"- smallest difference of {sides} that they would show with a chance of 80 %: {smallest}"
+        found = (
+            f"- smallest difference of {sides} that they would show with a chance of 80 %:"
+            f" {smallest}"
+        )
         tied = f"equal ones would be called a tie within {design.tie:g} with a chance of {tie:.0%}"
         console.print(f"{found}; {tied}", soft_wrap=True)
 
 
 def powers(design: Design, after: range, questions: int) -> dict:
-    """Two sides that the arms compare -> the `Power` of verdicts after so many seeds each, on so many questions."""
+    """Two sides that the arms compare -> the `Power` of verdicts after so many seeds each, on so
+    many questions."""
     from alignment.ablation.statistics import pairs, power
     from alignment.ablation.verdicts import factor_contrasts
     from alignment.core.power import score_std
 
-    tables = {f"two values of {name}": contrasts for name, contrasts in factor_contrasts(design.varied).items()}
+    tables = {
+        f"two values of {name}": contrasts
+        for name, contrasts in factor_contrasts(design.varied).items()
+    }
     arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
-    weights = lambda contrasts: [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
+    weights = lambda contrasts: (
+        [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
+    )
     tables = tables or {"two arms": pairs(arms)}
     std = score_std(SEED_STD, questions)
-    return {sides: power(weights(of), len(of), after, std, design.tie) for sides, of in tables.items()}
+    return {
+        sides: power(weights(of), len(of), after, std, design.tie) for sides, of in tables.items()
+    }
 
 
 def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with --show_difference."""
+    """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with
+    --show_difference."""
     hardware = hardware_of(args.hardware)
     import numpy as np
 
@@ -162,28 +228,52 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     spent = [duration(prediction, hardware, known) for prediction in predictions]
     for name, hours in zip(design.arms, spent, strict=True):
         console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
-    whole, evaluations = (np.sum([hours[key] for hours in spent], axis=0) for key in ("gpu_hours", "evaluations_gpu_hours"))
+    whole, evaluations = (
+        np.sum([hours[key] for hours in spent], axis=0)
+        for key in ("gpu_hours", "evaluations_gpu_hours")
+    )
     task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"][0]
-    everything, given = (len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems))
+    everything, given = (
+        len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems)
+    )
 
     def shown(seeds: int, questions: int) -> tuple[float, float, str]:
         """The smallest difference that a design shows, its GPU-hours at most, and both in words."""
-        difference = max(each.difference for each in powers(design, range(seeds, seeds + 1), questions).values())
+        difference = max(
+            each.difference for each in powers(design, range(seeds, seeds + 1), questions).values()
+        )
         hours = seeds * (whole + (questions / counted - 1) * evaluations)
         dollars = f" ({span(args.price * hours)} dollars)" * (args.price > 0)
-        words = f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(hours)} GPU-hours{dollars}"
+        words = (
+            f"{seeds} seeds and {questions} questions show {difference:.3f} for {span(hours)}"
+            f" GPU-hours{dollars}"
+        )
         return difference, hours[1], words
 
     seeds = max(2, len(design.seeds))
-    console.print("; ".join(shown(number, given)[2] for number in (seeds, 2 * seeds)), soft_wrap=True)
+    console.print(
+        "; ".join(shown(number, given)[2] for number in (seeds, 2 * seeds)), soft_wrap=True
+    )
     if args.show_difference:
-        numbers = {given, *(everything >> halvings for halvings in range(4) if everything >> halvings)}
-        designs = [next((d for s in range(2, 65) if (d := shown(s, q))[0] <= args.show_difference), None) for q in numbers]
-        cheapest = min((d[1:] for d in designs if d), default=(0, "no design of up to 64 seeds does"))
-        console.print(f"cheapest that shows {args.show_difference:g}: {cheapest[1]}", soft_wrap=True)
+        numbers = {
+            given,
+            *(everything >> halvings for halvings in range(4) if everything >> halvings),
+        }
+        designs = [
+            next((d for s in range(2, 65) if (d := shown(s, q))[0] <= args.show_difference), None)
+            for q in numbers
+        ]
+        cheapest = min(
+            (d[1:] for d in designs if d), default=(0, "no design of up to 64 seeds does")
+        )
+        console.print(
+            f"cheapest that shows {args.show_difference:g}: {cheapest[1]}", soft_wrap=True
+        )
 
 
-def train(design: Design, executor: schedule.Executor, args: SweepOptions, console: Console) -> None:
+def train(
+    design: Design, executor: schedule.Executor, args: SweepOptions, console: Console
+) -> None:
     """Train all runs, and write the report. Raises `UserError` where runs have failed."""
     from alignment.ablation.report import report
     from alignment.ablation.study import read_study
@@ -194,12 +284,27 @@ def train(design: Design, executor: schedule.Executor, args: SweepOptions, conso
     while added:
         states += added
         schedule.run_all(design, executor, states, console)
-        comparisons = decide_question(read_study([design.folder]), args.question) if args.until_decided else []
+        comparisons = (
+            decide_question(read_study([design.folder]), args.question)
+            if args.until_decided
+            else []
+        )
         if added := schedule.next_runs(states, comparisons, args.max_seeds):
-            console.print(f"undecided: adding {', '.join(state.name for state in added)}", markup=False, soft_wrap=True)
+            console.print(
+                f"undecided: adding {', '.join(state.name for state in added)}",
+                markup=False,
+                soft_wrap=True,
+            )
     report(read_study([design.folder]), design.folder, console)
-    if failed := [f"{state.name} ({state.reason or state.note})" for state in states if state.status == "failed"]:
-        raise UserError(f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts: {', '.join(failed)}")
+    if failed := [
+        f"{state.name} ({state.reason or state.note})"
+        for state in states
+        if state.status == "failed"
+    ]:
+        raise UserError(
+            f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts:"
+            f" {', '.join(failed)}"
+        )
 
 
 if __name__ == "__main__":

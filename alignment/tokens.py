@@ -1,4 +1,5 @@
-"""Text to padded batches, and means over masks. The code is in `alignment.core`; this module only names it."""
+"""Text to padded batches, and means over masks. The code is in `alignment.core`; this module only
+names it."""
 
 from alignment.core.losses import masked_mean, masked_normalize
 from alignment.core.tokens import tokenize_prompt_and_output

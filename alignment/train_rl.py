@@ -1,4 +1,5 @@
-"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync, repeat.
+"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync,
+repeat.
 
 uv run -m alignment.train_rl --loss_type grpo_clip"""
 
@@ -15,10 +16,14 @@ from alignment.system.torchrun import followed
 
 
 def train(args: RLArgs, console: Console) -> Path:
-    """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a model loads."""
+    """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a
+    model loads."""
     rollout_config, update_config = args.rollout_config, args.update_config
-    with open_run(run_config(args), console) as run:  # locks and resumes the folder; saves a checkpoint when stopped
-        # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes first.
+    with open_run(
+        run_config(args), console
+    ) as run:  # locks and resumes the folder; saves a checkpoint when stopped
+        # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes
+        # first.
         from alignment.models import build
         from alignment.prediction import expected_peaks
         from alignment.rollouts.source import collate_groups, with_advantages
@@ -32,10 +37,18 @@ def train(args: RLArgs, console: Console) -> Path:
             run.log_state(sampled)  # with --log_state
             rollout = collate_groups(sampled.groups, rollout_config, pad_id)
             rollout = with_advantages(rollout, update_config.advantage)  # reward - baseline, / std
-            rollout = references.annotate(rollout, policy, step)  # old and reference log-probs, if the loss needs them
+            # old and reference log-probs, if the loss needs them
+            rollout = references.annotate(rollout, policy, step)
             with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
-                result = update(policy, rollout, update_config, step, steps_old=step - 1 - sampled.policy_version)
-            with rollouts.syncing(policy, step):  # the sampler takes the new weights while the step is logged
+                result = update(
+                    policy,
+                    rollout,
+                    update_config,
+                    step,
+                    steps_old=step - 1 - sampled.policy_version,
+                )
+            # the sampler takes the new weights while the step is logged
+            with rollouts.syncing(policy, step):
                 run.log_completions(sampled, rollout, result)
             run.log_step(sampled, rollout, result)
             evaluator.run_if_due(step)
@@ -52,7 +65,9 @@ def main() -> None:
     if args.preview:
         from alignment.preview import preview_problems
 
-        return preview_problems(args, args.sft_base if Path(args.sft_base or "-").exists() else args.model)
+        return preview_problems(
+            args, args.sft_base if Path(args.sft_base or "-").exists() else args.model
+        )
     train(args, make_console())
 
 

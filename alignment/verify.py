@@ -1,4 +1,5 @@
-"""Does this machine, with your settings, compute what a plain model does, train what it samples, and resume to the same bits?
+"""Does this machine, with your settings, compute what a plain model does, train what it samples,
+and resume to the same bits?
 
 uv run -m alignment.verify --preset tiny
 """
@@ -18,58 +19,100 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.checks import check_rl, roles_of
-from alignment.runs.run_folder import TRAINER, checkpoint_folder, claim_run_folder, last_whole_step, load_rollouts
+from alignment.runs.run_folder import (
+    TRAINER,
+    checkpoint_folder,
+    claim_run_folder,
+    last_whole_step,
+    load_rollouts,
+)
 from alignment.runs.state import read_state
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import fill_template, read_json, read_jsonl, sha256, write_atomically, write_json
+from alignment.system.files import (
+    fill_template,
+    read_json,
+    read_jsonl,
+    sha256,
+    write_atomically,
+    write_json,
+)
 from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
 
-MOST_SAMPLES, MOST_TOKENS = 4, 64  # responses of a prompt, and tokens of each: the plain computation is slow
+# responses of a prompt, and tokens of each: the plain computation is slow
+MOST_SAMPLES, MOST_TOKENS = (
+    4,
+    64,
+)
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
-WORDS = ("statistical", "to rounding")  # how far a run is reproducible, the least first, where it is not to the bit
-TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # prefixes of the names of what differs from run to run
+# how far a run is reproducible, the least first, where it is not to the bit
+WORDS = (
+    "statistical",
+    "to rounding",
+)
+# prefixes of the names of what differs from run to run
+TIMINGS = (
+    "seconds",
+    "tokens_per_second",
+    "peak_bytes",
+)
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates of files, and tensors by
-    their names, because the order of entries in the head of a file of tensors is by chance."""
+    """SHA-256 of each part of a finished run that a repetition must reproduce: no timings, no dates
+    of files, and tensors by their names, because the order of entries in the head of a file of
+    tensors is by chance."""
     from safetensors.numpy import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     contents = lambda files: [(file.name, sha256(file)) for file in sorted(files)]
-    untimed = lambda record: {key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)}
+    untimed = lambda record: {
+        key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)
+    }
     trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
     states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     tags = sorted(events.Tags()["scalars"])
     parts = {
         "weights": contents((run / "final").rglob("*.safetensors")),
-        "optimizer": [(name, hashlib.sha256(array).hexdigest()) for state in states for name, array in state],
+        "optimizer": [
+            (name, hashlib.sha256(array).hexdigest()) for state in states for name, array in state
+        ],
         "metrics": [untimed(record) for record in read_jsonl(run / "metrics.jsonl")],
         "evaluations": [untimed(record) for record in read_jsonl(run / "evals.jsonl")],
         "completions": contents((run / "completions").iterdir()),
         "bad batches": contents((run / "bad_batches").glob("*")),
-        "TensorBoard": untimed({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}),
+        "TensorBoard": untimed(
+            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+        ),
     }
-    return {part: hashlib.sha256(json.dumps(content).encode()).hexdigest() for part, content in parts.items()}
+    return {
+        part: hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        for part, content in parts.items()
+    }
 
 
 def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
-    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run goes
-    on from the killed one's state, that both ways end alike, which is promised where devices are
-    `exact`, and of the memory and seconds of the straight run beside what `plan` predicts. Deletes
-    all runs."""
+    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run
+    goes on from the killed one's state, that both ways end alike, which is promised where devices
+    are `exact`, and of the memory and seconds of the straight run beside what `plan` predicts.
+    Deletes all runs."""
     from alignment.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
-        whole = {"num_steps": 2 * args.kill_after, "save_interval": args.kill_after, "preview": 0, "output_dir": folder}
-        rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)  # its events are compared
+        whole = {
+            "num_steps": 2 * args.kill_after,
+            "save_interval": args.kill_after,
+            "preview": 0,
+            "output_dir": folder,
+        }
+        # its events are compared
+        rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)
         straight, resumed = Path(folder) / rl.run_name, Path(folder) / "killed"
         start = lambda: train_and_resume(rl, resumed, console)
         yield Check("resumed: other parts of the next step's start", 0.0, start)
@@ -81,11 +124,13 @@ def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
 
 
 def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
-    """Train a run; then another, `killed`, which is killed in the step after its first checkpoint, and
-    resumed. Returns the parts of what that step's update began with before the kill that are others
-    after it."""
+    """Train a run; then another, `killed`, which is killed in the step after its first checkpoint,
+    and resumed. Returns the parts of what that step's update began with before the kill that are
+    others after it."""
     k, again = rl.save_interval, dataclasses.replace(rl, run_name=killed.name, log_state=True)
-    with console.status(f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"):
+    with console.status(
+        f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"
+    ):
         _run(rl)
         _run(again, killed_when=lambda: read_state(killed, k + 1) is not None)
         before, rollouts = read_state(killed, k + 1), load_rollouts(checkpoint_folder(killed, k))
@@ -94,9 +139,12 @@ def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
     return other_state(before, read_state(killed, k + 1), sampled_before)
 
 
-def other_state(before: Mapping[str, object], after: Mapping[str, object], sampled_before: bool) -> list[str]:
-    """The parts of a step's state that differ. None may, on any device, but for completions, which the
-    step samples anew unless they were `sampled_before` the checkpoint, which then holds them."""
+def other_state(
+    before: Mapping[str, object], after: Mapping[str, object], sampled_before: bool
+) -> list[str]:
+    """The parts of a step's state that differ. None may, on any device, but for completions, which
+    the step samples anew unless they were `sampled_before` the checkpoint, which then holds them.
+    """
     parts = [part for part in before if part != "completions" or sampled_before]
     return [part for part in parts if before[part] != after[part]]
 
@@ -108,8 +156,8 @@ def differing_parts(straight: Path, resumed: Path) -> list[str]:
 
 
 def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run `train_rl` to its end, or kill it once `killed_when` says so. Raises `RunStopped` where it
-    ends otherwise."""
+    """Run `train_rl` to its end, or kill it once `killed_when` says so. Raises `RunStopped` where
+    it ends otherwise."""
     log = (Path(args.output_dir) / f"{args.run_name}.log").resolve()
     process = start_command("alignment.train_rl", command_line(args), log)
     try:
@@ -125,7 +173,8 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
 
 
 def training_checks(args: VerifyArgs, base: str) -> Iterator:
-    """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its first prompts."""
+    """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its
+    first prompts."""
     from alignment.models import make_policy, make_sampler
     from alignment.policy.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
@@ -134,26 +183,40 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
 
     if args.deterministic:
         make_deterministic()
-    looked_at = {"group_size": min(args.group_size, MOST_SAMPLES), "max_new_tokens": min(args.max_new_tokens, MOST_TOKENS)}
-    args = dataclasses.replace(args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at)
+    looked_at = {
+        "group_size": min(args.group_size, MOST_SAMPLES),
+        "max_new_tokens": min(args.max_new_tokens, MOST_TOKENS),
+    }
+    args = dataclasses.replace(
+        args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at
+    )
     tokenizer, devices = load_tokenizer(base), roles_of(args).sample
     source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
     exact = promises_bits((*policy.devices, *devices), args.deterministic)
-    plain = plain_policy(configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32"))
+    plain = plain_policy(
+        configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32")
+    )
     nats, engine = LIMITS[policy.dtype][0], engine_name(args.sampler)
     for name in dict.fromkeys([engine, "transformers"] if args.sampler == "auto" else [engine]):
-        with closing(make_sampler(dataclasses.replace(args, sampler=name), base, devices, tokenizer, policy)) as sampler:
-            verified = Verified(policy, sampler, plain, source, args.update_config, exact, args.batch_invariant)
+        with closing(
+            make_sampler(dataclasses.replace(args, sampler=name), base, devices, tokenizer, policy)
+        ) as sampler:
+            verified = Verified(
+                policy, sampler, plain, source, args.update_config, exact, args.batch_invariant
+            )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             yield from verified.checks() if name == engine else [another]
             if args.lora_rank:
                 policy.use_adapters("random")
-                yield dataclasses.replace(another, what=f"random adapters, {name}: nats from policy")
+                yield dataclasses.replace(
+                    another, what=f"random adapters, {name}: nats from policy"
+                )
                 policy.use_adapters("trained")
 
 
 def report(checks: Iterable, console: Console) -> list[dict]:
-    """Measure and print one `Check` after another; returns them as records. One where a run would stop has failed."""
+    """Measure and print one `Check` after another; returns them as records. One where a run would
+    stop has failed."""
     records, start = [], time.monotonic()
     for check in checks:
         measured, error = measured_by(check)
@@ -162,7 +225,9 @@ def report(checks: Iterable, console: Console) -> list[dict]:
         line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s"
         console.print(f"{line}  {verdict} {error}".rstrip(), markup=False, soft_wrap=True)
         numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
-        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        finite = {
+            name: number if math.isfinite(number) else None for name, number in numbers.items()
+        }
         records.append({"what": check.what, **finite, "passed": passed, "error": error})
         records[-1] |= {"at_best": check.at_best, "of_results": check.of_results}
     return records
@@ -175,7 +240,8 @@ def verdict_of(passed: bool, limit: float) -> str:
 
 
 def measured_by(check) -> tuple[float, str]:
-    """A `Check`'s quantity, NaN where a run would stop, and the reason, or the names of what differs."""
+    """A `Check`'s quantity, NaN where a run would stop, and the reason, or the names of what
+    differs."""
     try:
         quantity = check.quantity()
     except RunStopped as stopped:
@@ -186,24 +252,34 @@ def measured_by(check) -> tuple[float, str]:
 
 
 def write_results(folder: Path, records: Sequence[dict]) -> str:
-    """Write summary.json and verification.html, a self-contained page. Returns how far the same command repeats its results:
-    "bitwise", "to rounding", or in their distribution only ("statistical"); "not verified" where a check of results failed."""
+    """Write summary.json and verification.html, a self-contained page. Returns how far the same
+    command repeats its results: "bitwise", "to rounding", or in their distribution only
+    ("statistical"); "not verified" where a check of results failed."""
     found = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
     word = next((word for word in WORDS if word in found), "bitwise")
     if not all(record["passed"] for record in records if record["of_results"]):
         word = "not verified"
     write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
     template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
-    write_atomically(folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json")))
+    write_atomically(
+        folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json"))
+    )
     return word
 
 
 def main() -> None:
     args = parse(VerifyArgs)
-    if args.batch_invariant and (engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample):
-        raise UserError("--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch")
+    if args.batch_invariant and (
+        engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample
+    ):
+        raise UserError(
+            "--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever"
+            " shares a batch"
+        )
     if args.batch_invariant:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # which its process, and those of the runs below, inherit
+        os.environ["VLLM_BATCH_INVARIANT"] = (
+            "1"  # which its process, and those of the runs below, inherit
+        )
     if followed(args.rank_timeout):
         return
     check_rl(args)
@@ -216,12 +292,20 @@ def main() -> None:
     if args.kill_after and not PROCESSES:
         roles = roles_of(args)
         devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)
-        records += report(run_checks(args, console, promises_bits(devices, args.deterministic)), console)
+        records += report(
+            run_checks(args, console, promises_bits(devices, args.deterministic)), console
+        )
     names = args.output_dir, args.run_name, f"verify_{args.preset}"
     folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
-    console.print(f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
+    console.print(
+        f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}",
+        markup=False,
+        soft_wrap=True,
+    )
     if failed := sum(not record["passed"] for record in records):
-        raise RunStopped(f"{failed} of {len(records)} checks failed. docs/verify.md says what each of them means")
+        raise RunStopped(
+            f"{failed} of {len(records)} checks failed. docs/verify.md says what each of them means"
+        )
 
 
 if __name__ == "__main__":

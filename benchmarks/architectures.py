@@ -1,4 +1,5 @@
-"""A table of families: the largest differences from each one's own forward pass, and speeds of both paths.
+"""A table of families: the largest differences from each one's own forward pass, and speeds of both
+paths.
 
 uv run -m benchmarks.architectures
 """
@@ -16,7 +17,13 @@ from transformers import PreTrainedModel
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import take_plain_path, takes_plain_path
 from alignment.policy.self_check import choose_path
-from benchmarks.families import FAMILIES, decoding_difference, family_model, rows_of, training_differences
+from benchmarks.families import (
+    FAMILIES,
+    decoding_difference,
+    family_model,
+    rows_of,
+    training_differences,
+)
 
 
 def tokens_per_second(model: PreTrainedModel) -> float:
@@ -25,7 +32,9 @@ def tokens_per_second(model: PreTrainedModel) -> float:
     batch = rows_of([(24, 30)] * 4, repeats=8)
     start = time.perf_counter()
     for _ in range(3):
-        outputs = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=batch.response_mask)
+        outputs = get_response_log_probs(
+            model, batch.input_ids, batch.labels, response_mask=batch.response_mask
+        )
         outputs["log_probs"].sum().backward()
     return 3 * int(batch.response_mask.sum()) / (time.perf_counter() - start)
 
@@ -33,9 +42,20 @@ def tokens_per_second(model: PreTrainedModel) -> float:
 def main(families: tuple[str, ...] = tuple(FAMILIES)):
     """Print a line for each family."""
     table = Table(
-        title="largest differences from a model's own forward pass, fp32, 2 layers; tokens/s of log-probs and gradient"
+        title=(
+            "largest differences from a model's own forward pass, fp32, 2 layers; tokens/s of"
+            " log-probs and gradient"
+        )
     )
-    for heading in ("family", "path", "log-probs, nats", "gradient", "decoding, nats", "tokens/s", "plain path, tokens/s"):
+    for heading in (
+        "family",
+        "path",
+        "log-probs, nats",
+        "gradient",
+        "decoding, nats",
+        "tokens/s",
+        "plain path, tokens/s",
+    ):
         table.add_column(heading, justify="left" if heading in ("family", "path") else "right")
     for name in families:
         model = family_model(name)
@@ -44,7 +64,13 @@ def main(families: tuple[str, ...] = tuple(FAMILIES)):
         values = (*training_differences(model), decoding_difference(model))
         speed = tokens_per_second(model)
         take_plain_path(model)
-        table.add_row(name, path, *(f"{value:.0e}" for value in values), f"{speed:,.0f}", f"{tokens_per_second(model):,.0f}")
+        table.add_row(
+            name,
+            path,
+            *(f"{value:.0e}" for value in values),
+            f"{speed:,.0f}",
+            f"{tokens_per_second(model):,.0f}",
+        )
     Console(width=130).print(table)
 
 

@@ -1,4 +1,5 @@
-"""Peak memory and time of log-probs, forward and backward, against vocabulary and tokens: ours and log_softmax of all logits.
+"""Peak memory and time of log-probs, forward and backward, against vocabulary and tokens: ours and
+log_softmax of all logits.
 
 uv run -m benchmarks.log_probs
 """
@@ -16,20 +17,44 @@ from alignment.policy.log_probs import LabelLogProbs
 from benchmarks.attention import Peak, resident
 
 
-def main(vocabularies: tuple[int, ...] = (49152, 151936), tokens: tuple[int, ...] = (512, 1024, 2048, 4096), hidden: int = 576):
-    """Print MiB above what weight and hidden states take (and their gradients, which are of the same size)."""
+def main(
+    vocabularies: tuple[int, ...] = (49152, 151936),
+    tokens: tuple[int, ...] = (512, 1024, 2048, 4096),
+    hidden: int = 576,
+):
+    """Print MiB above what weight and hidden states take (and their gradients, which are of the
+    same size)."""
     table = Table(title=f"log-probs of N tokens, hidden size {hidden}, fp32")
-    for heading in ("vocabulary", "tokens", "ours, MiB", "plain, MiB", "ratio", "ours, s", "plain, s"):
+    for heading in (
+        "vocabulary",
+        "tokens",
+        "ours, MiB",
+        "plain, MiB",
+        "ratio",
+        "ours, s",
+        "plain, s",
+    ):
         table.add_column(heading, justify="right")
     for vocabulary in vocabularies:
         for number in tokens:
             torch.manual_seed(0)
             weight = (torch.randn(vocabulary, hidden) / hidden**0.5).requires_grad_()
-            states, labels = torch.randn(number, hidden, requires_grad=True), torch.randint(vocabulary, (number,))
-            ours = measured(lambda *a: LabelLogProbs.apply(*a, (1.0, 1.0, 0), False)[0], states, weight, labels)
+            states, labels = (
+                torch.randn(number, hidden, requires_grad=True),
+                torch.randint(vocabulary, (number,)),
+            )
+            ours = measured(
+                lambda *a: LabelLogProbs.apply(*a, (1.0, 1.0, 0), False)[0], states, weight, labels
+            )
             plain = measured(whole, states, weight, labels)
             assert (ours[2] - plain[2]).abs().max() < 1e-4
-            cells = f"{ours[0]:.0f}", f"{plain[0]:.0f}", f"{plain[0] / ours[0]:.1f}", f"{ours[1]:.1f}", f"{plain[1]:.1f}"
+            cells = (
+                f"{ours[0]:.0f}",
+                f"{plain[0]:.0f}",
+                f"{plain[0] / ours[0]:.1f}",
+                f"{ours[1]:.1f}",
+                f"{plain[1]:.1f}",
+            )
             table.add_row(f"{vocabulary:,}", f"{number:,}", *cells)
     Console(width=130).print(table)
 

@@ -1,7 +1,8 @@
-"""A run of two machines, with sampling engines on both, beside one process; and what it does when an engine or a machine is lost.
+"""A run of two machines, with sampling engines on both, beside one process; and what it does when
+an engine or a machine is lost.
 
-uv run -m benchmarks.machines                       # as root in two network namespaces, else by two torchruns on 127.0.0.1
-uv run -m benchmarks.machines --only undisturbed "engine killed"
+uv run -m benchmarks.machines                       # as root in two network namespaces, else by two
+torchruns on 127.0.0.1 uv run -m benchmarks.machines --only undisturbed "engine killed"
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ DEADLINE = 60  # --rank_timeout
 HANG_SECONDS = 20  # --sampler_timeout where an engine hangs
 STEPS = 4
 HARMED_VERSION = 2  # of the weights with which the engine that is harmed samples
-COLUMNS = ("reward", "answer_reward", "format_reward", "response_length", "zero_variance_groups", "grad_norm")
+COLUMNS = (
+    "reward",
+    "answer_reward",
+    "format_reward",
+    "response_length",
+    "zero_variance_groups",
+    "grad_norm",
+)
 FLAGS = [
     "--preset",
     "tiny",
@@ -44,7 +52,16 @@ FLAGS = [
     "--num_steps",
     str(STEPS),
 ]
-FLAGS += ["--train_mini_batch_size", "24", "--eval_interval", "2", "--save_interval", "1", "--keep_checkpoints", "0"]
+FLAGS += [
+    "--train_mini_batch_size",
+    "24",
+    "--eval_interval",
+    "2",
+    "--save_interval",
+    "1",
+    "--keep_checkpoints",
+    "0",
+]
 FLAGS += ["--run_name", "run", "--sampler", "benchmarks.machines:harmed_engine"]
 CASES = {
     "undisturbed": "",
@@ -58,14 +75,22 @@ CASES = {
 
 
 def harmed_engine(config, tokenizer, policy):
-    """A transformers sampler that harms itself once, as the file "harm" says, where it is another machine's and has the weights
-    of `HARMED_VERSION`."""
-    sampler, shared = open_transformers(config, tokenizer, policy), Path(os.environ["MACHINES_CASE"])
+    """A transformers sampler that harms itself once, as the file "harm" says, where it is another
+    machine's and has the weights of `HARMED_VERSION`."""
+    sampler, shared = (
+        open_transformers(config, tokenizer, policy),
+        Path(os.environ["MACHINES_CASE"]),
+    )
     draw = sampler.sample
 
     def sample(prompts, sampling, *others):
         harm = (shared / "harm").read_text()
-        if harm and sampling.first_prompt and sampler.policy_version == HARMED_VERSION and not (shared / "harmed").exists():
+        if (
+            harm
+            and sampling.first_prompt
+            and sampler.policy_version == HARMED_VERSION
+            and not (shared / "harmed").exists()
+        ):
             (shared / "harmed").write_text(str(time.time()))
             time.sleep(3600) if harm == "wait" else os.kill(os.getpid(), getattr(signal, harm))
         return draw(prompts, sampling, *others)
@@ -75,7 +100,8 @@ def harmed_engine(config, tokenizer, policy):
 
 
 class Machines:
-    """Two machines: network namespaces with a link between them, or 127.0.0.1 twice where they cannot be made."""
+    """Two machines: network namespaces with a link between them, or 127.0.0.1 twice where they
+    cannot be made."""
 
     def __init__(self):
         self.names = [f"machine{os.getpid()}{letter}" for letter in "ab"]
@@ -89,15 +115,29 @@ class Machines:
                 self._ip("netns", "add", name)
                 self._ip("-n", name, "link", "set", "lo", "up")
             self._ip(
-                "-n", self.names[0], "link", "add", links[0], "type", "veth", "peer", "name", links[1], "netns", self.names[1]
+                "-n",
+                self.names[0],
+                "link",
+                "add",
+                links[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                links[1],
+                "netns",
+                self.names[1],
             )
             for name, link, address in zip(self.names, links, self.addresses, strict=True):
                 self._ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-                # Names, as machines have them: torch looks up that of every address, and would wait for a name server.
+                # Names, as machines have them: torch looks up that of every address, and would wait
+                # for a name server.
                 (folder := Path("/etc/netns", name)).mkdir(parents=True)
                 (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
                 hosts = zip(self.addresses, self.names, strict=True)
-                (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{at} {host}\n" for at, host in hosts))
+                (folder / "hosts").write_text(
+                    "127.0.0.1 localhost\n" + "".join(f"{at} {host}\n" for at, host in hosts)
+                )
             self.connect(True)
         return self
 
@@ -114,13 +154,29 @@ class Machines:
         subprocess.run(["ip", *arguments], check=True)
 
     def start(self, shared: Path, port: int, *flags: str) -> list[subprocess.Popen]:
-        """A torchrun of two ranks on each machine, each in a folder of its own, and the run in the folder `shared`."""
+        """A torchrun of two ranks on each machine, each in a folder of its own, and the run in the
+        folder `shared`."""
         started = []
         for number, (name, letter) in enumerate(zip(self.names, "ab", strict=True)):
             folder = shared / f"machine {letter}"
             folder.mkdir()
-            line = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-            line += ["--rdzv_endpoint", f"{self.addresses[0]}:{port}", "--rdzv_id", "machines", "--rdzv_conf"]
+            line = [
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--nproc_per_node",
+                "2",
+                "--rdzv_backend",
+                "c10d",
+            ]
+            line += [
+                "--rdzv_endpoint",
+                f"{self.addresses[0]}:{port}",
+                "--rdzv_id",
+                "machines",
+                "--rdzv_conf",
+            ]
             line += [
                 f"is_host={1 - number}",
                 "--local_addr",
@@ -138,7 +194,12 @@ class Machines:
                 output = {"stdout": log, "stderr": log}
                 command = [*inside, sys.executable, *line]
                 started.append(
-                    subprocess.Popen(command, cwd=folder, env=environment(shared, MACHINE=letter, **network), **output)
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=environment(shared, MACHINE=letter, **network),
+                        **output,
+                    )
                 )
             time.sleep(0 if number else 2)  # so that the first one keeps the store
         return started
@@ -146,8 +207,12 @@ class Machines:
 
 def environment(shared: Path, **more: str) -> dict[str, str]:
     return {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1]), "MACHINES_CASE": str(shared), **more
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "MACHINES_CASE": str(shared),
+        **more,
+    }
 
 
 def processes_of(shared: Path, machine: str | None = None) -> list[psutil.Process]:
@@ -183,25 +248,41 @@ def prepare(shared: Path, harm: str) -> None:
 
 def differences(run: Path, other: Path) -> str:
     """How many completions have other tokens, and by how much columns and accuracies differ."""
-    drawn = [[(c["question"], c["token_ids"]) for c in completions(folder)] for folder in (run, other)]
+    drawn = [
+        [(c["question"], c["token_ids"]) for c in completions(folder)] for folder in (run, other)
+    ]
     if len(drawn[0]) != len(drawn[1]):
         return f"{len(drawn[1])} completions instead of {len(drawn[0])}"
     unlike = sum(one != two for one, two in zip(*drawn, strict=True))
-    steps = list(zip(*(read_jsonl(folder / "metrics.jsonl") for folder in (run, other)), strict=True))
-    apart = {name: max(abs(one[name] - two[name]) for one, two in steps) for name in COLUMNS if name in steps[0][0]}
+    steps = list(
+        zip(*(read_jsonl(folder / "metrics.jsonl") for folder in (run, other)), strict=True)
+    )
+    apart = {
+        name: max(abs(one[name] - two[name]) for one, two in steps)
+        for name in COLUMNS
+        if name in steps[0][0]
+    }
     evaluations = zip(*(read_jsonl(folder / "evals.jsonl") for folder in (run, other)), strict=True)
-    apart["avg_answer_rewards"] = max(abs(one["avg_answer_rewards"] - two["avg_answer_rewards"]) for one, two in evaluations)
-    words = ", ".join(f"{name} {value:.0e}" if value else f"{name} 0" for name, value in apart.items())
+    apart["avg_answer_rewards"] = max(
+        abs(one["avg_answer_rewards"] - two["avg_answer_rewards"]) for one, two in evaluations
+    )
+    words = ", ".join(
+        f"{name} {value:.0e}" if value else f"{name} 0" for name, value in apart.items()
+    )
     return f"{unlike} of {len(drawn[0])} completions; largest differences: {words}"
 
 
 def completions(run: Path) -> list[dict]:
-    return [json.loads(line) for file in sorted(run.glob("completions/*.jsonl")) for line in file.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for file in sorted(run.glob("completions/*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
 
 
 def outcome(machines: Machines, case: str, shared: Path, port: int, flags: list[str]) -> list[str]:
-    """Seconds from the fault to the line that tells of the lost engine, or to the end of all processes, the line that says so, and
-    how many processes were left."""
+    """Seconds from the fault to the line that tells of the lost engine, or to the end of all
+    processes, the line that says so, and how many processes were left."""
     prepare(shared, CASES[case])
     begun = time.time()
     started = machines.start(shared, port, "--output_dir", str(shared), *flags)
@@ -211,19 +292,31 @@ def outcome(machines: Machines, case: str, shared: Path, port: int, flags: list[
     if case == "machine's processes killed":
         at = time.time()
         for process in processes_of(shared, "b"):
-            if "alignment.train_rl" in process.cmdline() and "torch.distributed.run" not in process.cmdline():
-                process.kill()  # its ranks: the engine, the torchrun and rank 0 have to notice by themselves
+            if (
+                "alignment.train_rl" in process.cmdline()
+                and "torch.distributed.run" not in process.cmdline()
+            ):
+                # its ranks: the engine, the torchrun and rank 0 have to notice by themselves
+                process.kill()
     if case == "machine's network lost":
         at = time.time()
         machines.connect(False)
-    replaced, cut_off = None, case == "machine's network lost"  # whose torchrun waits for its own store, for ever
+    # whose torchrun waits for its own store, for ever
+    replaced, cut_off = (
+        None,
+        case == "machine's network lost",
+    )
     while any(process.poll() is None for process in started[: 1 if cut_off else 2]):
-        if replaced is None and "started again" in (shared / "machine a" / "log").read_text(errors="replace"):
+        if replaced is None and "started again" in (shared / "machine a" / "log").read_text(
+            errors="replace"
+        ):
             replaced = time.time() - at
         time.sleep(0.05)
         if time.time() - at > 500:
             break
-    while left := [p for p in processes_of(shared) if not (cut_off and "torch.distributed.run" in p.cmdline())]:
+    while left := [
+        p for p in processes_of(shared) if not (cut_off and "torch.distributed.run" in p.cmdline())
+    ]:
         if time.time() - at > 500:
             break
         time.sleep(0.1)
@@ -232,33 +325,65 @@ def outcome(machines: Machines, case: str, shared: Path, port: int, flags: list[
         process.kill()
     if case == "machine's network lost":
         machines.connect(True)
-    lines = "".join((shared / f"machine {letter}" / "log").read_text(errors="replace") for letter in "ab").splitlines()
+    lines = "".join(
+        (shared / f"machine {letter}" / "log").read_text(errors="replace") for letter in "ab"
+    ).splitlines()
     words = ("error: ", "the sampler is started again: ", "engines sample on")
-    said = next((line[line.index(word) :] for word in words for line in lines if word in line), lines[-1] if lines else "")
+    said = next(
+        (line[line.index(word) :] for word in words for line in lines if word in line),
+        lines[-1] if lines else "",
+    )
     codes = [str(process.poll()) for process in started]
-    seconds = f"{replaced:.1f} until it is noticed" if replaced and CASES[case].startswith("SIG") else f"{ended:.1f}"
+    seconds = (
+        f"{replaced:.1f} until it is noticed"
+        if replaced and CASES[case].startswith("SIG")
+        else f"{ended:.1f}"
+    )
     return [seconds, " ".join(codes), re.sub(r"; go on.*", "", said), str(len(left))]
 
 
 def main(only: tuple[str, ...] = (), sft_steps: int = 200, keep: str = ""):
-    """Print the table; exit code 1 where completions differ, a process is left, or a run takes longer than it may."""
+    """Print the table; exit code 1 where completions differ, a process is left, or a run takes
+    longer than it may."""
     table = Table(title=f"two machines of two ranks, an engine each; --rank_timeout {DEADLINE}")
-    for heading in ("case", "seconds", "exit codes", "line", "left", "beside one process with one engine"):
+    for heading in (
+        "case",
+        "seconds",
+        "exit codes",
+        "line",
+        "left",
+        "beside one process with one engine",
+    ):
         table.add_column(heading, overflow="fold")
     bad = []
     with tempfile.TemporaryDirectory() as name, Machines() as machines:
         top = Path(keep or name)
         base = str(top / "sft")
-        flags = ["--num_steps", str(sft_steps), "--max_problems", "16", "--sft_base", base, "--output_dir", str(top)]
+        flags = [
+            "--num_steps",
+            str(sft_steps),
+            "--max_problems",
+            "16",
+            "--sft_base",
+            base,
+            "--output_dir",
+            str(top),
+        ]
         embedded_model("tiny", str(top))
         if not Path(base).exists():
-            subprocess.run([sys.executable, "-m", "alignment.sft", *flags], env=environment(top), check=True)
-        reference = alone(top / "alone", *FLAGS, "--sft_base", base, "--output_dir", str(top / "alone"))
+            subprocess.run(
+                [sys.executable, "-m", "alignment.sft", *flags], env=environment(top), check=True
+            )
+        reference = alone(
+            top / "alone", *FLAGS, "--sft_base", base, "--output_dir", str(top / "alone")
+        )
         ahead = [*FLAGS, "--sft_base", base, "--rollouts", "async", "--loss_type", "grpo_clip"]
         for number, case in enumerate(case for case in CASES if not only or case in only):
             expected, own = reference, [*FLAGS, "--sft_base", base, "--rank_timeout", str(DEADLINE)]
             if case == "async":
-                expected = alone(top / "alone async", *ahead, "--output_dir", str(top / "alone async"))
+                expected = alone(
+                    top / "alone async", *ahead, "--output_dir", str(top / "alone async")
+                )
                 own = [*ahead, "--rank_timeout", str(DEADLINE)]
             if case == "three engines":
                 own += ["--sample_device", "cpu", "cpu", "cpu"]
@@ -269,7 +394,15 @@ def main(only: tuple[str, ...] = (), sft_steps: int = 200, keep: str = ""):
             found = outcome(machines, case, top / case.replace("'", ""), 29500 + number, own)
             run = top / case.replace("'", "") / "run"
             ends = CASES[case] == "wait"
-            compared = "" if ends else differences(expected, run) if (run / "summary.json").exists() else "it did not end"
+            compared = (
+                ""
+                if ends
+                else (
+                    differences(expected, run)
+                    if (run / "summary.json").exists()
+                    else "it did not end"
+                )
+            )
             table.add_row(case, *found, compared)
             Console(width=250, markup=False).print(case, *found, compared)
             if found[-1] != "0" or not ends and not compared.startswith("0 of"):

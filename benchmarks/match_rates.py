@@ -36,7 +36,8 @@ CURVES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class MatchSetting:
-    """A curve's name, the tokens a step of arm "b" over those of "a", steps between evaluations, seeds, and what "b" is better by."""
+    """A curve's name, the tokens a step of arm "b" over those of "a", steps between evaluations,
+    seeds, and what "b" is better by."""
 
     curve: str
     ratio: float
@@ -104,7 +105,8 @@ def compare_once(rng: np.random.Generator, setting: MatchSetting) -> Comparison:
 
 
 def match_rates(setting: MatchSetting, tables: int, seed: int = 0) -> dict[str, float]:
-    """How often "b" is called other than it is, better as it is, tied, and in need of evaluations."""
+    """How often "b" is called other than it is, better as it is, tied, and in need of
+    evaluations."""
     rng = np.random.default_rng((seed, setting.interval))
     found = [compare_once(rng, setting) for _ in range(tables)]
     right = [c.kind == "greater" and setting.gain > 0 and c.difference < 0 for c in found]

@@ -1,4 +1,5 @@
-"""The optimisers of --optimizer side by side in one run: milliseconds an update, and where their state is and how big.
+"""The optimisers of --optimizer side by side in one run: milliseconds an update, and where their
+state is and how big.
 
 uv run --extra torchao -m benchmarks.optimizers --layers 4 --width 1024
 """
@@ -24,7 +25,8 @@ def main(layers: int = 4, width: int = 1024, repeats: int = 5) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     optimizers = {kind: make_optimizer(model, 1e-5, 0.0, kind) for kind in OPTIMIZERS}
     seconds: dict[str, list[float]] = {kind: [] for kind in optimizers}
-    for _ in range(repeats + 1):  # taking turns, so that what else the machine does falls on all of them
+    # taking turns, so that what else the machine does falls on all of them
+    for _ in range(repeats + 1):
         for kind, optimizer in optimizers.items():
             for p in model.parameters():
                 p.grad = torch.randn_like(p)
@@ -32,13 +34,18 @@ def main(layers: int = 4, width: int = 1024, repeats: int = 5) -> None:
     table = Table(title=f"{parameters:,} parameters on {device}")
     for heading in ("optimizer", "ms/update", "times adamw", "bytes of state a parameter"):
         table.add_column(heading, justify="left" if heading == "optimizer" else "right")
-    typical = {kind: statistics.median(measured[1:]) for kind, measured in seconds.items()}  # the first one compiles
+    # the first one compiles
+    typical = {kind: statistics.median(measured[1:]) for kind, measured in seconds.items()}
     for kind, optimizer in optimizers.items():
         sizes: Counter[str] = Counter()
-        for tensor in (t for values in optimizer.state_dict()["state"].values() for t in values.values()):
+        for tensor in (
+            t for values in optimizer.state_dict()["state"].values() for t in values.values()
+        ):
             sizes[str(tensor.device)] += tensor.nbytes
         held = ", ".join(f"{size / parameters:.2f} on {where}" for where, size in sizes.items())
-        table.add_row(kind, f"{typical[kind] * 1e3:.1f}", f"{typical[kind] / typical['adamw']:.1f}", held)
+        table.add_row(
+            kind, f"{typical[kind] * 1e3:.1f}", f"{typical[kind] / typical['adamw']:.1f}", held
+        )
     Console().print(table)
 
 

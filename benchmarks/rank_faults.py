@@ -1,7 +1,8 @@
-"""What a run of several processes does when one of them fails: seconds to its end, what it says, and whether it is resumed.
+"""What a run of several processes does when one of them fails: seconds to its end, what it says,
+and whether it is resumed.
 
-uv run -m benchmarks.rank_faults                    # all faults, in some 20 minutes on 4 cores
-uv run -m benchmarks.rank_faults --only SIGSTOP "NaN update"
+uv run -m benchmarks.rank_faults                    # all faults, in some 20 minutes on 4 cores uv
+run -m benchmarks.rank_faults --only SIGSTOP "NaN update"
 """
 
 from __future__ import annotations
@@ -39,9 +40,38 @@ HARMED_STEP = 3
 VICTIM = 1  # the rank that is harmed
 MARK = "harmed"  # the file that the victim writes first
 NAME = "run"
-FLAGS = ["--preset", "tiny", "--reward", "random", "--prompts_per_rollout", "4", "--group_size", "4", "--max_problems", "4"]
-FLAGS += ["--train_mini_batch_size", "16", "--max_new_tokens", "200", "--num_steps", str(STEPS), "--save_interval", "1"]
-FLAGS += ["--eval_interval", str(STEPS), "--keep_checkpoints", "0", "--run_name", NAME, "--output_dir", "."]
+FLAGS = [
+    "--preset",
+    "tiny",
+    "--reward",
+    "random",
+    "--prompts_per_rollout",
+    "4",
+    "--group_size",
+    "4",
+    "--max_problems",
+    "4",
+]
+FLAGS += [
+    "--train_mini_batch_size",
+    "16",
+    "--max_new_tokens",
+    "200",
+    "--num_steps",
+    str(STEPS),
+    "--save_interval",
+    "1",
+]
+FLAGS += [
+    "--eval_interval",
+    str(STEPS),
+    "--keep_checkpoints",
+    "0",
+    "--run_name",
+    NAME,
+    "--output_dir",
+    ".",
+]
 FLAGS += ["--policy_parallelism", "sharded"]
 PHASES = ("sampling", "update", "checkpoint")
 SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGSTOP", "SIGTERM")}
@@ -57,7 +87,8 @@ FAULTS = {
 
 
 class FaultyShard(Shard):
-    """A rank's part of a policy, which harms its own process in the phase of step 3 that the environment names."""
+    """A rank's part of a policy, which harms its own process in the phase of step 3 that the
+    environment names."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -74,7 +105,12 @@ class FaultyShard(Shard):
 
     def in_micro_batches(self, *arguments):
         for done in super().in_micro_batches(*arguments):
-            if self.updates == HARMED_STEP and self.saves < HARMED_STEP and self.fault != "NaN" and self._harms("update"):
+            if (
+                self.updates == HARMED_STEP
+                and self.saves < HARMED_STEP
+                and self.fault != "NaN"
+                and self._harms("update")
+            ):
                 self.harm()
             yield done
 
@@ -90,7 +126,8 @@ class FaultyShard(Shard):
         return self.phase == phase and self.ranks.rank == VICTIM and not Path(MARK).exists()
 
     def harm(self) -> None:
-        """Do what the fault says to this process; the harness kills torchrun where the rendezvous is to be lost."""
+        """Do what the fault says to this process; the harness kills torchrun where the rendezvous
+        is to be lost."""
         mark()
         if self.fault in SIGNALS:
             os.kill(os.getpid(), SIGNALS[self.fault])
@@ -109,7 +146,9 @@ def mark() -> None:
 def harmed_command() -> None:
     """`train_rl` with the faulty part on every rank."""
     open_object = Ranks.open
-    Ranks.open = lambda self, path, *arguments: open_object(self, "benchmarks.rank_faults:FaultyShard", *arguments)
+    Ranks.open = lambda self, path, *arguments: open_object(
+        self, "benchmarks.rank_faults:FaultyShard", *arguments
+    )
     runpy.run_module("alignment.train_rl", run_name="__main__", alter_sys=True)
 
 
@@ -131,19 +170,46 @@ def environment(**more: str) -> dict[str, str]:
 
 def train(folder: Path, ranks: int, *flags: str) -> subprocess.CompletedProcess:
     """An undisturbed command in a folder."""
-    line = [sys.executable, "-m", "alignment.train_rl", *FLAGS, "--policy_ranks", str(ranks), *flags]
+    line = [
+        sys.executable,
+        "-m",
+        "alignment.train_rl",
+        *FLAGS,
+        "--policy_ranks",
+        str(ranks),
+        *flags,
+    ]
     return subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True)
 
 
 def commands(fault: str, ranks: int, port: int) -> list[list[str]]:
-    """The command lines of a run: one, or a torchrun for each rank, the first of which keeps the rendezvous."""
+    """The command lines of a run: one, or a torchrun for each rank, the first of which keeps the
+    rendezvous."""
     harmed = ["benchmarks.rank_faults", "harmed", *FLAGS, "--rank_timeout", str(DEADLINE)]
     if fault not in ("lost rendezvous", "other flags"):
         return [[sys.executable, "-m", *harmed, "--policy_ranks", str(ranks)]]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks), "--nproc_per_node", "1"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "faults"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(ranks),
+        "--nproc_per_node",
+        "1",
+    ]
+    torchrun += [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv_id",
+        "faults",
+    ]
     line = [*torchrun, "-m", *harmed]
-    return [[*line, *(["--learning_rate", "0.5"] if rank and fault == "other flags" else [])] for rank in range(ranks)]
+    return [
+        [*line, *(["--learning_rate", "0.5"] if rank and fault == "other flags" else [])]
+        for rank in range(ranks)
+    ]
 
 
 def outcome(folder: Path, fault: str, phase: str, ranks: int, port: int) -> Outcome:
@@ -167,9 +233,14 @@ def outcome(folder: Path, fault: str, phase: str, ranks: int, port: int) -> Outc
     for process in left:
         process.kill()
     codes = [process.returncode for process in started if process.returncode != -signal.SIGKILL]
-    lines = "".join((folder / f"log{number}").read_text(errors="replace") for number in range(len(started))).splitlines()
+    lines = "".join(
+        (folder / f"log{number}").read_text(errors="replace") for number in range(len(started))
+    ).splitlines()
     words = ("error: ", "stopped after", "warning, step")
-    said = next((line[line.index(word) :] for word in words for line in lines if word in line), lines[-1] if lines else "")
+    said = next(
+        (line[line.index(word) :] for word in words for line in lines if word in line),
+        lines[-1] if lines else "",
+    )
     again = resumed(folder, ranks, len(started) == 1)
     found = Outcome(seconds, max(codes, key=abs), said.replace(str(folder), ""), again, len(left))
     print(f"{fault}, {phase}: {found}", flush=True)
@@ -181,7 +252,10 @@ def processes_of(case: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("RANK_FAULT_CASE") == case and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("RANK_FAULT_CASE") == case
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             pass
@@ -189,8 +263,8 @@ def processes_of(case: str) -> list[psutil.Process]:
 
 
 def resumed(folder: Path, ranks: int, same_layout: bool) -> str:
-    """From which step the run goes on, and whether it ends with the bits of an undisturbed one, where its ranks were on one
-    machine as well: else sums have another order."""
+    """From which step the run goes on, and whether it ends with the bits of an undisturbed one,
+    where its ranks were on one machine as well: else sums have another order."""
     if not (folder / NAME).exists():
         return "nothing was begun"
     if (folder / NAME / "summary.json").exists():
@@ -211,7 +285,8 @@ def resumed(folder: Path, ranks: int, same_layout: bool) -> str:
 
 
 def main(ranks: int = 2, only: tuple[str, ...] = (), jobs: int = 2):
-    """Print the table; exit code 1 where a run outlives its deadline by half a minute, leaves processes, or is not resumed."""
+    """Print the table; exit code 1 where a run outlives its deadline by half a minute, leaves
+    processes, or is not resumed."""
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         base = embedded_model("tiny", str(top))
@@ -226,16 +301,35 @@ def main(ranks: int = 2, only: tuple[str, ...] = (), jobs: int = 2):
             sys.exit(done.stdout + done.stderr)
         with ThreadPoolExecutor(jobs) as pool:
             ports = range(20000 + os.getpid() % 10000, 40000)
-            results = list(pool.map(lambda row: outcome(row[0], *row[1], ranks, row[2]), zip(folders, cases, ports)))
+            results = list(
+                pool.map(
+                    lambda row: outcome(row[0], *row[1], ranks, row[2]), zip(folders, cases, ports)
+                )
+            )
         shutil.rmtree(top / "undisturbed")
-    table = Table(title=f"{ranks} processes, one of them harmed in step {HARMED_STEP} of {STEPS}; --rank_timeout {DEADLINE}")
+    table = Table(
+        title=(
+            f"{ranks} processes, one of them harmed in step {HARMED_STEP} of {STEPS};"
+            f" --rank_timeout {DEADLINE}"
+        )
+    )
     for heading in ("fault", "phase", "seconds", "code", "line", "resumed from", "left"):
         table.add_column(heading)
     bad = []
     for (fault, phase), found in zip(cases, results, strict=True):
         said = found.line.partition("; go on")[0]
-        table.add_row(fault, phase, f"{found.seconds:.1f}", str(found.code), said, found.resumed, str(found.left))
-        wrong = found.left or any(word in found.resumed for word in ("OTHER", "DAMAGED", "exit code"))
+        table.add_row(
+            fault,
+            phase,
+            f"{found.seconds:.1f}",
+            str(found.code),
+            said,
+            found.resumed,
+            str(found.left),
+        )
+        wrong = found.left or any(
+            word in found.resumed for word in ("OTHER", "DAMAGED", "exit code")
+        )
         if wrong or found.seconds > DEADLINE + 30 and phase != "start":
             bad.append(f"{fault}, {phase}")
     Console(width=220, markup=False).print(table)

@@ -1,11 +1,13 @@
-"""Peak memory of one rank of a replicated or sharded policy: `alignment.plan`'s closed form against torch's memory tracker.
+"""Peak memory of one rank of a replicated or sharded policy: `alignment.plan`'s closed form against
+torch's memory tracker.
 
 uv run --extra lora -m benchmarks.rank_memory
 
-One process is rank 0 of up to 64, with the true shapes of published models: its tensors of floating point have no data
-(FakeTensorMode), and collectives move nothing (backend "fake"). It makes an optimiser step, and then an update of two
-micro-batches, of which the second one finds weights, moments and a gradient. Exit code 1 where the closed form is below the
-tracker, or more than 5 % above.
+One process is rank 0 of up to 64, with the true shapes of published models: its tensors of floating
+point have no data (FakeTensorMode), and collectives move nothing (backend "fake"). It makes an
+optimiser step, and then an update of two micro-batches, of which the second one finds weights,
+moments and a gradient. Exit code 1 where the closed form is below the tracker, or more than 5 %
+above.
 """
 
 import multiprocessing
@@ -50,7 +52,8 @@ FACTORIES = (torch.ops.aten.empty, torch.ops.aten.zeros, torch.ops.aten.ones)
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of a policy, and the rows of each of its micro-batches: `rows` responses to one prompt."""
+    """One rank of a policy, and the rows of each of its micro-batches: `rows` responses to one
+    prompt."""
 
     machines: int
     ranks: int  # Of each machine.
@@ -68,7 +71,8 @@ class Case:
 
 
 class FakeFloats(TorchDispatchMode):
-    """Makes tensors of floating point fake, and leaves token ids and masks real: the host reads those."""
+    """Makes tensors of floating point fake, and leaves token ids and masks real: the host reads
+    those."""
 
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
@@ -79,7 +83,10 @@ class FakeFloats(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again, as operations on its parts
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        makes = function.overloadpacket in FACTORIES and (kwargs.get("dtype") or torch.float32).is_floating_point
+        makes = (
+            function.overloadpacket in FACTORIES
+            and (kwargs.get("dtype") or torch.float32).is_floating_point
+        )
         if makes or any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with self.fake_mode:
                 return function(*args, **kwargs)
@@ -87,9 +94,10 @@ class FakeFloats(TorchDispatchMode):
 
 
 class Tracker(FSDPMemTracker):
-    """torch's tracker of all storages that live, their resizing included, without its hooks on modules: these take a single
-    forward pass of a model that is called as a module, and a `Shard` makes several, by a method of the model. The hooks only
-    say what a storage is for. So the total counts, and the kinds do not."""
+    """torch's tracker of all storages that live, their resizing included, without its hooks on
+    modules: these take a single forward pass of a model that is called as a module, and a `Shard`
+    makes several, by a method of the model. The hooks only say what a storage is for. So the total
+    counts, and the kinds do not."""
 
     def _register_module_and_optimizer_hooks(self) -> None:
         for module in self._root_mod.modules():
@@ -107,12 +115,15 @@ class Tracker(FSDPMemTracker):
 
 @contextmanager
 def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
-    """Rank 0's part of a policy of that shape, whose tensors are fake, as are those that are made within."""
+    """Rank 0's part of a policy of that shape, whose tensors are fake, as are those that are made
+    within."""
     fake_mode, mesh = FakeTensorMode(allow_non_fake_inputs=True), sharded.init_device_mesh
 
     def load_model(*arguments):
         with fake_mode:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=torch.float32
+            )
             model.tie_weights()
             return model
 
@@ -127,14 +138,20 @@ def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
             stack.enter_context(mock.patch.object(lora, "load_model", load_model))
             stack.enter_context(mock.patch.object(sharded, "init_device_mesh", real_mesh))
             # PEFT moves adapters to the weights' device, where they are.
-            stack.enter_context(mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module))
-            stack.enter_context(mock.patch.object(log_probs, "LOGITS_IN_CACHE", {}))  # pieces as on a GPU
+            stack.enter_context(
+                mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module)
+            )
+            # pieces as on a GPU
+            stack.enter_context(mock.patch.object(log_probs, "LOGITS_IN_CACHE", {}))
             stack.enter_context(FakeFloats(fake_mode))
-            ranks = SimpleNamespace(rank=0, local_rank=0, count=world, local_count=case.ranks, calls=None, seconds=60.0)
+            ranks = SimpleNamespace(
+                rank=0, local_rank=0, count=world, local_count=case.ranks, calls=None, seconds=60.0
+            )
             facts = {"micro_batch_tokens": case.tokens, "lora_rank": case.lora_rank}
             policy = PolicyConfig("", ("cpu",) * case.ranks, case.dtype, **facts)
             shard = Shard(ranks, policy, case.replicated)
-            shard._gathered = lambda results: results  # Python objects, which go to rank 0 over gloo
+            # Python objects, which go to rank 0 over gloo
+            shard._gathered = lambda results: results
             yield shard
     finally:
         dist.destroy_process_group()
@@ -142,7 +159,9 @@ def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
 
 def bytes_held(shard: Shard) -> dict[str, int]:
     """Bytes of the weights, gradients and moments of a rank."""
-    moments = [value for state in shard.optimizer.state.values() for value in state.values() if value.ndim]
+    moments = [
+        value for state in shard.optimizer.state.values() for value in state.values() if value.ndim
+    ]
     parameters = list(shard.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
     tensors = {"weights": parameters, "gradients": gradients, "moments": moments}
@@ -150,9 +169,14 @@ def bytes_held(shard: Shard) -> dict[str, int]:
 
 
 def tracked(config: PretrainedConfig, case: Case) -> tuple[int, dict[str, int]]:
-    """The tracker's peak bytes, and those of the weights, gradients and moments that rank 0 holds before its second step."""
+    """The tracker's peak bytes, and those of the weights, gradients and moments that rank 0 holds
+    before its second step."""
     groups = 2 * case.machines * case.ranks  # two micro-batches for each rank
-    prompts = [[5 + i % 1000, 5 + i // 1000, *[7] * (case.prompt - 2)] for i in range(groups) for _ in range(case.rows)]
+    prompts = [
+        [5 + i % 1000, 5 + i // 1000, *[7] * (case.prompt - 2)]
+        for i in range(groups)
+        for _ in range(case.rows)
+    ]
     batch = collate(prompts, [[7] * case.response] * len(prompts), 0)
     objective = Objective(negative_log_likelihood, Distribution(1.0, case.top_p, 0))
     with fake_shard(config, case) as shard, Tracker(shard.model) as tracker:
@@ -165,15 +189,34 @@ def tracked(config: PretrainedConfig, case: Case) -> tuple[int, dict[str, int]]:
 
 
 def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
-    """Bytes by kind of the same rank, by `peak_bytes`, without what the tracker does not know: CUDA's context and allocator."""
+    """Bytes by kind of the same rank, by `peak_bytes`, without what the tracker does not know:
+    CUDA's context and allocator."""
     step = StepShape(
-        card=10**12, policy_parallelism="replicated" if case.replicated else "sharded", optimizer="adamw",
-        itemsize=getattr(torch, case.dtype).itemsize, micro_batch_tokens=case.tokens, update_tokens=2 * case.tokens, parallel=1,
-        prompt=case.prompt, max_new_tokens=case.response, group_size=case.rows, sampled={}, truncated=case.top_p < 1,
-        passes=frozenset(), frozen=0, vllm=True, gpu_memory_utilization=None, engines=1, sleeps=False,
-    )  # fmt: skip
-    roles = Roles(tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval="")
-    kinds = peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[0].phases["update"]
+        card=10**12,
+        policy_parallelism="replicated" if case.replicated else "sharded",
+        optimizer="adamw",
+        itemsize=getattr(torch, case.dtype).itemsize,
+        micro_batch_tokens=case.tokens,
+        update_tokens=2 * case.tokens,
+        parallel=1,
+        prompt=case.prompt,
+        max_new_tokens=case.response,
+        group_size=case.rows,
+        sampled={},
+        truncated=case.top_p < 1,
+        passes=frozenset(),
+        frozen=0,
+        vllm=True,
+        gpu_memory_utilization=None,
+        engines=1,
+        sleeps=False,
+    )
+    roles = Roles(
+        tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval=""
+    )
+    kinds = peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[
+        0
+    ].phases["update"]
     return kinds | {"context": 0, "margin": 0}
 
 
@@ -182,11 +225,18 @@ def compared(name: str, case: Case) -> tuple[str, ...]:
     start, config = time.monotonic(), MODELS[name]()
     kinds, (peak, _) = closed_form(config, case), tracked(config, case)
     form = sum(kinds.values())
-    kind = ("replicated" if case.replicated else "sharded") + f", LoRA {case.lora_rank}" * (case.lora_rank > 0)
+    kind = ("replicated" if case.replicated else "sharded") + f", LoRA {case.lora_rank}" * (
+        case.lora_rank > 0
+    )
     listed = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in kinds.items() if size)
     figures = (f"{form / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{form / peak - 1:+.1%}", listed)
     row = (name, kind, f"{case.machines} x {case.ranks}", str(case.tokens), *figures)
-    print(*row, f"{time.monotonic() - start:.0f} s", "" if peak <= form <= 1.05 * peak else "WRONG", flush=True)
+    print(
+        *row,
+        f"{time.monotonic() - start:.0f} s",
+        "" if peak <= form <= 1.05 * peak else "WRONG",
+        flush=True,
+    )
     return row
 
 
@@ -196,7 +246,16 @@ def main(models: tuple[str, ...] = tuple(MODELS), processes: int = 1):
     cases = [(name, case) for name in models for case in (*meshes, *others)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         rows = [*pool.map(compared, *zip(*cases))]
-    headings = ("model", "kind", "machines x ranks", "tokens", "form, GB", "tracker, GB", "form above", "the form's kinds, GB")
+    headings = (
+        "model",
+        "kind",
+        "machines x ranks",
+        "tokens",
+        "form, GB",
+        "tracker, GB",
+        "form above",
+        "the form's kinds, GB",
+    )
     Console(width=200).print(make_table("peak of one rank in an update", headings, rows))
     sys.exit(any(not 0 <= float(row[6].rstrip("%")) <= 5 for row in rows))
 

@@ -1,10 +1,11 @@
 r"""The published grading rule, with which audits and benchmarks compare ours: "the reference rule".
 
-It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): right if either the string
-normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) or the normalise-split-simplify rule of PRM800K (Lightman et al.
-2023, arXiv:2305.20050) says so. This is a new implementation from those descriptions. Theirs ends in sympy's `parse_expr`,
-which runs text as Python; here our own parser evaluates the difference of two expressions, so verdicts can differ on text that
-only one reads."""
+It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): right if
+either the string normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) or the
+normalise-split-simplify rule of PRM800K (Lightman et al. 2023, arXiv:2305.20050) says so. This is a
+new implementation from those descriptions. Theirs ends in sympy's `parse_expr`, which runs text as
+Python; here our own parser evaluates the difference of two expressions, so verdicts can differ on
+text that only one reads."""
 
 import logging
 import re
@@ -19,11 +20,13 @@ from alignment.rewards.grading.values import equal_values
 MAX_CHARS = 1000
 
 _PLAIN_SIGNS = str.maketrans({"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"})
-logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every answer that is incomplete LaTeX
+# it warns of every answer that is incomplete LaTeX
+logging.getLogger("pylatexenc").setLevel(logging.ERROR)
 
 
 def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
-    """Whether the published rule accepts the answer, and which of its two parts decided. Never raises."""
+    """Whether the published rule accepts the answer, and which of its two parts decided. Never
+    raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
         return False, "too long"
     answer, truth = unbox(answer), unbox(truth)
@@ -48,17 +51,21 @@ def _prm800k_equal(answer: str, truth: str) -> bool:
         return answer == truth
     parts_a, parts_t = _elements(answer), _elements(truth)
     same_brackets = len(parts_t) < 2 or (truth[0], truth[-1]) == (answer[0], answer[-1])
-    return same_brackets and len(parts_a) == len(parts_t) and all(map(_same_element, parts_a, parts_t))
+    return (
+        same_brackets and len(parts_a) == len(parts_t) and all(map(_same_element, parts_a, parts_t))
+    )
 
 
 def _same_element(answer: str, truth: str) -> bool:
-    """A fraction must be the same one, reduced as the truth is; a whole number must be one; the rest is simplified."""
+    """A fraction must be the same one, reduced as the truth is; a whole number must be one; the
+    rest is simplified."""
     simple = r"-?[0-9]+\.?/0*[1-9][0-9]*\.?"
     if re.fullmatch(simple, answer) and re.fullmatch(simple, truth):
         return answer == truth
     if _is_whole(answer) != _is_whole(truth):
         return False
-    # The published rule simplifies only expressions with few letters, and powers of one digit without brackets.
+    # The published rule simplifies only expressions with few letters, and powers of one digit
+    # without brackets.
     both = f"({truth})-({answer})"
     letters = {c for c in both.replace("sqrt", "").replace("frac", "") if c.isalpha()}
     if len(letters) > 2 or re.search(r"\^[({]|\^[0-9]+\^|\^[0-9][0-9]", both):
@@ -77,13 +84,19 @@ def _is_whole(text: str) -> bool:
 
 def _elements(text: str) -> list[str]:
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,234 is one number
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not re.search(r"[()\[\]]", text[1:-1]):
+    if (
+        len(text) > 2
+        and text[0] in "(["
+        and text[-1] in ")]"
+        and not re.search(r"[()\[\]]", text[1:-1])
+    ):
         return [part.strip() for part in text[1:-1].split(",")]
     return [text]
 
 
 def _prm800k_spelling(text: str) -> str:
-    """Lower case without units, currency and percent signs; LaTeX written out as plain text; no spaces."""
+    """Lower case without units, currency and percent signs; LaTeX written out as plain text; no
+    spaces."""
     text = _rewritten(text, "prm800k_spelling")
     if _is_whole(text):
         text = str(round(float(text.replace(",", ""))))

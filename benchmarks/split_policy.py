@@ -1,13 +1,15 @@
-"""How far a split policy's GPUs work at the same time: a simulation of one update, in the order in which it is issued.
+"""How far a split policy's GPUs work at the same time: a simulation of one update, in the order in
+which it is issued.
 
 uv run -m benchmarks.split_policy --model Qwen/Qwen2.5-Math-1.5B
 
-Costs, in units of one layer's forward pass over one micro-batch: a backward pass 2, the head as its parameters are to a
-layer's, a move between devices `transfer`. A device does what it was given in the order in which it was given;
-the order is `placement.issue_order`, which the update itself goes by. A move goes by streams of its pair of devices, as
-`loading.copy_between` has it, or, as torch's own copies do, by both devices' own streams: each then waits for all that the
-other was given before. For comparison: 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503), where each device has
-an order of its own, and sharding over the same devices, whose gathers are not counted.
+Costs, in units of one layer's forward pass over one micro-batch: a backward pass 2, the head as its
+parameters are to a layer's, a move between devices `transfer`. A device does what it was given in
+the order in which it was given; the order is `placement.issue_order`, which the update itself goes
+by. A move goes by streams of its pair of devices, as `loading.copy_between` has it, or, as torch's
+own copies do, by both devices' own streams: each then waits for all that the other was given
+before. For comparison: 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503), where each
+device has an order of its own, and sharding over the same devices, whose gathers are not counted.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ class Stage:
 
 
 def stages(shape: ModelShape, devices: Sequence[str]) -> list[Stage]:
-    """A model's way through its devices, forwards; a tied head goes back to the device of the embedding."""
+    """A model's way through its devices, forwards; a tied head goes back to the device of the
+    embedding."""
     placed = partition_layers(shape, devices)
     costs = dict.fromkeys(shape.layers, 1.0)
-    head = shape.parameters[shape.head] or max(shape.parameters.values())  # a tied one is the embedding, larger than a layer
+    # a tied one is the embedding, larger than a layer
+    head = shape.parameters[shape.head] or max(shape.parameters.values())
     costs[shape.head] = head / shape.parameters[shape.layers[0]]
     way: list[Stage] = []
     for name, cost in costs.items():
@@ -61,7 +65,8 @@ def stretches(way: Sequence[Stage]) -> dict[str, list[tuple[str, float]]]:
 def finished(
     way: Sequence[Stage], order: Iterable[tuple[str, int]], transfer: float, barriers: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """When the last of the work issued in this order is done, and how long each device has worked."""
+    """When the last of the work issued in this order is done, and how long each device has
+    worked."""
     free: dict[str, float] = {stage.device: 0.0 for stage in way}
     busy, links = dict.fromkeys(free, 0.0), {}
     ready: dict[int, float] = {}
@@ -82,12 +87,18 @@ def finished(
     return max(free.values()), busy
 
 
-def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, in_flight: int, transfer: float) -> float:
-    """When 1F1B is done: a device takes the oldest backward (or head) that is there, else a forward, with at most `in_flight`
-    micro-batches between the two."""
+def one_forward_one_backward(
+    way: Sequence[Stage], micro_batches: int, in_flight: int, transfer: float
+) -> float:
+    """When 1F1B is done: a device takes the oldest backward (or head) that is there, else a
+    forward, with at most `in_flight` micro-batches between the two."""
     *body, _ = way
     parts = stretches(way)
-    tasks = [("forward", i) for i in range(len(body))] + [("head", 0)] + [("backward", i) for i in range(len(body))]
+    tasks = (
+        [("forward", i) for i in range(len(body))]
+        + [("head", 0)]
+        + [("backward", i) for i in range(len(body))]
+    )
     done: dict[tuple[int, int], float] = {}  # (micro-batch, number of the task) -> when
     free = {stage.device: 0.0 for stage in way}
     while len(done) < micro_batches * len(tasks):
@@ -113,13 +124,30 @@ def one_forward_one_backward(way: Sequence[Stage], micro_batches: int, in_flight
 
 
 def main(
-    model: str = "qwen2.5-math-1.5b", gpus: tuple[int, ...] = (2, 3, 4, 5), micro_batches: int = 16, transfer: float = 0.1
+    model: str = "qwen2.5-math-1.5b",
+    gpus: tuple[int, ...] = (2, 3, 4, 5),
+    micro_batches: int = 16,
+    transfer: float = 0.1,
 ):
-    """Print, for each number of GPUs, how many times faster than one micro-batch after another each way is."""
-    config = QWEN if model == "qwen2.5-math-1.5b" else load_config(resolve_model(model, "checkpoints"))
+    """Print, for each number of GPUs, how many times faster than one micro-batch after another each
+    way is."""
+    config = (
+        QWEN if model == "qwen2.5-math-1.5b" else load_config(resolve_model(model, "checkpoints"))
+    )
     shape = ModelShape.from_config(config)
-    table = Table(title=f"{micro_batches} micro-batches, {len(shape.layers)} layers, a move costs {transfer:g} of a layer")
-    headings = f"{IN_FLIGHT} a GPU, torch's copies", f"{IN_FLIGHT} a GPU", "at work", "1F1B", "sharded, no gathers counted"
+    table = Table(
+        title=(
+            f"{micro_batches} micro-batches, {len(shape.layers)} layers, a move costs {transfer:g}"
+            " of a layer"
+        )
+    )
+    headings = (
+        f"{IN_FLIGHT} a GPU, torch's copies",
+        f"{IN_FLIGHT} a GPU",
+        "at work",
+        "1F1B",
+        "sharded, no gathers counted",
+    )
     for heading in ("GPUs", "one after another", *headings):
         table.add_column(heading, justify="right")
     for number in gpus:
@@ -127,9 +155,14 @@ def main(
         heads_first = way[-1].device != way[-2].device
         in_flight = min(micro_batches, IN_FLIGHT * number)
         naive, _ = finished(way, issue_order(micro_batches, 1, heads_first), transfer)
-        barred, _ = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer, barriers=True)
+        barred, _ = finished(
+            way, issue_order(micro_batches, in_flight, heads_first), transfer, barriers=True
+        )
         ours, busy = finished(way, issue_order(micro_batches, in_flight, heads_first), transfer)
-        others = one_forward_one_backward(way, micro_batches, in_flight, transfer), sum(busy.values()) / number
+        others = (
+            one_forward_one_backward(way, micro_batches, in_flight, transfer),
+            sum(busy.values()) / number,
+        )
         ratios = [f"{naive / time:.2f}" for time in (barred, ours, *others)]
         ratios.insert(2, f"{sum(busy.values()) / (ours * number):.0%}")
         table.add_row(str(number), f"{naive:.0f}", *ratios)
@@ -137,9 +170,14 @@ def main(
 
 
 QWEN = Qwen2Config(
-    num_hidden_layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
+    num_hidden_layers=28,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
 
 if __name__ == "__main__":
     tyro.cli(main, use_underscores=True)

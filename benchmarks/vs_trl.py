@@ -1,4 +1,5 @@
-"""Ours and TRL's GRPOTrainer: the same loss and gradient from one batch, then the same training, side by side in one run.
+"""Ours and TRL's GRPOTrainer: the same loss and gradient from one batch, then the same training,
+side by side in one run.
 
 uv run --extra trl -m benchmarks.vs_trl --steps 40
 """
@@ -40,21 +41,47 @@ from alignment.sampling.transformers import TransformersSampler
 LOSSES = {
     "GRPO": ({}, {"loss_type": "grpo"}),
     "GRPO, token mean (BNPO)": ({"loss_normalization": "token_mean"}, {"loss_type": "bnpo"}),
-    "DAPO": ({"loss_normalization": "token_mean", "cliprange_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "DAPO": (
+        {"loss_normalization": "token_mean", "cliprange_high": 0.28},
+        {"loss_type": "dapo", "epsilon_high": 0.28},
+    ),
     "Dr. GRPO": ({"loss_normalization": "constant"}, {"loss_type": "dr_grpo"}),
     "GSPO": ({"loss_type": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "CISPO": (
-        {"loss_type": "cispo", "loss_normalization": "token_mean", "cliprange": 1.0, "cliprange_high": 1.0},
+        {
+            "loss_type": "cispo",
+            "loss_normalization": "token_mean",
+            "cliprange": 1.0,
+            "cliprange_high": 1.0,
+        },
         {"loss_type": "cispo", "epsilon_high": 2.0},
     ),
     "GRPO, dual clip": ({"dual_clip": 1.5}, {"loss_type": "grpo", "delta": 1.5}),
-    "GRPO, KL": ({"beta": 0.1}, {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}),
+    "GRPO, KL": (
+        {"beta": 0.1},
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+    ),
 }
 
 
-def main(steps: int = 40, preset: str = "tiny", model: str = "checkpoints/tiny_sft", seed: int = 0, one: str = "") -> None:
-    """Compare on `model`, warmed up by `alignment.sft`; `one` is for the processes that this starts."""
-    args = from_preset(RLArgs, preset, seed=seed, num_steps=steps, sft_base=model, eval_interval=10**6, save_interval=10**6)
+def main(
+    steps: int = 40,
+    preset: str = "tiny",
+    model: str = "checkpoints/tiny_sft",
+    seed: int = 0,
+    one: str = "",
+) -> None:
+    """Compare on `model`, warmed up by `alignment.sft`; `one` is for the processes that this
+    starts."""
+    args = from_preset(
+        RLArgs,
+        preset,
+        seed=seed,
+        num_steps=steps,
+        sft_base=model,
+        eval_interval=10**6,
+        save_interval=10**6,
+    )
     if one:
         print(json.dumps({"ours": train_ours, "TRL": train_trl}[one](args)))
         return
@@ -63,16 +90,18 @@ def main(steps: int = 40, preset: str = "tiny", model: str = "checkpoints/tiny_s
     console.print(same_training(args, model, steps, seed))
 
 
-# --- one batch ------------------------------------------------------------------------------------------------------
+# --- one batch ------------------------------------------------------------------------------------
 
 
 def same_batch(args: RLArgs, model: str) -> Table:
-    """Loss and gradient of both from one rollout, after weights that have moved since it was sampled."""
+    """Loss and gradient of both from one rollout, after weights that have moved since it was
+    sampled."""
     tokenizer, task = load_tokenizer(model), find_task(args.task)
     policy, reference = (load_model(model, ("cpu",), torch.float32) for _ in range(2))
     problems = problems_of_step(task.problems("train", ""), 8, args.seeds["data"], 1)
     completions = TransformersSampler(policy, tokenizer, 256).sample(
-        [problem.prompt for problem in problems], SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=())
+        [problem.prompt for problem in problems],
+        SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=()),
     )
     groups = find_reward(args.reward, task.rules).score(problems, completions)
     rollout = collate_groups(groups, args.rollout_config, pad_token_id(tokenizer))
@@ -82,7 +111,9 @@ def same_batch(args: RLArgs, model: str) -> Table:
         for parameter in policy.parameters():
             parameter.add_(0.03 * torch.randn_like(parameter))
     old_BT, reference_BT = rollout.sampler_log_probs_BT, log_probs(reference, rollout)
-    table = Table(title=f"one batch of {len(rollout.lengths)} responses, ratios to the old policy not 1")
+    table = Table(
+        title=f"one batch of {len(rollout.lengths)} responses, ratios to the old policy not 1"
+    )
     for heading in ("loss", "ours", "TRL", "difference", "gradient, relative"):
         table.add_column(heading, justify="right" if heading != "loss" else "left")
     for name, (own, their) in LOSSES.items():
@@ -92,7 +123,9 @@ def same_batch(args: RLArgs, model: str) -> Table:
             trl_loss(policy, tokenizer, rollout, rl, their, old_BT, reference_BT),
         )
         relative = ((gradient - other).norm() / gradient.norm()).item()
-        table.add_row(name, f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours - theirs):.1e}", f"{relative:.1e}")
+        table.add_row(
+            name, f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours - theirs):.1e}", f"{relative:.1e}"
+        )
         assert abs(ours - theirs) < 1e-4 and relative < 1e-4, name
     return table
 
@@ -102,7 +135,9 @@ def log_probs(model, rollout: Rollout) -> torch.Tensor:
     return model_log_probs(model, rollout.batch, Distribution(), torch.float32)
 
 
-def our_loss(policy, rollout: Rollout, args: RLArgs, old_BT, reference_BT) -> tuple[float, torch.Tensor]:
+def our_loss(
+    policy, rollout: Rollout, args: RLArgs, old_BT, reference_BT
+) -> tuple[float, torch.Tensor]:
     policy.zero_grad()
     loss, _ = grpo_microbatch_train_step(
         model_log_probs(policy, rollout.batch, Distribution(), torch.float32),
@@ -126,8 +161,11 @@ def flat_gradient(policy) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
-def trl_loss(policy, tokenizer, rollout: Rollout, args: RLArgs, options: dict, old_BT, reference_BT):
-    """TRL's own `_compute_loss`, given the same responses in its layout: prompts padded left, completions right."""
+def trl_loss(
+    policy, tokenizer, rollout: Rollout, args: RLArgs, options: dict, old_BT, reference_BT
+):
+    """TRL's own `_compute_loss`, given the same responses in its layout: prompts padded left,
+    completions right."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(policy, tokenizer, args, folder, **options)
         trainer.current_gradient_accumulation_steps = 1
@@ -140,7 +178,9 @@ def trl_loss(policy, tokenizer, rollout: Rollout, args: RLArgs, options: dict, o
         return loss.item(), flat_gradient(policy)
 
 
-def trl_inputs(rollout: Rollout, pad: int, old_BT: torch.Tensor | None, reference_BT: torch.Tensor | None) -> dict:
+def trl_inputs(
+    rollout: Rollout, pad: int, old_BT: torch.Tensor | None, reference_BT: torch.Tensor | None
+) -> dict:
     """A rollout as TRL's `_compute_loss` takes it."""
     mask = rollout.batch.response_mask
     first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
@@ -152,8 +192,12 @@ def trl_inputs(rollout: Rollout, pad: int, old_BT: torch.Tensor | None, referenc
 
     prompts = [ids[: n + 1] for ids, n in zip(rollout.batch.input_ids, first, strict=True)]
     return {
-        "prompt_ids": torch.stack([torch.cat([torch.full((widest - len(ids),), pad), ids]) for ids in prompts]),
-        "prompt_mask": torch.stack([(torch.arange(widest) >= widest - len(ids)).long() for ids in prompts]),
+        "prompt_ids": torch.stack(
+            [torch.cat([torch.full((widest - len(ids),), pad), ids]) for ids in prompts]
+        ),
+        "prompt_mask": torch.stack(
+            [(torch.arange(widest) >= widest - len(ids)).long() for ids in prompts]
+        ),
         "completion_ids": responses(rollout.batch.labels, pad),
         "completion_mask": (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long(),
         "advantages": rollout.advantages_B1.squeeze(1),
@@ -171,10 +215,17 @@ def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
     task = find_task(args.task)
     reward = find_reward(args.reward, task.rules)
     problems, number = task.problems("train", ""), args.prompts_per_rollout
-    rows = [p for step in range(1, args.num_steps + 1) for p in problems_of_step(problems, number, args.seeds["data"], step)]
+    rows = [
+        p
+        for step in range(1, args.num_steps + 1)
+        for p in problems_of_step(problems, number, args.seeds["data"], step)
+    ]
 
     def reward_fn(prompts, completions, ground_truth, **columns):
-        return [reward.rule(text, truth)["reward"] for text, truth in zip(completions, ground_truth, strict=True)]
+        return [
+            reward.rule(text, truth)["reward"]
+            for text, truth in zip(completions, ground_truth, strict=True)
+        ]
 
     settings = dict(
         output_dir=folder,
@@ -208,14 +259,16 @@ def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
     return GRPOTrainer(policy, reward_fn, config, train_dataset=data, processing_class=tokenizer)
 
 
-# --- one training ---------------------------------------------------------------------------------------------------
+# --- one training ---------------------------------------------------------------------------------
 
 
 def train_ours(args: RLArgs) -> dict:
     """Our training; its seconds are those of the steps."""
     folder = Path(tempfile.mkdtemp())
     with contextlib.redirect_stdout(io.StringIO()):
-        run = train_rl.train(dataclasses.replace(args, output_dir=str(folder), max_problems=8), Console(quiet=True))
+        run = train_rl.train(
+            dataclasses.replace(args, output_dir=str(folder), max_problems=8), Console(quiet=True)
+        )
     seconds = json.loads((run / "summary.json").read_text())["seconds"]
     return {"model": str(run / "final"), "seconds": seconds, "peak": peak()}
 
@@ -239,19 +292,34 @@ def train_trl(args: RLArgs) -> dict:
 
 def peak() -> float:
     """Most memory that this process has had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1024 if sys.platform == "linux" else 2**20
+    )
 
 
 def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
-    """Both from the same warm start, prompts and hyper-parameters, in processes of their own; evaluated by us."""
+    """Both from the same warm start, prompts and hyper-parameters, in processes of their own;
+    evaluated by us."""
     table = Table(title=f"{steps} steps of {args.rollout_size} responses from {model}, seed {seed}")
     for heading in ("", "accuracy before", "after", "95 %", "seconds of RL", "peak MiB"):
         table.add_column(heading, justify="right" if heading else "left")
     before = accuracy(args, model)[0]
-    command = [sys.executable, "-m", "benchmarks.vs_trl", "--steps", str(steps), "--model", model, "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.vs_trl",
+        "--steps",
+        str(steps),
+        "--model",
+        model,
+        "--seed",
+        str(seed),
+    ]
     seconds = {}
     for name in ("ours", "TRL"):
-        done = subprocess.run([*command, "--one", name], capture_output=True, text=True, check=False, env=os.environ)
+        done = subprocess.run(
+            [*command, "--one", name], capture_output=True, text=True, check=False, env=os.environ
+        )
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
         trained = json.loads(done.stdout.strip().splitlines()[-1])
@@ -271,7 +339,9 @@ def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
 
 def accuracy(args: RLArgs, model: str) -> tuple[float, tuple[float, float]]:
     evaluation = from_preset(EvaluateArgs, args.preset)
-    ((_, _, evaluated),) = evaluate_models(evaluation, [model], {evaluation.task: evaluation}, Console(quiet=True))
+    ((_, _, evaluated),) = evaluate_models(
+        evaluation, [model], {evaluation.task: evaluation}, Console(quiet=True)
+    )
     record = evaluated.record
     return record["avg_all_rewards"], record["avg_all_rewards_ci"]
 

@@ -9,7 +9,8 @@ from alignment.system.errors import run_command
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argv: str) -> int:
-    """The exit code of a command's `main` with these words as its command line, the program's name first."""
+    """The exit code of a command's `main` with these words as its command line, the program's name
+    first."""
     monkeypatch.setattr(sys, "argv", list(argv))
     try:
         run_command(main)

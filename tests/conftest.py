@@ -1,4 +1,5 @@
-"""Imported before any test module, so that the package can set OpenMP's waiting policy before torch is loaded."""
+"""Imported before any test module, so that the package can set OpenMP's waiting policy before torch
+is loaded."""
 
 import os
 import subprocess
@@ -14,19 +15,29 @@ from hypothesis import settings
 import alignment  # noqa: F401
 from alignment.system import signals, terminal
 
-# Tests start some hundred interpreters; where none may keep what it has compiled, half of each start is compiling torch again.
+# Tests start some hundred interpreters; where none may keep what it has compiled, half of each
+# start is compiling torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment that has it.
+# Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment
+# that has it.
 collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
 
 
-LONGEST = ("test_vllm.py", "test_faults.py", "test_sweep.py", "test_async.py", "test_pipeline.py", "test_commands.py")
+LONGEST = (
+    "test_vllm.py",
+    "test_faults.py",
+    "test_sweep.py",
+    "test_async.py",
+    "test_pipeline.py",
+    "test_commands.py",
+)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: a third of the time a test waits for processes that it has started."""
+    """One process more than cores: a third of the time a test waits for processes that it has
+    started."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -43,7 +54,8 @@ settings.load_profile("no deadline")
 
 @pytest.fixture(autouse=True)
 def no_signal_of_an_earlier_test():
-    """A command that a signal has ended remembers it for its exit code; the tests of one process are many commands."""
+    """A command that a signal has ended remembers it for its exit code; the tests of one process
+    are many commands."""
     signals._state.deferred, signals._state.received = False, None
 
 
@@ -89,7 +101,8 @@ WARM_START = "WARM_START_OF_THE_TESTS"  # set where vLLM's tests run in an envir
 
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory) -> Path:
-    """A folder with a barely trained model, sft, made by the real command in a process of its own, which printed `log`.
+    """A folder with a barely trained model, sft, made by the real command in a process of its own,
+    which printed `log`.
 
     It is made once for all processes of the tests.
     """
@@ -101,7 +114,12 @@ def warm_start(tmp_path_factory) -> Path:
     flags += ["--sft_base", str(output / "sft"), "--output_dir", str(output)]
     with FileLock(output.with_suffix(".lock")):
         if not output.exists():
-            done = subprocess.run([sys.executable, "-m", "alignment.sft", *flags], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, "-m", "alignment.sft", *flags],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr
             (output / "log").write_text(done.stdout)
     return output

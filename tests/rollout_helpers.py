@@ -13,23 +13,29 @@ from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.system.clock import Clock
 from alignment.training.update import References
 
-ARGS = from_preset(RLArgs, "tiny", prompts_per_rollout=4, group_size=4, train_mini_batch_size=0, learning_rate=1e-2)
+ARGS = from_preset(
+    RLArgs, "tiny", prompts_per_rollout=4, group_size=4, train_mini_batch_size=0, learning_rate=1e-2
+)
 
 
 def open_tiny(folder, micro_batch_tokens: int = 0) -> SingleDevicePolicy:
     """The tiny model of a folder as a policy on the CPU."""
-    return SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=micro_batch_tokens))
+    return SingleDevicePolicy(
+        PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=micro_batch_tokens)
+    )
 
 
 def parity_reward(text: str, ground_truth: str) -> dict[str, float]:
-    """A reward that differs within a group, so that an untrained model has something to learn from. An untrained model's
-    responses often have one length, so all their letters count."""
+    """A reward that differs within a group, so that an untrained model has something to learn from.
+    An untrained model's responses often have one length, so all their letters count."""
     return {"reward": float(sum(map(ord, text)) % 2), "format_reward": 1.0, "answer_reward": 0.0}
 
 
 def rollout_of(groups: list[Group], args: RLArgs, pad: int = 1) -> Rollout:
     """The rollout of some groups, with advantages."""
-    return with_advantages(collate_groups(groups, args.rollout_config, pad), args.update_config.advantage)
+    return with_advantages(
+        collate_groups(groups, args.rollout_config, pad), args.update_config.advantage
+    )
 
 
 def problems_of(args: RLArgs, step: int = 1) -> list[Problem]:

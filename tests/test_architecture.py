@@ -1,4 +1,5 @@
-"""The architecture, read from syntax trees: which room imports which, who owns the weights, how large functions are.
+"""The architecture, read from syntax trees: which room imports which, who owns the weights, how
+large functions are.
 
 Every check takes the package as {dotted module name: syntax tree} and returns its faults as text.
 """
@@ -27,35 +28,75 @@ MAY_IMPORT = {
     "verification": ("core", "system", "rewards", "policy", "sampling", "rollouts", "training"),
     "runs": ("core", "system"),
     "evaluation": ("core", "system", "data", "rewards", "sampling"),
-    # An ablation is about the arguments of train_rl; its reports ask a task which questions are the same.
+    # An ablation is about the arguments of train_rl; its reports ask a task which questions are the
+    # same.
     "ablation": ("core", "system", "runs", "args", "data.tasks", "data.questions"),
     # Arguments are checked against tables and configurations, never against what loads a model.
     "args": (
-        "core", "system", "policy.optimizers", "rollouts.config", "rewards.rules", "data.tasks",
+        "core",
+        "system",
+        "policy.optimizers",
+        "rollouts.config",
+        "rewards.rules",
+        "data.tasks",
         "runs.trackers",
     ),
-}  # fmt: skip
+}
 # Beside the commands and `args`: what builds objects from arguments, and the names of the field.
-TOP_LEVEL = {"args", "models", "prediction", "checks", "preview", "grpo", "drgrpo_grader", "tokens", "log_probs"}
+TOP_LEVEL = {
+    "args",
+    "models",
+    "prediction",
+    "checks",
+    "preview",
+    "grpo",
+    "drgrpo_grader",
+    "tokens",
+    "log_probs",
+}
 ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "EvaluateArgs", "SweepOptions"}
 TAKES_ARGUMENTS = {"alignment.ablation.design"}  # a design consists of arguments
 MOST_PARAMETERS = 6
-# Names of the field, whose signatures are older than this code; and `attention`, which transformers calls.
-GIVEN_SIGNATURES = {"grpo_microbatch_train_step", "compute_policy_gradient_loss", "get_response_log_probs", "attention"}
+# Names of the field, whose signatures are older than this code; and `attention`, which transformers
+# calls.
+GIVEN_SIGNATURES = {
+    "grpo_microbatch_train_step",
+    "compute_policy_gradient_loss",
+    "get_response_log_probs",
+    "attention",
+}
 MOST_LINES = 60
 CALLED = {"parameters", "named_parameters", "get_output_embeddings"}
 READ = {"grad", "lm_head"}
-# Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on` lends it to be read.
+# Our own decoding loop runs a model layer by layer: its own one, or one that `Policy.model_on`
+# lends it to be read.
 READS_WEIGHTS = {  # engines with weights of their own
-    "alignment.sampling.transformers", "alignment.sampling.vllm", "alignment.sampling.vllm_memory",
-}  # fmt: skip
+    "alignment.sampling.transformers",
+    "alignment.sampling.vllm",
+    "alignment.sampling.vllm_memory",
+}
 ONLY_IMPORTERS = {
     **dict.fromkeys(("wandb", "trackio", "mlflow"), {"alignment.runs.trackers"}),
-    "vllm": {"alignment.sampling.vllm", "alignment.sampling.vllm_memory", "alignment.sampling.vllm_weights"},
-    "torchao": {"alignment.policy.adamw_8bit"}, "peft": {"alignment.policy.lora"},
+    "vllm": {
+        "alignment.sampling.vllm",
+        "alignment.sampling.vllm_memory",
+        "alignment.sampling.vllm_weights",
+    },
+    "torchao": {"alignment.policy.adamw_8bit"},
+    "peft": {"alignment.policy.lora"},
     "liger_kernel": {"alignment.policy.loading"},
-}  # fmt: skip
-RUNS_TEXT = {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "parse_latex", "loads", "load"}
+}
+RUNS_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "sympify",
+    "parse_expr",
+    "parse_latex",
+    "loads",
+    "load",
+}
 READERS = {"json", "safetensors", "tomllib", "re"}  # their functions of these names run nothing
 
 Package = dict[str, ast.Module]
@@ -72,7 +113,8 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def imported(tree: ast.AST, with_types: bool = True) -> frozenset[str]:
-    """Dotted names that a module imports, in its functions too; of `from a import b` both a and a.b.
+    """Dotted names that a module imports, in its functions too; of `from a import b` both a and
+    a.b.
 
     Without `with_types` the imports under TYPE_CHECKING are left out.
     """
@@ -103,7 +145,10 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
 
 
 def is_command(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
+    return any(
+        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        for node in tree.body
+    )
 
 
 def room_of(module: str) -> str:
@@ -111,7 +156,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-# --- the checks -----------------------------------------------------------------------------------------------------------
+# --- the checks -----------------------------------------------------------------------------------
 
 
 def forbidden_imports(package: Package) -> list[str]:
@@ -129,7 +174,10 @@ def forbidden_imports(package: Package) -> list[str]:
 
 def circles(package: Package) -> list[str]:
     """One circle of files, where there is any; imports inside functions count."""
-    graph = {name: (imported(tree, with_types=False) & set(package)) - {name, PACKAGE} for name, tree in package.items()}
+    graph = {
+        name: (imported(tree, with_types=False) & set(package)) - {name, PACKAGE}
+        for name, tree in package.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -139,13 +187,25 @@ def circles(package: Package) -> list[str]:
 
 def commands_that_import_commands(package: Package) -> list[str]:
     commands = {name for name, tree in package.items() if name.count(".") == 1 and is_command(tree)}
-    return [f"{name} imports {other}" for name in commands for other in (imported(package[name]) & commands) - {name}]
+    return [
+        f"{name} imports {other}"
+        for name in commands
+        for other in (imported(package[name]) & commands) - {name}
+    ]
 
 
 def strangers_at_the_top(package: Package) -> list[str]:
     rooms = {room_of(name) for name in package if name.count(".") > 1}
-    top = {name: tree for name, tree in package.items() if name.count(".") == 1 and room_of(name) not in rooms}
-    return [name for name, tree in top.items() if room_of(name) not in TOP_LEVEL and not is_command(tree)]
+    top = {
+        name: tree
+        for name, tree in package.items()
+        if name.count(".") == 1 and room_of(name) not in rooms
+    }
+    return [
+        name
+        for name, tree in top.items()
+        if room_of(name) not in TOP_LEVEL and not is_command(tree)
+    ]
 
 
 def rooms_without_arrows(package: Package) -> list[str]:
@@ -166,7 +226,11 @@ def uses_of_weights(package: Package) -> list[str]:
 def touches_weights(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr in READ or ast.unparse(node).endswith("optimizer.step")
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLED
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CALLED
+    )
 
 
 def branches_on_a_loss(package: Package) -> list[str]:
@@ -177,9 +241,11 @@ def branches_on_a_loss(package: Package) -> list[str]:
         f"{name}:{node.lineno}"
         for name, tree in package.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Compare) and any(map(names_loss, (node.left, *node.comparators)))
-        or isinstance(node, ast.Match) and names_loss(node.subject)
-    ]  # fmt: skip
+        if isinstance(node, ast.Compare)
+        and any(map(names_loss, (node.left, *node.comparators)))
+        or isinstance(node, ast.Match)
+        and names_loss(node.subject)
+    ]
 
 
 def functions_of_arguments(package: Package) -> list[str]:
@@ -189,13 +255,16 @@ def functions_of_arguments(package: Package) -> list[str]:
         if name.count(".") > 1 and name not in TAKES_ARGUMENTS
         for parameter in parameters(function)
         if parameter.annotation
-        and ARGUMENT_CLASSES & {word.id for word in ast.walk(annotation(parameter)) if isinstance(word, ast.Name)}
+        and ARGUMENT_CLASSES
+        & {word.id for word in ast.walk(annotation(parameter)) if isinstance(word, ast.Name)}
     ]
 
 
 def annotation(parameter: ast.arg) -> ast.expr:
     """The annotation, parsed where it is written as a string."""
-    quoted = isinstance(parameter.annotation, ast.Constant) and isinstance(parameter.annotation.value, str)
+    quoted = isinstance(parameter.annotation, ast.Constant) and isinstance(
+        parameter.annotation.value, str
+    )
     return ast.parse(parameter.annotation.value, mode="eval") if quoted else parameter.annotation
 
 
@@ -208,8 +277,15 @@ def functions_of_many_parameters(package: Package) -> list[str]:
 
 
 def long_functions(package: Package) -> list[str]:
-    lengths = [(name, function, function.end_lineno - function.lineno + 1) for name, function in functions(package)]
-    return [f"{name}.{function.name}: {lines} lines" for name, function, lines in lengths if lines > MOST_LINES]
+    lengths = [
+        (name, function, function.end_lineno - function.lineno + 1)
+        for name, function in functions(package)
+    ]
+    return [
+        f"{name}.{function.name}: {lines} lines"
+        for name, function, lines in lengths
+        if lines > MOST_LINES
+    ]
 
 
 def imports_of_optional_packages(package: Package) -> list[str]:
@@ -222,7 +298,12 @@ def imports_of_optional_packages(package: Package) -> list[str]:
 
 
 def evaluations_of_text(package: Package) -> list[str]:
-    return [f"{name}:{node.lineno}" for name, tree in package.items() for node in ast.walk(tree) if evaluates_text(node)]
+    return [
+        f"{name}:{node.lineno}"
+        for name, tree in package.items()
+        for node in ast.walk(tree)
+        if evaluates_text(node)
+    ]
 
 
 def evaluates_text(node: ast.AST) -> bool:
@@ -233,28 +314,54 @@ def evaluates_text(node: ast.AST) -> bool:
     if not (isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)):
         return False
     # torch.distributed.checkpoint unpickles, but not with a `storage_reader` of safetensors.
-    safe = node.func.value.id in READERS or any(word.arg in ("weights_only", "storage_reader") for word in node.keywords)
+    safe = node.func.value.id in READERS or any(
+        word.arg in ("weights_only", "storage_reader") for word in node.keywords
+    )
     return node.func.attr in RUNS_TEXT and not safe and bool(node.args)  # model.eval() takes none
 
 
 # A module of each kind of fault, by its name, and the check that must see it.
 PLANTED = [
     (forbidden_imports, "alignment.core.new", "def f():\n    from alignment.system import files"),
-    (forbidden_imports, "alignment.runs.new", "if TYPE_CHECKING:\n    from alignment.policy.policy import Policy"),
+    (
+        forbidden_imports,
+        "alignment.runs.new",
+        "if TYPE_CHECKING:\n    from alignment.policy.policy import Policy",
+    ),
     (forbidden_imports, "alignment.args", "from alignment.policy.loading import load_model"),
     (circles, "alignment.core.records", "def f():\n    from alignment.core import tokens"),
-    (commands_that_import_commands, "alignment.sft", "import alignment.train_rl\nif __name__ == '__main__':\n    pass"),
+    (
+        commands_that_import_commands,
+        "alignment.sft",
+        "import alignment.train_rl\nif __name__ == '__main__':\n    pass",
+    ),
     (strangers_at_the_top, "alignment.helpers", "x = 1"),
     (rooms_without_arrows, "alignment.utils.text", "x = 1"),
-    (uses_of_weights, "alignment.training.new", "def f(model):\n    return list(model.parameters())"),
+    (
+        uses_of_weights,
+        "alignment.training.new",
+        "def f(model):\n    return list(model.parameters())",
+    ),
     (uses_of_weights, "alignment.training.new", "self.optimizer.step()"),
     (uses_of_weights, "alignment.sampling.new", "head = model.lm_head.weight"),
-    (branches_on_a_loss, "alignment.training.new", "def f(args):\n    return 'grpo_clip' == args.loss_type"),
+    (
+        branches_on_a_loss,
+        "alignment.training.new",
+        "def f(args):\n    return 'grpo_clip' == args.loss_type",
+    ),
     (branches_on_a_loss, "alignment.core.new", "if loss_type in ('gspo', 'cispo'):\n    pass"),
     (functions_of_arguments, "alignment.training.new", "def f(*, args: 'RLArgs | None'): ..."),
-    (functions_of_many_parameters, "alignment.new", "class A:\n    def f(self, a, b, c, *, d, e, f, g): ..."),
+    (
+        functions_of_many_parameters,
+        "alignment.new",
+        "class A:\n    def f(self, a, b, c, *, d, e, f, g): ...",
+    ),
     (long_functions, "alignment.new", "def f():\n" + "    x = 1\n" * MOST_LINES),
-    (imports_of_optional_packages, "alignment.new", "def f():\n    from torchao.optim import AdamW8bit"),
+    (
+        imports_of_optional_packages,
+        "alignment.new",
+        "def f():\n    from torchao.optim import AdamW8bit",
+    ),
     (evaluations_of_text, "alignment.new", "f = lambda text: eval(text)"),
     (evaluations_of_text, "alignment.new", "state = torch.load(file)"),
 ]

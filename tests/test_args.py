@@ -54,13 +54,25 @@ def test_every_preset_says_what_it_takes_and_gives(name):
 
 def test_the_reference_recipe():
     args = from_preset(RLArgs, REFERENCE)
-    assert (args.group_size, args.cliprange, args.sampling_temperature, args.sampling_top_p) == (4, 0.2, 1.0, 0.9)
-    assert (args.train_mini_batch_size, args.sft_base, args.model) == (8, "checkpoints/math_sft", "Qwen/Qwen2.5-Math-1.5B")
+    assert (args.group_size, args.cliprange, args.sampling_temperature, args.sampling_top_p) == (
+        4,
+        0.2,
+        1.0,
+        0.9,
+    )
+    assert (args.train_mini_batch_size, args.sft_base, args.model) == (
+        8,
+        "checkpoints/math_sft",
+        "Qwen/Qwen2.5-Math-1.5B",
+    )
     assert args.updates_per_rollout == args.prompts_per_rollout * 4 // 8
 
 
 def test_flags_override_the_preset_wherever_it_stands():
-    for argv in (["--preset", REFERENCE, "--group_size", "2"], ["--group_size", "2", f"--preset={REFERENCE}"]):
+    for argv in (
+        ["--preset", REFERENCE, "--group_size", "2"],
+        ["--group_size", "2", f"--preset={REFERENCE}"],
+    ):
         args = parse(RLArgs, argv)
         assert (args.group_size, args.cliprange, args.preset) == (2, 0.2, REFERENCE)
 
@@ -74,7 +86,12 @@ def test_another_commands_arguments_share_the_common_ones():
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4), st.integers(0, 400))
 def test_updates_per_rollout_count_a_remainder(prompts, group, epochs, mini):
     size = prompts * group
-    sizes = {"prompts_per_rollout": prompts, "group_size": group, "epochs_per_rollout": epochs, "train_mini_batch_size": mini}
+    sizes = {
+        "prompts_per_rollout": prompts,
+        "group_size": group,
+        "epochs_per_rollout": epochs,
+        "train_mini_batch_size": mini,
+    }
     args = RLArgs(loss_type="no_baseline", **sizes)
     cuts = range(0, size, mini) if mini else [0]
     assert args.updates_per_rollout == epochs * len(cuts)
@@ -82,7 +99,12 @@ def test_updates_per_rollout_count_a_remainder(prompts, group, epochs, mini):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_numbers_that_cannot_work_are_refused(value):
-    for name in ("max_grad_norm", "max_sampler_mismatch", *["learning_rate"] * (value != 0)):  # at 0 a control trains nothing
+    # at 0 a control trains nothing
+    for name in (
+        "max_grad_norm",
+        "max_sampler_mismatch",
+        *["learning_rate"] * (value != 0),
+    ):
         with pytest.raises(UserError, match=f"--{name}"):
             RLArgs(**{name: value})
     assert RLArgs(learning_rate=0).learning_rate == 0
@@ -93,7 +115,9 @@ def test_arguments_are_frozen():
         from_preset(RLArgs, "tiny").group_size = 3
 
 
-@pytest.mark.parametrize("values", [{"prompts": 1}, {"group_size": (1, 4)}, {"group_size": (3, 8)}, {"group_size": ()}])
+@pytest.mark.parametrize(
+    "values", [{"prompts": 1}, {"group_size": (1, 4)}, {"group_size": (3, 8)}, {"group_size": ()}]
+)
 def test_gradients_need_several_prompts_and_groups_that_divide(values):
     with pytest.raises(UserError, match="--"):
         GradientsArgs(**values)
@@ -107,23 +131,36 @@ def test_gradients_need_several_prompts_and_groups_that_divide(values):
         (["--no_group_size"], "--no_group_size: there is no such flag"),
         (
             ["--optimizer", "adamw_8it"],
-            "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon (did you mean",
+            (
+                "--optimizer adamw_8it: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon"
+                " (did you mean"
+            ),
         ),
         (["--preset", "tinny"], "(did you mean tiny?)"),
         (["--lr", "1"], "--lr: there is no such flag; write --learning_rate"),
         (["--use-peft"], "--use-peft: there is no such flag; write --lora_rank 16"),
         (["--num_steps", "many"], "--num_steps many: must be a whole number"),
-        (["--seed", "1", "--cliprange_high=much", "--cliprange", "0.1"], "--cliprange_high much: must be a number"),
+        (
+            ["--seed", "1", "--cliprange_high=much", "--cliprange", "0.1"],
+            "--cliprange_high much: must be a number",
+        ),
         (["--num_steps"], "--num_steps (no value): must be a whole number"),
         (["--dtype", "int3"], "--dtype int3: choose one of auto, float32, bfloat16"),
         (["--seed", "1", "2"], "2: there is no such flag"),
-        (["+algorithm.adv_estimator=grpo"], "+algorithm.adv_estimator: there is no such flag; write --loss_type"),
+        (
+            ["+algorithm.adv_estimator=grpo"],
+            "+algorithm.adv_estimator: there is no such flag; write --loss_type",
+        ),
     ],
 )
 def test_a_misspelt_word_is_told_with_what_was_meant(flags, message):
     with pytest.raises(UserError) as error:
         parse(RLArgs, flags)
-    assert str(error.value).startswith(message) or message.startswith("(") and str(error.value).endswith(message)
+    assert (
+        str(error.value).startswith(message)
+        or message.startswith("(")
+        and str(error.value).endswith(message)
+    )
 
 
 def test_choices_of_several_values_and_of_optional_ones_are_checked_too():
@@ -135,9 +172,17 @@ def test_choices_of_several_values_and_of_optional_ones_are_checked_too():
 
 
 def test_every_bound_is_of_an_argument_and_has_limits_that_are_compared():
-    commands = (kind for kind in vars(args_module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind))
+    commands = (
+        kind
+        for kind in vars(args_module).values()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    )
     assert BOUNDS.keys() <= {f.name for kind in commands for f in dataclasses.fields(kind)}
-    assert {limit for _, bound in BOUNDS.values() for limit in bound} == {*COMPARISONS, "or", "arguments"}
+    assert {limit for _, bound in BOUNDS.values() for limit in bound} == {
+        *COMPARISONS,
+        "or",
+        "arguments",
+    }
 
 
 @pytest.mark.parametrize("dual_clip", [0.5, 1.0, -1.0, math.inf, math.nan])
@@ -152,30 +197,50 @@ def test_what_other_libraries_flags_are_told_to_be_exists():
     other = tomllib.loads(OTHER_NAMES.read_text())
     assert not fields & {name for names in other.values() for name in names}
     for remedy in other:
-        assert {word.removeprefix("no_") for word in re.findall(r"--(\w+)", remedy)} <= fields, remedy
+        assert {word.removeprefix("no_") for word in re.findall(r"--(\w+)", remedy)} <= fields, (
+            remedy
+        )
 
 
 def test_a_folder_after_resume_stands_for_the_flags_of_its_run(tmp_path, monkeypatch):
     run = from_preset(
-        RLArgs, "tiny", cliprange=0.3, sample_device=("cpu", "cpu"), normalize_by_std=False, output_dir="elsewhere"
+        RLArgs,
+        "tiny",
+        cliprange=0.3,
+        sample_device=("cpu", "cpu"),
+        normalize_by_std=False,
+        output_dir="elsewhere",
     )
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "args.json").write_text(json.dumps({"args": {**dataclasses.asdict(run), "of_an_older_version": 1}}))
+    (folder / "args.json").write_text(
+        json.dumps({"args": {**dataclasses.asdict(run), "of_an_older_version": 1}})
+    )
     resumed = dataclasses.replace(run, output_dir=str(tmp_path), run_name="run", resume=True)
     assert parse(RLArgs, ["--resume", str(folder)]) == resumed
     words = ["--eval_interval", "3", "--resume", f"{folder}/", "--cliprange", "0.1"]
     monkeypatch.setattr("sys.argv", ["train_rl.py", *words])
     changed = dataclasses.replace(resumed, eval_interval=3, cliprange=0.1)
     assert parse(RLArgs) == changed
-    assert parse(RLArgs, sys.argv[1:]) == changed and not {str(folder), f"{folder}/"} & set(sys.argv)  # what args.json records
-    assert parse(RLArgs, ["--resume", "--cliprange", "0.1"]) == from_preset(RLArgs, "tiny", resume=True, cliprange=0.1)
+    # what args.json records
+    assert parse(RLArgs, sys.argv[1:]) == changed and not {str(folder), f"{folder}/"} & set(
+        sys.argv
+    )
+    assert parse(RLArgs, ["--resume", "--cliprange", "0.1"]) == from_preset(
+        RLArgs, "tiny", resume=True, cliprange=0.1
+    )
 
 
 @given(st.sampled_from(preset_names()), st.booleans())
 def test_the_flags_of_a_run_give_its_arguments_back(name, without_devices):
     """What a preset states may be taken back, an empty list among it."""
-    args = from_preset(RLArgs, name, resume=True, reward="accuracy", **({"sample_device": ()} if without_devices else {}))
+    args = from_preset(
+        RLArgs,
+        name,
+        resume=True,
+        reward="accuracy",
+        **({"sample_device": ()} if without_devices else {}),
+    )
     assert parse(RLArgs, command_line(args)) == args
 
 
@@ -196,10 +261,20 @@ def test_several_values_and_a_missing_flag_are_told_of_in_a_line():
 @pytest.mark.parametrize(("cls", "flag"), [(SweepArgs, "--sweep_name"), (PipelineArgs, "--name")])
 def test_run_name_has_its_older_names(cls, flag):
     needed = ["--file", "x"] if cls is PipelineArgs else []
-    assert parse(cls, [*needed, flag, "mine"]).run_name == parse(cls, [*needed, "--run_name", "mine"]).run_name == "mine"
+    assert (
+        parse(cls, [*needed, flag, "mine"]).run_name
+        == parse(cls, [*needed, "--run_name", "mine"]).run_name
+        == "mine"
+    )
 
 
-WITH_TABLES = {"train_rl": RLArgs, "verify": VerifyArgs, "sft": SFTArgs, "evaluate": EvaluateArgs, "plan": PlanArgs}
+WITH_TABLES = {
+    "train_rl": RLArgs,
+    "verify": VerifyArgs,
+    "sft": SFTArgs,
+    "evaluate": EvaluateArgs,
+    "plan": PlanArgs,
+}
 WITH_TABLES["rejection_sample"] = RejectionArgs
 
 
@@ -219,7 +294,10 @@ def test_help_has_each_flag_of_a_command_once_in_its_group(command, monkeypatch,
     assert sorted(shown) == sorted(fields - set(unused)) and set(unused) <= fields
     assert shown[:10] == FLAGS["first"][command] and max(map(len, printed.splitlines())) <= 100
     groups = re.findall(r"^(\w[\w ]*):$", printed, re.MULTILINE)
-    assert groups == ["what matters first", *(name for name in FLAGS["groups"] if name in groups)], "a flag has no group"
+    assert groups == [
+        "what matters first",
+        *(name for name in FLAGS["groups"] if name in groups),
+    ], "a flag has no group"
     assert {"model", "data", "rollouts", "devices", "run"} <= set(groups)
 
 
@@ -234,14 +312,21 @@ def test_the_help_of_a_sweep_begins_with_its_own_flags(monkeypatch, capsys):
     printed = help_of(SweepArgs, monkeypatch, capsys)
     assert max(map(len, printed.splitlines())) <= 100
     own = printed.partition("\nsweep:\n")[2].partition("\nmodel:\n")[0]
-    assert "  --until_decided" in own and "  --group_size" not in own and "  --group_size [INT [INT ...]]\n" in printed
+    assert (
+        "  --until_decided" in own
+        and "  --group_size" not in own
+        and "  --group_size [INT [INT ...]]\n" in printed
+    )
     assert "\nflags:\n" not in printed, "a flag has no group"
 
 
 @pytest.mark.parametrize("command", WITH_TABLES)
 def test_printed_arguments_are_a_preset(command, tmp_path, monkeypatch, capsys):
     """Strings with quotes and backslashes, lists, numbers and truth values come back."""
-    cls, words = WITH_TABLES[command], ["--seed", "7", "--sample_device", "cpu", "cpu", "--prompt", 'a "b" \\c é\n']
+    cls, words = (
+        WITH_TABLES[command],
+        ["--seed", "7", "--sample_device", "cpu", "cpu", "--prompt", 'a "b" \\c é\n'],
+    )
     given = parse(cls, words)
     with pytest.raises(SystemExit) as stop:
         parse(cls, [*words[:1], "7", "--print_config", *words[2:]])
@@ -253,10 +338,16 @@ def test_printed_arguments_are_a_preset(command, tmp_path, monkeypatch, capsys):
 
 
 def test_other_commands_with_presets_print_their_arguments_too(capsys):
-    for cls, words in ((SweepArgs, ["--loss_type", "gspo", "cispo"]), (GradientsArgs, ["--prompts", "4"])):
+    for cls, words in (
+        (SweepArgs, ["--loss_type", "gspo", "cispo"]),
+        (GradientsArgs, ["--prompts", "4"]),
+    ):
         with pytest.raises(SystemExit):
             parse(cls, [*words, "--print_config"])
         printed = tomllib.loads(capsys.readouterr().out)
-        assert printed.get("loss_type", ["gspo", "cispo"]) == ["gspo", "cispo"] and printed.get("prompts", 4) == 4
+        assert (
+            printed.get("loss_type", ["gspo", "cispo"]) == ["gspo", "cispo"]
+            and printed.get("prompts", 4) == 4
+        )
     with pytest.raises(UserError, match="--print_config: there is no such flag"):
         parse(PipelineArgs, ["--file", "x", "--print_config"])

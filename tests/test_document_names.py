@@ -50,7 +50,7 @@ each_document = pytest.mark.parametrize(
 )
 
 
-# --- what a document names ---------------------------------------------------------------------
+# --- what a document names ------------------------------------------------------------------------
 
 
 def prose(text: str) -> str:
@@ -110,7 +110,7 @@ def words(span: str) -> list[str]:
     return [part for part in parts if not re.fullmatch(r"[A-Z]+", part)]
 
 
-# --- what there is -----------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def defined_in(file: Path) -> set[str]:
     return defined | {target.id for target in assigned if isinstance(target, ast.Name)}
 
 
-# --- the facts ---------------------------------------------------------------------------------
+# --- the facts ------------------------------------------------------------------------------------
 
 
 def missing_paths(document: Path) -> list[str]:

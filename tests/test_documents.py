@@ -1,4 +1,5 @@
-"""What the documents say exists: links, commands, flags, files, names in the code, and the fields of a run's files."""
+"""What the documents say exists: links, commands, flags, files, names in the code, and the fields
+of a run's files."""
 
 import ast
 import dataclasses
@@ -23,7 +24,16 @@ from alignment.data.tasks import find_task
 from alignment.rewards.rules import find_reward
 
 REFERENCE = {"claims.md", "files.md"}  # looked up, not read: claims' verdicts, and fields of files
-OTHER_PROGRAMS = {"extra", "group", "logdir", "help", "print_config", "middleware"}  # of uv, TensorBoard, commands, vLLM
+# of uv, TensorBoard, commands, vLLM
+OTHER_PROGRAMS = {
+    "extra",
+    "group",
+    "logdir",
+    "help",
+    "print_config",
+    "middleware",
+}
+# of torchrun, vLLM
 OTHER_PROGRAMS |= {
     "nnodes",
     "nproc_per_node",
@@ -32,15 +42,19 @@ OTHER_PROGRAMS |= {
     "max_restarts",
     "host",
     "port",
-}  # of torchrun, vLLM
+}
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
 def links(document: Path) -> list[tuple[str, str]]:
     """The (text, target) of each link to a file of this repository."""
     found = re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", document.read_text())
-    return [(text, target) for text, target in found if not target.startswith(("http://", "https://"))]
+    return [
+        (text, target) for text, target in found if not target.startswith(("http://", "https://"))
+    ]
 
 
 def code(document: Path) -> str:
@@ -56,13 +70,18 @@ def heading_names(document: Path) -> set[str]:
 
 
 def defined_names(file: Path) -> set[str]:
-    """Names of the functions, classes, methods and variables that a module defines, methods as Class.method too."""
+    """Names of the functions, classes, methods and variables that a module defines, methods as
+    Class.method too."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+            names |= {
+                f"{node.name}.{part.name}"
+                for part in node.body
+                if isinstance(part, ast.FunctionDef)
+            }
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
@@ -71,7 +90,8 @@ def defined_names(file: Path) -> set[str]:
 
 @functools.cache
 def flags() -> set[str]:
-    """Every argument of every command and benchmark: the annotated fields of their classes and arguments of their `main`s."""
+    """Every argument of every command and benchmark: the annotated fields of their classes and
+    arguments of their `main`s."""
     names = set()
     for file in [*(ROOT / "alignment").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -115,10 +135,14 @@ def test_every_flag_is_one_of_a_command(document):
 
 @each_document
 def test_every_file_that_is_named_exists(document):
-    for name in re.findall(r"(?<![\w/.<])(?:alignment|benchmarks|tests|docs)/[\w./-]*", code(document)):
+    for name in re.findall(
+        r"(?<![\w/.<])(?:alignment|benchmarks|tests|docs)/[\w./-]*", code(document)
+    ):
         assert (ROOT / name.rstrip(".")).exists(), name
     for name in re.findall(r"--preset ([\w.]+)", code(document)):
-        assert name == "NAME" or (ROOT / f"alignment/presets/{name.rstrip('.')}.toml").exists(), name
+        assert name == "NAME" or (ROOT / f"alignment/presets/{name.rstrip('.')}.toml").exists(), (
+            name
+        )
 
 
 def test_every_preset_has_a_row_in_the_quickstart():
@@ -147,27 +171,42 @@ def test_the_readme_leads_to_every_page():
     assert pages <= followed
 
 
-# --- the rooms ------------------------------------------------------------------------------------------------------
+# --- the rooms ------------------------------------------------------------------------------------
 
 
 def rooms() -> dict[str, set[str]]:
     """What each room may import, by the table of docs/architecture.md."""
-    rows = re.findall(r"^\| `(\w+)/` \|.*\| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M)
-    return {room: set(re.findall(r"\w+", allowed)) - set("nothing of ours and".split()) for room, allowed in rows}
+    rows = re.findall(
+        r"^\| `(\w+)/` \|.*\| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
+    return {
+        room: set(re.findall(r"\w+", allowed)) - set("nothing of ours and".split())
+        for room, allowed in rows
+    }
 
 
 def test_the_table_of_rooms_and_its_drawing_say_what_the_code_imports():
     may_import = rooms()
-    assert set(may_import) == {folder.parent.name for folder in (ROOT / "alignment").glob("*/__init__.py")}
+    assert set(may_import) == {
+        folder.parent.name for folder in (ROOT / "alignment").glob("*/__init__.py")
+    }
     for room, allowed in may_import.items():
         for file in (ROOT / "alignment" / room).rglob("*.py"):
-            assert set(re.findall(r"(?:from|import) alignment\.(\w+)", file.read_text())) <= allowed | {room}, file
+            assert set(
+                re.findall(r"(?:from|import) alignment\.(\w+)", file.read_text())
+            ) <= allowed | {room}, file
     drawing = re.search(r"```mermaid(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.S)[1]
-    arrows = {room: set(to.split(" & ")) for room, to in re.findall(r"^ *(\w+) --> (.*)", drawing, re.M) if room in may_import}
-    assert arrows == {room: drawn for room, to in may_import.items() if (drawn := to - {"core", "system", "args"})}
+    arrows = {
+        room: set(to.split(" & "))
+        for room, to in re.findall(r"^ *(\w+) --> (.*)", drawing, re.M)
+        if room in may_import
+    }
+    assert arrows == {
+        room: drawn for room, to in may_import.items() if (drawn := to - {"core", "system", "args"})
+    }
 
 
-# --- the fields of a run's files --------------------------------------------------------------------------------------
+# --- the fields of a run's files ------------------------------------------------------------------
 
 
 RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1 --overlong_buffer 4
@@ -177,7 +216,8 @@ RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_trun
 
 @pytest.fixture(scope="module")
 def recorded(tiny_folder, tmp_path_factory) -> Path:
-    """The folder of a run of two steps with all that adds fields to its files, but for asynchronous rollouts."""
+    """The folder of a run of two steps with all that adds fields to its files, but for asynchronous
+    rollouts."""
     output = tmp_path_factory.mktemp("recorded")
     places = ["--sft_base", str(tiny_folder), "--output_dir", str(output)]
     run = [sys.executable, "-m", "alignment.train_rl", *RECORDED.split(), *places]
@@ -186,7 +226,8 @@ def recorded(tiny_folder, tmp_path_factory) -> Path:
 
 
 def listed(heading: str) -> re.Pattern:
-    """The fields that the tables under a heading of docs/files.md list; capitals in a name stand for anything."""
+    """The fields that the tables under a heading of docs/files.md list; capitals in a name stand
+    for anything."""
     text = (ROOT / "docs/files.md").read_text()
     section = text[text.index(f"## {heading}\n") :].split("\n## ")[0]
     first_cells = re.findall(r"^\| (`[^|]*) \|", section, re.M)
@@ -197,7 +238,11 @@ def listed(heading: str) -> re.Pattern:
 def fields_of(file: Path) -> set[str]:
     """The names of all fields in a JSON file, or in the lines of a JSON-lines file."""
     text = file.read_text()
-    records = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
+    records = (
+        [json.loads(line) for line in text.splitlines()]
+        if file.suffix == ".jsonl"
+        else [json.loads(text)]
+    )
     return {name for record in records for name in record}
 
 
@@ -206,7 +251,11 @@ def fields_of(file: Path) -> set[str]:
     [
         ("metrics.jsonl", "metrics.jsonl", {"staleness", "seconds_wait"}),
         ("evals.jsonl", "evals.jsonl", {"model", "pass@8", "maj@8"}),
-        ("completions/*.jsonl", "completions/", {field.name for field in dataclasses.fields(Completion)}),
+        (
+            "completions/*.jsonl",
+            "completions/",
+            {field.name for field in dataclasses.fields(Completion)},
+        ),
         ("args.json", "args.json and summary.json", set()),
         ("summary.json", "args.json and summary.json", set()),
     ],
@@ -220,23 +269,51 @@ def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
 def test_every_field_of_metrics_that_is_listed_is_one_of_a_run(recorded):
     """But for those of asynchronous rollouts."""
     fields = fields_of(recorded / "metrics.jsonl") | {"staleness", "seconds_wait"}
-    text = (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
-    names = [name for cell in re.findall(r"^\| (`[^|]*) \|", text, re.M) for name in re.findall(r"`([^`]+)`", cell)]
+    text = (
+        (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
+    )
+    names = [
+        name
+        for cell in re.findall(r"^\| (`[^|]*) \|", text, re.M)
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
     assert len(names) > 45
-    assert [n for n in names if not any(re.fullmatch(re.sub("[A-Z]+", r"[\\w.:]+", n), field) for field in fields)] == []
+    assert [
+        n
+        for n in names
+        if not any(re.fullmatch(re.sub("[A-Z]+", r"[\\w.:]+", n), field) for field in fields)
+    ] == []
 
 
 def test_the_names_that_trl_logs_are_trls():
-    text = (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
-    names = set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\|.*\| ([^|]*) \|$", text, re.M)))) - {"rewards/NAME/mean"}
-    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("trl", "transformers")]
-    source = (folders[0] / "trainer/grpo_trainer.py").read_text() + (folders[1] / "trainer.py").read_text()
+    text = (
+        (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
+    )
+    names = set(
+        re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\|.*\| ([^|]*) \|$", text, re.M)))
+    ) - {"rewards/NAME/mean"}
+    folders = [
+        Path(importlib.util.find_spec(name).origin).parent for name in ("trl", "transformers")
+    ]
+    source = (folders[0] / "trainer/grpo_trainer.py").read_text() + (
+        folders[1] / "trainer.py"
+    ).read_text()
     assert len(names) >= 14 and "rewards/{reward_func_name}/mean" in source
     assert [name for name in names if f'"{name}"' not in source] == []
 
 
 def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
-    rare = {"kl", "correction_mean", "fine", "prompts_asked", "reward_asked", "tokens_asked", "ratio_mean", "part_random", "seconds_reference"}
+    rare = {
+        "kl",
+        "correction_mean",
+        "fine",
+        "prompts_asked",
+        "reward_asked",
+        "tokens_asked",
+        "ratio_mean",
+        "part_random",
+        "seconds_reference",
+    }
     assert rare <= fields_of(recorded / "metrics.jsonl")
 
 
@@ -246,21 +323,33 @@ def test_every_file_of_a_run_is_listed(recorded):
         assert re.sub(r"\d{6}", "NNNNNN", path.name) in tree
 
 
-# --- what TRL calls it -------------------------------------------------------------------------------------------------
+# --- what TRL calls it ----------------------------------------------------------------------------
 
 
 def annotated_fields(package: str, file: str, *classes: str) -> set[str]:
-    """The annotated fields of a package's classes, read from their source: importing TRL would take longer than the test."""
+    """The annotated fields of a package's classes, read from their source: importing TRL would take
+    longer than the test."""
     tree = ast.parse((Path(importlib.util.find_spec(package).origin).parent / file).read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    bodies = [
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes
+    ]
     assert len(bodies) == len(classes)
     return {part.target.id for body in bodies for part in body if isinstance(part, ast.AnnAssign)}
 
 
 def page_of_trl() -> tuple[str, list[list[str]]]:
     """The part of the page that is about TRL, and the cells of its tables."""
-    text = (ROOT / "docs/coming_from.md").read_text().partition("## TRL: ")[2].partition("## TRL's first")[0]
-    rows = [row for row in re.findall(r"^\| (.*) \|$", text, re.M) if not row.startswith(("TRL |", "---"))]
+    text = (
+        (ROOT / "docs/coming_from.md")
+        .read_text()
+        .partition("## TRL: ")[2]
+        .partition("## TRL's first")[0]
+    )
+    rows = [
+        row
+        for row in re.findall(r"^\| (.*) \|$", text, re.M)
+        if not row.startswith(("TRL |", "---"))
+    ]
     return text, [row.split(" | ") for row in rows]
 
 
@@ -269,13 +358,22 @@ def test_every_setting_of_trls_grpo_is_on_the_page_under_its_name():
     inherited = annotated_fields("trl", "trainer/base_config.py", "_BaseConfig")
     inherited |= annotated_fields("transformers", "training_args.py", "TrainingArguments")
     source = Path(importlib.util.find_spec("trl").origin).parent / "trainer/grpo_trainer.py"
-    trainer = next(n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "GRPOTrainer")
+    trainer = next(
+        n
+        for n in ast.parse(source.read_text()).body
+        if isinstance(n, ast.ClassDef) and n.name == "GRPOTrainer"
+    )
     start = next(n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     settings = own | inherited | {argument.arg for argument in start.args.args}
     text, rows = page_of_trl()
     assert own <= set(re.findall(r"\w+", text))
     values = {"sapo", "vespo", "luspo", "batch", "none"}  # of `loss_type` and `scale_rewards`
-    named = {name for first, *_ in rows for cell in re.findall(r"`([^`]+)`", first) for name in re.findall(r"^\w+", cell)}
+    named = {
+        name
+        for first, *_ in rows
+        for cell in re.findall(r"`([^`]+)`", first)
+        for name in re.findall(r"^\w+", cell)
+    }
     assert len(named) > 90 and named - values <= settings
 
 
@@ -288,45 +386,66 @@ def test_what_trls_settings_become_is_a_flag_of_train_rl_or_of_evaluate():
 
 def test_the_first_run_of_trl_goes_as_the_page_says(tmp_path, monkeypatch):
     text = (ROOT / "docs/coming_from.md").read_text()
-    function, template = text.split("```python\n")[2].split("```")[0], re.search(r"```\n(<\|im_start.*?)```", text, re.S)[1]
+    function, template = (
+        text.split("```python\n")[2].split("```")[0],
+        re.search(r"```\n(<\|im_start.*?)```", text, re.S)[1],
+    )
     (tmp_path / "my_rewards.py").write_text(function)
     (tmp_path / "chat.txt").write_text(template)
-    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "What is {n} + 2?"}}\n' for n in range(40)))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "What is {n} + 2?"}}\n' for n in range(40))
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    command = next(line for line in text.splitlines() if "reward_num_unique_letters --prompts" in line)
+    command = next(
+        line for line in text.splitlines() if "reward_num_unique_letters --prompts" in line
+    )
     args = parse(RLArgs, shlex.split(command.partition("alignment.train_rl")[2]))
     check_rl(args)
     problem = find_task(args.task, args.data).training_problems("")[0]
     [prompted_problem] = prompted([problem], args.prompt, None)
-    assert prompted_problem.prompt == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        prompted_problem.prompt
+        == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+    )
     texts = ["abab", "abc"]
     completions = [[Completion((), (), (), text, "stop", 0) for text in texts]]
     [group] = find_reward(args.reward, ("r1_zero",)).score([problem], completions)
     assert [score["reward"] for score in group.scores] == [2, 3]
 
 
-# --- what the program prints ------------------------------------------------------------------------------------------
+# --- what the program prints ----------------------------------------------------------------------
 
 
 def printed_lines() -> list[re.Pattern]:
-    """Every text in the package with 20 letters of its own or more; what it fills in stands for anything."""
+    """Every text in the package with 20 letters of its own or more; what it fills in stands for
+    anything."""
     patterns = []
     for file in (ROOT / "alignment").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else None for part in node.values
+                ]
                 if len("".join(part or "" for part in parts)) >= 20:
-                    patterns.append("".join(".*" if part is None else re.escape(part) for part in parts))
+                    patterns.append(
+                        "".join(".*" if part is None else re.escape(part) for part in parts)
+                    )
     return [re.compile(pattern) for pattern in patterns]
 
 
 def test_the_lines_under_troubleshooting_are_the_programs():
     lines = re.findall(r"^    (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
-    lines = [re.sub(r"^warning, step \d+: ", "", line) for line in lines if not line.strip().startswith("uv run")]
+    lines = [
+        re.sub(r"^warning, step \d+: ", "", line)
+        for line in lines
+        if not line.strip().startswith("uv run")
+    ]
     lines.remove("RL, step 5 of 8, reward 0.00, format 0.00")  # put together of two short texts
     patterns = printed_lines()
     assert len(lines) >= 13
     assert [
-        line for line in lines if not any(p.fullmatch(line) or p.fullmatch(line.removeprefix("error: ")) for p in patterns)
+        line
+        for line in lines
+        if not any(p.fullmatch(line) or p.fullmatch(line.removeprefix("error: ")) for p in patterns)
     ] == []

@@ -1,4 +1,5 @@
-"""What is imported when: commands say what is wrong with their arguments before they load what takes seconds."""
+"""What is imported when: commands say what is wrong with their arguments before they load what
+takes seconds."""
 
 import importlib
 import os
@@ -10,10 +11,25 @@ import pytest
 
 from tests.e2e.test_bad_input import CASES, MAIN
 
-HEAVY = {"accelerate", "einx", "math_verify", "matplotlib", "pandas", "ray", "scipy", "sympy", "torch", "transformers"}
+HEAVY = {
+    "accelerate",
+    "einx",
+    "math_verify",
+    "matplotlib",
+    "pandas",
+    "ray",
+    "scipy",
+    "sympy",
+    "torch",
+    "transformers",
+}
 # What can only be known once the tokenizer and the model's context are there.
 NEEDS_MODEL = ("do not fit in the model's context", "the tokenizer of this model has no chat")
-NEEDS_NO_FILE = [case for case in CASES if "{world}" not in str(case[1]) and not any(words in case[2] for words in NEEDS_MODEL)]
+NEEDS_NO_FILE = [
+    case
+    for case in CASES
+    if "{world}" not in str(case[1]) and not any(words in case[2] for words in NEEDS_MODEL)
+]
 SCRIPT = f"""
 import importlib, sys
 from ast import literal_eval
@@ -36,19 +52,38 @@ for flags in mistakes:
 
 @pytest.mark.parametrize("command", MAIN)
 def test_a_mistake_is_said_before_anything_heavy_is_loaded(command, tmp_path):
-    """In a fresh interpreter: nothing heavy after the import of the command, nor after any of its mistakes."""
+    """In a fresh interpreter: nothing heavy after the import of the command, nor after any of its
+    mistakes."""
     mistakes = [(flags, message) for name, flags, message in NEEDS_NO_FILE if name == command]
     assert mistakes
-    arguments = [sys.executable, "-c", SCRIPT, MAIN[command].__module__, repr([flags for flags, _ in mistakes])]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    reports = [line for line in done.stdout.splitlines() if line.startswith(("imported", "exit code"))]
+    arguments = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        MAIN[command].__module__,
+        repr([flags for flags, _ in mistakes]),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    reports = [
+        line for line in done.stdout.splitlines() if line.startswith(("imported", "exit code"))
+    ]
     assert reports == ["imported []"] + ["exit code 2 []"] * len(mistakes)
     for line, (_, message) in zip(done.stderr.splitlines(), mistakes, strict=True):
         assert message in line
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py")),
+    ids=lambda file: file.stem,
+)
 def test_a_benchmark_can_be_imported(file):
     importlib.import_module(f"benchmarks.{file.stem}")
 
@@ -57,9 +92,17 @@ def test_python_m_says_it_before_it_loads_torch():
     """As a user types it."""
     command = [sys.executable, "-X", "importtime", "-m", "alignment.train_rl", "--num_steps", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert done.returncode == 2 and "error: --num_steps 0" in done.stderr
-    assert "alignment.train_rl" not in imported and "alignment.args" in imported and HEAVY & imported == set()
+    assert (
+        "alignment.train_rl" not in imported
+        and "alignment.args" in imported
+        and HEAVY & imported == set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,4 +119,9 @@ def test_python_m_says_it_before_it_loads_torch():
 def test_importing_loads_no_heavy_library(modules):
     """Reading arguments, finding a task and grading need none."""
     code = f"import sys, {', '.join(modules)}; print(*{HEAVY} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == ""
+    )

@@ -29,10 +29,14 @@ def test_the_reference_devices_on_eight_gpus(tiny_folder):
     roles = roles_of(args, 8)
     assert (roles.sample, roles.reference, roles.eval) == (("cuda:7",), "cuda:6", "cuda:5")
     assert roles.policy == tuple(f"cuda:{number}" for number in range(5))
-    assert not {"cuda:5", "cuda:6", "cuda:7"} & set(partition_model_across_devices(args, num_gpus=8).values())
+    assert not {"cuda:5", "cuda:6", "cuda:7"} & set(
+        partition_model_across_devices(args, num_gpus=8).values()
+    )
     assert set(partition_model_across_devices(args, num_gpus=4).values()) == {"cuda:0"}
     with pytest.raises(UserError, match="--sample_device cuda:7"):
-        partition_model_across_devices(dataclasses.replace(args, sample_device=("cuda:7",)), num_gpus=4)
+        partition_model_across_devices(
+            dataclasses.replace(args, sample_device=("cuda:7",)), num_gpus=4
+        )
 
 
 def test_an_embedded_model_is_built_once(tmp_path):
@@ -56,10 +60,16 @@ def test_a_broken_config_is_one_clear_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("policy", "rollouts", "share"),
-    [("cuda:0", "sync", 0.9), ("cuda:0", "async", 0.45), ("cuda:7", "sync", 0.4), ("cuda:7", "async", 0.2)],
+    [
+        ("cuda:0", "sync", 0.9),
+        ("cuda:0", "async", 0.45),
+        ("cuda:7", "sync", 0.4),
+        ("cuda:7", "async", 0.2),
+    ],
 )
 def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folder, monkeypatch):
-    """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the policy's keeps room for it."""
+    """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the
+    policy's keeps room for it."""
     roles = Roles(policy=(policy,), sample=("cuda:7",), reference="cuda:6", eval="cuda:7")
     for module in (checks, models):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
@@ -88,8 +98,20 @@ class Opening:
         ("sync", "cuda:0", "cuda:0", "cuda:0", {"evaluation": False}),  # one GPU for all
         ("sync", "cuda:0", "cuda:1", "cuda:1", {"evaluation": True}),
         ("sync", "cuda:0", "cuda:1", "cuda:2", {"evaluation": True, "rollouts": True}),
-        ("sync", "cuda:0", "cuda:1", "cuda:6", {"evaluation": False, "rollouts": True}),  # beside the reference
-        ("async", "cuda:0", "cuda:1", "cuda:1", {"evaluation": False, "rollouts": False}),  # one after the other
+        (
+            "sync",
+            "cuda:0",
+            "cuda:1",
+            "cuda:6",
+            {"evaluation": False, "rollouts": True},
+        ),  # beside the reference
+        (
+            "async",
+            "cuda:0",
+            "cuda:1",
+            "cuda:1",
+            {"evaluation": False, "rollouts": False},
+        ),  # one after the other
         ("async", "cuda:0", "cuda:1", "cuda:0", {"evaluation": False, "rollouts": True}),
         ("sync", "cpu", "cpu", "cpu", {"evaluation": False}),
     ],
@@ -126,7 +148,10 @@ def test_a_command_that_waits_for_an_engine_leaves_it_able_to_be_replaced(tiny_f
     monkeypatch.setattr(models, "Opening", Waiting)
     monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", sampler="vllm")
-    assert models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console") == "the sampler"
+    assert (
+        models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console")
+        == "the sampler"
+    )
     with pytest.raises(KeyboardInterrupt):
         models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="interrupted")
     assert log == ["wait for vLLM", "wait for vLLM", "close"]
@@ -134,7 +159,10 @@ def test_a_command_that_waits_for_an_engine_leaves_it_able_to_be_replaced(tiny_f
 
 def test_an_engine_that_reads_the_policy_is_not_opened_before_it(tiny_folder):
     args = from_preset(RLArgs, "tiny", sampler="transformers")
-    assert models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings == {}
+    assert (
+        models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings
+        == {}
+    )
 
 
 def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkeypatch):
@@ -142,4 +170,7 @@ def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkey
     monkeypatch.setattr(models, "PROCESSES", 2)
     monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny")
-    assert models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings == {}
+    assert (
+        models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings
+        == {}
+    )

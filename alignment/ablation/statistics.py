@@ -1,5 +1,6 @@
-"""Paired comparisons of arms, sets of arguments trained with several seeds and asked the same questions, with intervals and
-verdicts. Arrays: A arms, S seeds, Q questions, E evaluations, C contrasts. Nothing here reads a file."""
+"""Paired comparisons of arms, sets of arguments trained with several seeds and asked the same
+questions, with intervals and verdicts. Arrays: A arms, S seeds, Q questions, E evaluations, C
+contrasts. Nothing here reads a file."""
 
 import functools
 import math
@@ -20,11 +21,14 @@ Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
 
 MOST_SEEDS = 200  # the largest number of further seeds that is recommended
-LIKE_THESE = " in runs like these"  # the end of a verdict that runs which end elsewhere, unseen, could undo
+LIKE_THESE = (  # the end of a verdict that runs which end elsewhere, unseen, could undo
+    " in runs like these"
+)
 
 
 Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[str, float])])
-"""The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on side b."""
+"""The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on
+side b."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference; a seed's variance by its own seeds, and by all arms' (`dof`); and the mean's by the questions."""
+    """A mean difference; a seed's variance by its own seeds, and by all arms' (`dof`); and the
+    mean's by the questions."""
 
     contrast: Contrast
     seeds: int
@@ -95,9 +100,13 @@ def pairs(arms: Sequence[str]) -> list[Contrast]:
 
 
 def compare(
-    arms: Mapping[str, Scores], tie: float, contrasts: Sequence[Contrast] | None = None, alpha: float = ALPHA,
-    groups: Sequence[Hashable] | None = None, bends: Mapping[str, tuple[float, float]] | None = None,
-) -> list[Comparison]:  # fmt: skip
+    arms: Mapping[str, Scores],
+    tie: float,
+    contrasts: Sequence[Contrast] | None = None,
+    alpha: float = ALPHA,
+    groups: Sequence[Hashable] | None = None,
+    bends: Mapping[str, tuple[float, float]] | None = None,
+) -> list[Comparison]:
     """A comparison for every contrast (by default every pair of arms), paired by seed and question.
     The chance that any verdict is false is at most `alpha`, and that of a false tie at most half of
     it, of runs like those seen. `groups` labels every question; those of one label count as one
@@ -105,12 +114,16 @@ def compare(
     what was given (0 by default), for scores that stand between evaluations. Raises ValueError
     where two arms have different questions.
 
-    The interval is the paired t interval: from the standard deviation of the contrast's own differences by seed, and the
-    variance that the choice of questions adds (`_moments`). A single verdict rests on its t test. One of several needs two:
-    1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one unstable arm can cause.
-    2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the degrees of freedom of all arms.
-    Neither side's variance then counts for less than all arms' common one, nor for less than its own seeds say, so a verdict
-    never contradicts its interval. Unstable arms are left out of the common one; comparisons with and without share `alpha`.
+    The interval is the paired t interval: from the standard deviation of the contrast's own
+    differences by seed, and the variance that the choice of questions adds (`_moments`). A single
+    verdict rests on its t test. One of several needs two:
+    1. The contrast by itself: Student's t with its seeds less one. It bounds the errors that one
+      unstable arm can cause.
+    2. All contrasts together: Holm's correction (1979, Scand. J. Stat. 6) of t tests with the
+      degrees of freedom of all arms.
+    Neither side's variance then counts for less than all arms' common one, nor for less than its
+    own seeds say, so a verdict never contradicts its interval. Unstable arms are left out of the
+    common one; comparisons with and without share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences
     of `tie` or more (two one-sided tests, Schuirmann 1987), else "undecided". A difference of zero
@@ -127,7 +140,8 @@ def compare(
     contrasts = pairs(list(arms)) if contrasts is None else contrasts
     estimates = list(_estimates(arms, contrasts, groups))
     known, family = [e for e in estimates if isinstance(e, _Estimate)], len(contrasts)
-    if len({bool(e.unstable) for e in known}) == 2:  # comparisons with and without unstable arms err separately
+    # comparisons with and without unstable arms err separately
+    if len({bool(e.unstable) for e in known}) == 2:
         alpha /= 2
     p = _p_values(known, [abs(e.mean) for e in known], family)
     p_tie = _p_values(known, [tie - abs(e.mean) for e in known], family)
@@ -137,14 +151,22 @@ def compare(
 
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
-    """Half of the 95 % interval of an arm's mean, over seeds and questions as `compare` has it; 0 where it has one seed."""
+    """Half of the 95 % interval of an arm's mean, over seeds and questions as `compare` has it; 0
+    where it has one seed."""
     [e] = _estimates({"arm": by_seed}, [Contrast("arm", "", {"arm": 1.0})], groups)
-    return half_width(e.own / e.seeds, e.seeds - 1, e.questions) if isinstance(e, _Estimate) else 0.0
+    return (
+        half_width(e.own / e.seeds, e.seeds - 1, e.questions) if isinstance(e, _Estimate) else 0.0
+    )
 
 
-def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None):
-    """An estimate for each contrast; where its arms share fewer than two seeds, a comparison without an interval."""
-    means = {arm: {seed: float(x.mean()) for seed, x in by_seed.items()} for arm, by_seed in arms.items()}
+def _estimates(
+    arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None
+):
+    """An estimate for each contrast; where its arms share fewer than two seeds, a comparison
+    without an interval."""
+    means = {
+        arm: {seed: float(x.mean()) for seed, x in by_seed.items()} for arm, by_seed in arms.items()
+    }
     variances = seed_variances(means)
     stable = {arm: by_seed for arm, by_seed in means.items() if arm not in variances.unstable}
     of_stable = seed_variances(stable) if variances.unstable else variances
@@ -152,24 +174,38 @@ def _estimates(arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups
     for contrast in contrasts:
         seeds = tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
         if len(seeds) < 2:
-            mean = sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items()) if seeds else math.nan
-            verdict = f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
+            mean = (
+                sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items())
+                if seeds
+                else math.nan
+            )
+            verdict = (
+                f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
+            )
             unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
-            yield Comparison(contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights))
+            yield Comparison(
+                contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights)
+            )
             continue
         unstable = tuple(variances.unstable & set(contrast.weights))
         names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
         weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
         chosen = variances if unstable else of_stable
-        own, questions = (float(weights_A @ cov_AA @ weights_A) for cov_AA in (between_seeds_AA, between_questions_AA))
+        own, questions = (
+            float(weights_A @ cov_AA @ weights_A)
+            for cov_AA in (between_seeds_AA, between_questions_AA)
+        )
         mean, by_sides = float(weights_A @ mean_A), variance_of_sides(chosen, contrast.weights)
-        yield _Estimate(contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable)
+        yield _Estimate(
+            contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable
+        )
 
 
 @dataclass(frozen=True)
 class SeedVariances:
-    """The variance of an arm's mean score between seeds: common to all arms, and an unbiased estimate by arm, 0 or more.
-    `unstable` names the arms whose variance is larger than the others' by more than chance."""
+    """The variance of an arm's mean score between seeds: common to all arms, and an unbiased
+    estimate by arm, 0 or more. `unstable` names the arms whose variance is larger than the others'
+    by more than chance."""
 
     common: float
     dof: int
@@ -178,12 +214,19 @@ class SeedVariances:
 
 
 def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
-    """The variances of a mean score between seeds, from the mean of each run. The model of the means is y_as = arm + seed +
-    noise. The common variance is the mean square of its residuals. An arm's own comes from the differences of two arms, which
-    have no seed effect and the sum of both variances: least squares over all pairs. An arm is unstable where an F test of its
-    variance against the others' rejects at 2.5 % / arms; one table in twenty of equally noisy arms names one."""
-    names, seeds = [arm for arm in means if means[arm]], sorted({seed for by_seed in means.values() for seed in by_seed})
-    y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(len(names), len(seeds))
+    """The variances of a mean score between seeds, from the mean of each run. The model of the
+    means is y_as = arm + seed + noise. The common variance is the mean square of its residuals. An
+    arm's own comes from the differences of two arms, which have no seed effect and the sum of both
+    variances: least squares over all pairs. An arm is unstable where an F test of its variance
+    against the others' rejects at 2.5 % / arms; one table in twenty of equally noisy arms names
+    one."""
+    names, seeds = (
+        [arm for arm in means if means[arm]],
+        sorted({seed for by_seed in means.values() for seed in by_seed}),
+    )
+    y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(
+        len(names), len(seeds)
+    )
     arm_N, seed_N = np.nonzero(~np.isnan(y_AS))
     design = np.hstack([np.eye(len(names))[arm_N], np.eye(len(seeds))[seed_N]])
     fit, _, rank, _ = np.linalg.lstsq(design, y_AS[arm_N, seed_N], rcond=None)
@@ -206,25 +249,33 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
     p_A = stats.f.sf(own_A / others_A, np.maximum(share_A, 1e-9), rest_A)
     unstable = np.flatnonzero(known_A & (p_A < 0.025 / len(names)))
     by_arm = {name: max(0.0, float(own)) for name, own in zip(names, own_A, strict=True)}
-    return SeedVariances(common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable))
+    return SeedVariances(
+        common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable)
+    )
 
 
 def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) -> float:
-    """The variance of a seed's weighted sum over arms, in which each side of the contrast has at least the common variance."""
+    """The variance of a seed's weighted sum over arms, in which each side of the contrast has at
+    least the common variance."""
     sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
-    return sum(max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s)) for s in sides)
+    return sum(
+        max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s))
+        for s in sides
+    )
 
 
 def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
-    """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means between seeds, and what the
-    choice of questions adds to the covariance of their means over seeds and questions. The spread between questions has the
-    sampling noise of S answers a question, which the spread between seeds has already: it is subtracted. A mean of Q right or
-    wrong answers moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12 of a squared
-    step for the difference of two arms, is added."""
+    """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means
+    between seeds, and what the choice of questions adds to the covariance of their means over seeds
+    and questions. The spread between questions has the sampling noise of S answers a question,
+    which the spread between seeds has already: it is subtracted. A mean of Q right or wrong answers
+    moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12
+    of a squared step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
     answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
     y_ASQ = answers_ASQ
-    if groups is not None:  # one value a group of questions, with the mean over groups that the questions have
+    # one value a group of questions, with the mean over groups that the questions have
+    if groups is not None:
         places = {label: place for place, label in enumerate(dict.fromkeys(groups))}
         member_QG = np.eye(len(places))[[places[label] for label in groups]]
         mean = answers_ASQ.mean(axis=2, keepdims=True)
@@ -237,29 +288,43 @@ def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequenc
     between_seeds_AA = np.cov(by_seed_AS).reshape(len(names), -1) + rounding_AA
     freedom = max(1, questions - 1)
     noise_AA = residuals @ residuals.T / ((count - 1) * freedom)
-    return names, mean_A, between_seeds_AA, (centred_AQ @ centred_AQ.T / freedom - noise_AA / count) / questions
+    return (
+        names,
+        mean_A,
+        between_seeds_AA,
+        (centred_AQ @ centred_AQ.T / freedom - noise_AA / count) / questions,
+    )
 
 
-def _p_values(estimates: Sequence[_Estimate], distances: Sequence[float], family: int) -> list[float]:
-    """The probability that an estimate errs by its distance, either way, by both tests of `compare`."""
+def _p_values(
+    estimates: Sequence[_Estimate], distances: Sequence[float], family: int
+) -> list[float]:
+    """The probability that an estimate errs by its distance, either way, by both tests of
+    `compare`."""
     rows = list(zip(distances, estimates, strict=True))
     if family == 1:
         return [min(1.0, 2 * tail(d, e.own / e.seeds, e.seeds - 1, e.questions)) for d, e in rows]
     together = holm([2 * tail(d, e.by_sides / e.seeds, e.dof, e.questions) for d, e in rows])
-    alone = [2 * tail(d, max(e.own, e.by_sides) / e.seeds, e.seeds - 1, e.questions) for d, e in rows]
+    alone = [
+        2 * tail(d, max(e.own, e.by_sides) / e.seeds, e.seeds - 1, e.questions) for d, e in rows
+    ]
     return [max(p, min(1.0, own)) for p, own in zip(together, alone, strict=True)]
 
 
 def tail(distance: float, variance: float, dof: int, questions: float) -> float:
-    """The probability that an error exceeds `distance`. The error is Student's t times the root of `variance`, plus a normal
-    error of variance `questions`: given the chi square of its variance, a normal one."""
+    """The probability that an error exceeds `distance`. The error is Student's t times the root of
+    `variance`, plus a normal error of variance `questions`: given the chi square of its variance, a
+    normal one."""
     inflation, weights = _inverse_chi_square(dof)
-    return float(ndtr(-distance / np.maximum(np.sqrt(variance * inflation + questions), 1e-12)) @ weights)
+    return float(
+        ndtr(-distance / np.maximum(np.sqrt(variance * inflation + questions), 1e-12)) @ weights
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
-    """Values of dof / chi square and their weights: the trapezoidal rule in the logarithm of chi square."""
+    """Values of dof / chi square and their weights: the trapezoidal rule in the logarithm of chi
+    square."""
     log = np.linspace(*np.log([stats.chi2.ppf(1e-10, dof), stats.chi2.isf(1e-10, dof)]), 161)
     weights = np.exp(stats.chi2.logpdf(np.exp(log), dof) + log)
     return dof / np.exp(log), weights / weights.sum()
@@ -267,17 +332,28 @@ def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
 
 def half_width(variance: float, dof: int, questions: float, level: float = 0.05) -> float:
     """Half the length of the interval that `tail` leaves with a probability of `level`."""
-    longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(questions)
+    longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(
+        questions
+    )
     excess = lambda half: 2 * tail(half, variance, dof, questions) - level
     return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
 
 
-def _rule(arms: Mapping[str, Scores], tie: float, alpha: float, family: int, bends: Mapping[str, tuple[float, float]]) -> _Rule:
+def _rule(
+    arms: Mapping[str, Scores],
+    tie: float,
+    alpha: float,
+    family: int,
+    bends: Mapping[str, tuple[float, float]],
+) -> _Rule:
     """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1
     are taken for shares, whose means stay there; other scores, and a measure of a whole run, which
     is the same for every question, have no bounds."""
     present = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
-    means = {arm: [float(scores.mean()) for scores in by_seed.values()] for arm, by_seed in present.items()}
+    means = {
+        arm: [float(scores.mean()) for scores in by_seed.values()]
+        for arm, by_seed in present.items()
+    }
     every = [scores for by_seed in present.values() for scores in by_seed.values()]
     are_shares = all(scores.min() >= 0 and scores.max() <= 1 for scores in every)
     of_questions = any(scores.min() < scores.max() for scores in every)
@@ -317,7 +393,12 @@ def _verdict(e: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
         firm = low - down > -rule.tie and high + up < rule.tie
     else:
         more, needs = _needs(e, rule.tie, rule.alpha, rule.family)
-        reason = f"{e.seeds} seeds cannot bear an arm as unstable as {' and '.join(sorted(e.unstable))}; " if e.unstable else ""
+        reason = (
+            f"{e.seeds} seeds cannot bear an arm as unstable as"
+            f" {' and '.join(sorted(e.unstable))}; "
+            if e.unstable
+            else ""
+        )
         verdict = f"undecided: {reason}{needs}"
     if objection := _objection(e, rule, kind, (low, high)):
         more, kind, firm, verdict = None, "undecided", False, f"undecided: {objection}"
@@ -325,8 +406,21 @@ def _verdict(e: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
         verdict += LIKE_THESE
     found = _would_find(e, rule.alpha, rule.family)
     return Comparison(
-        a, b, e.seeds, e.mean, low, high, p, kind, verdict, more, tuple(e.contrast.weights), found, hidden, firm
-    )  # fmt: skip
+        a,
+        b,
+        e.seeds,
+        e.mean,
+        low,
+        high,
+        p,
+        kind,
+        verdict,
+        more,
+        tuple(e.contrast.weights),
+        found,
+        hidden,
+        firm,
+    )
 
 
 def _hidden(e: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> float:
@@ -341,7 +435,8 @@ def _hidden(e: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> flo
 
 
 def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, float]) -> str:
-    """Why a verdict of this kind cannot be, or an undecided comparison needs no more seeds; "" where nothing is against it."""
+    """Why a verdict of this kind cannot be, or an undecided comparison needs no more seeds; ""
+    where nothing is against it."""
     low, high = interval
     apart = [arm for arm in e.contrast.weights if arm in rule.places]
     if apart:
@@ -349,7 +444,9 @@ def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, floa
     if kind == "undecided":
         return ""
     limit = rule.tie if kind == "tie" else 0.0
-    bends = [(weight, rule.bends.get(arm, (0.0, 0.0))) for arm, weight in e.contrast.weights.items()]
+    bends = [
+        (weight, rule.bends.get(arm, (0.0, 0.0))) for arm, weight in e.contrast.weights.items()
+    ]
     bend_low = sum(min(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     bend_high = sum(max(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
     if not _stands(kind, low + bend_low, high + bend_high, limit):
@@ -379,14 +476,19 @@ def _span(low: float, high: float) -> str:
 
 
 def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
-    """The further seeds that would settle the comparison at the present estimates, None above MOST_SEEDS; and that in words."""
+    """The further seeds that would settle the comparison at the present estimates, None above
+    MOST_SEEDS; and that in words."""
     more = np.arange(1, MOST_SEEDS + 1)
-    together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)  # the degrees of freedom grow with the seeds
+    # the degrees of freedom grow with the seeds
+    together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)
     alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
     by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
-    of_family = np.maximum(together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides)))
+    of_family = np.maximum(
+        together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides))
+    )
     errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
-    half = np.append(np.hypot(errors, by_questions), by_questions)  # the last: with any number of seeds
+    # the last: with any number of seeds
+    half = np.append(np.hypot(errors, by_questions), by_questions)
     enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
     if not enough.any():
         return None, "more questions are needed, not more seeds"
@@ -396,15 +498,22 @@ def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | N
 
 
 def _would_find(e: _Estimate, alpha: float, family: int) -> float:
-    """`Comparison.detectable`: of each test of a verdict the noncentrality of t at that chance, times the error of the mean."""
+    """`Comparison.detectable`: of each test of a verdict the noncentrality of t at that chance,
+    times the error of the mean."""
     own, by_sides = (e.own, e.seeds - 1, alpha), (e.by_sides, e.dof, alpha / family)
     tests = [own] if family == 1 else [by_sides, (max(e.own, e.by_sides), *own[1:])]
-    by_seeds = max(nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2)) * math.sqrt(v / e.seeds) for v, dof, level in tests)
-    return math.hypot(by_seeds, (ndtri(CHANCE) - ndtri(alpha / family / 2)) * math.sqrt(e.questions))
+    by_seeds = max(
+        nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2)) * math.sqrt(v / e.seeds)
+        for v, dof, level in tests
+    )
+    return math.hypot(
+        by_seeds, (ndtri(CHANCE) - ndtri(alpha / family / 2)) * math.sqrt(e.questions)
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for their number: the k-th smallest of m times m - k + 1, never falling (Holm 1979)."""
+    """p values adjusted for their number: the k-th smallest of m times m - k + 1, never falling
+    (Holm 1979)."""
     p = np.asarray(p_values, dtype=float)
     order = np.argsort(p, kind="stable")
     adjusted = np.empty_like(p)
@@ -413,14 +522,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
-    """Each question's mean score [Q] over training: trapezia between evaluations, over the steps between first and last."""
+    """Each question's mean score [Q] over training: trapezia between evaluations, over the steps
+    between first and last."""
     if len(steps) == 1:
         return scores_EQ[0]
-    return np.trapezoid(scores_EQ, x=np.asarray(steps, dtype=float), axis=0) / (steps[-1] - steps[0])
+    return np.trapezoid(scores_EQ, x=np.asarray(steps, dtype=float), axis=0) / (
+        steps[-1] - steps[0]
+    )
 
 
 def interquartile_mean(scores: Sequence[float]) -> float:
-    """The mean of the middle half (Agarwal et al. 2021, arXiv:2108.13264), for scores of many tasks or runs."""
+    """The mean of the middle half (Agarwal et al. 2021, arXiv:2108.13264), for scores of many tasks
+    or runs."""
     return float(stats.trim_mean(np.asarray(scores, dtype=float), 0.25))
 
 
@@ -428,30 +541,41 @@ DRAWS = 4_000
 
 
 Power = NamedTuple("Power", [("difference", float), ("tie", float)])
-"""The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that none is called a tie."""
+"""The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that
+none is called a tie."""
 
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
-    """The power of a contrast with these weights of all arms, one of `family` contrasts, after each number of seeds in `looks`,
-    which share the error rate. `std` is `score_std`, of every arm. Unknown effects of arms on single questions are left out."""
+    """The power of a contrast with these weights of all arms, one of `family` contrasts, after each
+    number of seeds in `looks`, which share the error rate. `std` is `score_std`, of every arm.
+    Unknown effects of arms on single questions are left out."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     alpha, weights = ALPHA / len(looks), np.array(weights_A)
-    errors, halves = np.array([_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]).swapaxes(0, 1)
+    errors, halves = np.array(
+        [_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]
+    ).swapaxes(0, 1)
     shortfall = lambda difference: float((errors + difference > halves).any(axis=0).mean()) - CHANCE
     found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
     return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
 
 
-def _look(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """For N simulated tables, the contrast's error, and the difference that makes a verdict, by the rule of `compare`."""
+def _look(
+    scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """For N simulated tables, the contrast's error, and the difference that makes a verdict, by the
+    rule of `compare`."""
     arms, seeds = scores_NAS.shape[1:]
     residuals = scores_NAS - scores_NAS.mean(1, keepdims=True) - scores_NAS.mean(2, keepdims=True)
     squares_NA = ((residuals + scores_NAS.mean((1, 2), keepdims=True)) ** 2).sum(2)
     dof = (arms - 1) * (seeds - 1)
     common_N1 = squares_NA.sum(1, keepdims=True) / dof
-    own_NA = np.maximum(0, (arms * squares_NA / (seeds - 1) - common_N1) / (arms - 2)) if arms > 2 else common_N1
+    own_NA = (
+        np.maximum(0, (arms * squares_NA / (seeds - 1) - common_N1) / (arms - 2))
+        if arms > 2
+        else common_N1
+    )
     sides_2A = np.stack([np.clip(weights_A, 0, None), np.clip(weights_A, None, 0)]) ** 2
     by_arms_N2 = np.broadcast_to(own_NA, squares_NA.shape) @ sides_2A.T
     by_sides_N = np.maximum(by_arms_N2, common_N1 * sides_2A.sum(1)).sum(1)

@@ -1,7 +1,9 @@
-"""Policy-gradient losses, the facts of each in one entry of `LOSSES`; denominators; KL; importance weights; and their sum.
+"""Policy-gradient losses, the facts of each in one entry of `LOSSES`; denominators; KL; importance
+weights; and their sum.
 
-Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy that sampled. Each loss returns
-(per-token loss [batch, sequence], per-token metadata). Importing it loads no torch, so arguments are checked at once."""
+Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy
+that sampled. Each loss returns (per-token loss [batch, sequence], per-token metadata). Importing it
+loads no torch, so arguments are checked at once."""
 
 from __future__ import annotations
 
@@ -18,35 +20,45 @@ if TYPE_CHECKING:
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask is empty."""
+    """Mean over `dim` (all axes when None) of the elements whose mask is true; NaN where the mask
+    is empty."""
     return tensor.where(mask.bool(), 0).sum(dim) / mask.sum(dim)
 
 
-def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float = 1.0, dim: int | None = None) -> Tensor:
-    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by `normalize_constant`."""
+def masked_normalize(
+    tensor: Tensor, mask: Tensor, normalize_constant: float = 1.0, dim: int | None = None
+) -> Tensor:
+    """Sum over `dim` (all axes when None) of the elements whose mask is true, divided by
+    `normalize_constant`."""
     return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
 
 
 Normalization = NamedTuple("Normalization", [("total", Callable), ("denominator", Callable)])
-"""A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a micro-batch, and (response lengths,
-max_new_tokens) -> what divides a whole step's sum."""
+"""A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a
+micro-batch, and (response lengths, max_new_tokens) -> what divides a whole step's sum."""
 NORMALIZATIONS: Mapping[str, Normalization] = {  # --loss_normalization -> its sum and denominator.
-    "sequence_mean": Normalization(lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)),
+    "sequence_mean": Normalization(
+        lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)
+    ),
     "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
     "constant": Normalization(masked_normalize, lambda lengths, most: len(lengths) * most),
 }
 
 
-def loss_denominator(loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int) -> float:
-    """The number that the summed loss of a whole optimiser step is divided by: sequences, which weigh the same (sequence_mean:
-    GRPO, arXiv:2402.03300, eq. 3), response tokens, likewise (token_mean: DAPO, arXiv:2503.14476, eq. 8), or sequences *
-    `max_new_tokens`, so that length changes no token's weight (constant: Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+def loss_denominator(
+    loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int
+) -> float:
+    """The number that the summed loss of a whole optimiser step is divided by: sequences, which
+    weigh the same (sequence_mean: GRPO, arXiv:2402.03300, eq. 3), response tokens, likewise
+    (token_mean: DAPO, arXiv:2503.14476, eq. 8), or sequences * `max_new_tokens`, so that length
+    changes no token's weight (constant: Dr. GRPO, arXiv:2503.20783, section 3.2)."""
     return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch, 1]; None where not given."""
+    """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch,
+    1]; None where not given."""
 
     config: LossConfig
     log_probs: Tensor
@@ -69,15 +81,22 @@ ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "adva
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy-gradient loss, with every fact about it that arguments, the linter, the microscope and the update read."""
+    """One policy-gradient loss, with every fact about it that arguments, the linter, the microscope
+    and the update read."""
 
     function: LossFunction
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
-    """What multiplies each response's gradient, which is 0 where the weight is 0; None: any response may have a gradient."""
-    uses_ratio: bool = False  # Whether the loss takes the ratio to the old policy, and so needs old log-probs.
+    """What multiplies each response's gradient, which is 0 where the weight is 0; None: any
+    response may have a gradient."""
+    uses_ratio: bool = (
+        False  # Whether the loss takes the ratio to the old policy, and so needs old log-probs.
+    )
     ratio_per_response: bool = False
-    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS  # Of `OPTIONAL_ARGUMENTS`, the flags that play a part.
-    at_ratio_one: str = ""  # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
+    arguments: frozenset[str] = (
+        ADVANTAGE_ARGUMENTS  # Of `OPTIONAL_ARGUMENTS`, the flags that play a part.
+    )
+    # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
+    at_ratio_one: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,9 @@ class LossConfig:
     """A loss and the numbers in it. The other fields are those of the flags of the same names."""
 
     loss: Loss
-    cliprange: float | None = 0.2  # None where a caller gives none; a loss that clips then raises ValueError.
+    cliprange: float | None = (
+        0.2  # None where a caller gives none; a loss that clips then raises ValueError.
+    )
     cliprange_high: float | None = None
     dual_clip: float = 0.0
     beta: float = 0.0
@@ -101,21 +122,29 @@ def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
     return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)
 
 
-def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> TokenLoss:
-    """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992). Shapes [batch, 1] and [batch, sequence]."""
+def compute_naive_policy_gradient_loss(
+    raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor
+) -> TokenLoss:
+    """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992). Shapes [batch, 1] and [batch,
+    sequence]."""
     return -_weigh(raw_rewards_or_advantages, policy_log_probs), {}
 
 
 def compute_grpo_clip_loss(
-    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float,
-    cliprange_high: float | None = None, dual_clip: float = 0.0,
-) -> TokenLoss:  # fmt: skip
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float = 0.0,
+) -> TokenLoss:
     """-min(rho * A, clip(rho, 1 - c, 1 + c_high) * A) with rho = pi / pi_old, per token.
 
-    PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (arXiv:2402.03300, eq. 3).
-    `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al. 2025, arXiv:2503.14476, eq. 10). With `dual_clip` d >
-    1 the surrogate of a negative advantage is at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and
-    bool "clipped" where a bound counts, so that the gradient is zero."""
+    PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages
+    (arXiv:2402.03300, eq. 3). `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al.
+    2025, arXiv:2503.14476, eq. 10). With `dual_clip` d > 1 the surrogate of a negative advantage is
+    at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and bool "clipped"
+    where a bound counts, so that the gradient is zero."""
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
@@ -125,7 +154,11 @@ def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig)
     bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
     surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT
     if config.dual_clip:
-        floor_BT = (config.dual_clip * advantages).where(advantages < 0, float("-inf")).expand_as(surrogate_BT)
+        floor_BT = (
+            (config.dual_clip * advantages)
+            .where(advantages < 0, float("-inf"))
+            .expand_as(surrogate_BT)
+        )
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
         surrogate_BT = surrogate_BT.maximum(floor_BT)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
@@ -140,7 +173,9 @@ def _bounds(config: LossConfig) -> tuple[float, float]:
 
 
 def _reinforce(inputs: LossInputs) -> TokenLoss:
-    return compute_naive_policy_gradient_loss(*inputs.require(inputs.config.loss.weight), inputs.log_probs)
+    return compute_naive_policy_gradient_loss(
+        *inputs.require(inputs.config.loss.weight), inputs.log_probs
+    )
 
 
 def _grpo_clip(inputs: LossInputs) -> TokenLoss:
@@ -152,14 +187,20 @@ def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
-    return -_weigh(advantages, ratio_BT), {"ratio": ratio_BT.detach(), "clipped": ratio_BT.detach() < 0}  # never
+    # never
+    return -_weigh(advantages, ratio_BT), {
+        "ratio": ratio_BT.detach(),
+        "clipped": ratio_BT.detach() < 0,
+    }
 
 
 def _gspo(inputs: LossInputs) -> TokenLoss:
-    """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its tokens of log pi / pi_old).
+    """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its
+    tokens of log pi / pi_old).
 
-    GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
-    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than GRPO's (3e-4 there)."""
+    GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the
+    response, so that with sequence_mean each response counts once. Its clip ranges are orders of
+    magnitude smaller than GRPO's (3e-4 there)."""
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
     ratio_BT = mean_B.exp()[:, None].expand_as(inputs.log_probs)
@@ -167,37 +208,61 @@ def _gspo(inputs: LossInputs) -> TokenLoss:
 
 
 def _cispo(inputs: LossInputs) -> TokenLoss:
-    """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its gradient.
+    """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its
+    gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1)."""
+    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only
+    (`cliprange` 1)."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
     weight_BT = ratio_BT.clamp(*_bounds(inputs.config))
-    return -(_weigh(advantages, weight_BT) * inputs.log_probs), {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
+    return -(_weigh(advantages, weight_BT) * inputs.log_probs), {
+        "ratio": ratio_BT,
+        "clipped": weight_BT != ratio_BT,
+    }
 
 
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
-_AT_ONE = "reinforce_with_baseline"  # with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
+# with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
+_AT_ONE = "reinforce_with_baseline"
 
 LOSSES: Mapping[str, Loss] = {  # --loss_type -> the loss.
     "no_baseline": Loss(_reinforce, weight="raw_rewards", arguments=frozenset()),
     "reinforce_with_baseline": Loss(_reinforce),
-    "grpo_clip": Loss(_grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
+    "grpo_clip": Loss(
+        _grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}
+    ),
     "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_ONE),
-    "gspo": Loss(_gspo, uses_ratio=True, ratio_per_response=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}),
+    "gspo": Loss(
+        _gspo,
+        uses_ratio=True,
+        ratio_per_response=True,
+        at_ratio_one=_AT_ONE,
+        arguments=_CLIPPED | {"dual_clip"},
+    ),
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
-OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))  # flags that only some losses use
+# flags that only some losses use
+OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
 
 
 def compute_policy_gradient_loss(
-    policy_log_probs: Tensor, loss_type: str, raw_rewards: Tensor | None = None, advantages: Tensor | None = None,
-    old_log_probs: Tensor | None = None, cliprange: float | None = None, response_mask: Tensor | None = None,
-    cliprange_high: float | None = None, dual_clip: float = 0.0,
-) -> TokenLoss:  # fmt: skip
-    """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name, ValueError for a lacking input."""
+    policy_log_probs: Tensor,
+    loss_type: str,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+    response_mask: Tensor | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float = 0.0,
+) -> TokenLoss:
+    """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name,
+    ValueError for a lacking input."""
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
-    inputs = LossInputs(config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs)
+    inputs = LossInputs(
+        config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs
+    )
     return config.loss.function(inputs)
 
 
@@ -209,15 +274,18 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
-    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log pi_ref - log pi:
+    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log
+    pi_ref - log pi:
 
-    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is GRPO's, arXiv:2402.03300,
-    eq. 4). The means of k1 and k3 over samples of pi are the divergence. As terms of a loss they differ: the expected gradient
-    of k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
+    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is
+    GRPO's, arXiv:2402.03300, eq. 4). The means of k1 and k3 over samples of pi are the divergence.
+    As terms of a loss they differ: the expected gradient of k1 is zero, that of k2 is the
+    divergence's own (Tang & Munos 2025, arXiv:2506.09477).
 
-    Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the sampled token where it is
-    outside. The divergence may then be infinite, and no estimate is unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the
-    reference's share of tokens that pi never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148."""
+    Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the
+    sampled token where it is outside. The divergence may then be infinite, and no estimate is
+    unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the reference's share of tokens that pi
+    never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148."""
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
@@ -229,11 +297,15 @@ CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") f
 """Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
 
 
-def sampler_weights(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float) -> Tensor:
-    """Importance weights of the trainer's policy to the sampler's distribution, [batch, sequence], without gradient.
+def sampler_weights(
+    old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float
+) -> Tensor:
+    """Importance weights of the trainer's policy to the sampler's distribution, [batch, sequence],
+    without gradient.
 
-    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens); "truncate": min(w, cap)
-    (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1), "mask": w where it is at most cap, else 0."""
+    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens);
+    "truncate": min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1),
+    "mask": w where it is at most cap, else 0."""
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
     if level == "sequence":
@@ -242,16 +314,20 @@ def sampler_weights(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tens
 
 
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
-    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens, without waiting for the device.
+    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens,
+    without waiting for the device.
 
-    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times `kl_penalty`. `denominator`
-    counts the whole optimiser step (`loss_denominator`), so any cut into micro-batches has the same gradient. Sums:
-    "response_tokens", "ratio_sum", "ratio_max", "clipped_tokens"; "kl_sum" with a reference, "weight_sum" with a correction."""
+    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times
+    `kl_penalty`. `denominator` counts the whole optimiser step (`loss_denominator`), so any cut
+    into micro-batches has the same gradient. Sums: "response_tokens", "ratio_sum", "ratio_max",
+    "clipped_tokens"; "kl_sum" with a reference, "weight_sum" with a correction."""
     config = inputs.config
     loss_BT, per_token = config.loss.function(inputs)
     if config.sampler_correction != "none":
         log_probs = inputs.old_log_probs, inputs.sampler_log_probs
-        weight_BT = sampler_weights(*log_probs, inputs.mask, config.sampler_correction, config.correction_cap)
+        weight_BT = sampler_weights(
+            *log_probs, inputs.mask, config.sampler_correction, config.correction_cap
+        )
         loss_BT, per_token = loss_BT * weight_BT, {**per_token, "weight": weight_BT}
     if config.beta:
         kl_BT = kl_penalty(inputs.log_probs, inputs.reference_log_probs, config.kl_estimator)
@@ -265,40 +341,64 @@ def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
         clipped_tokens = (per_token["clipped"] & response_mask).sum()
-        sums |= {"ratio_sum": ratio_BT.sum(), "ratio_max": ratio_BT.max(), "clipped_tokens": clipped_tokens}
+        sums |= {
+            "ratio_sum": ratio_BT.sum(),
+            "ratio_max": ratio_BT.max(),
+            "clipped_tokens": clipped_tokens,
+        }
     for name in per_token.keys() & {"kl", "weight"}:
         sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
 
 
 def grpo_microbatch_train_step(
-    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, loss_type: str,
-    raw_rewards: Tensor | None = None, advantages: Tensor | None = None, old_log_probs: Tensor | None = None,
-    cliprange: float | None = None, loss_normalization: str = "sequence_mean", denominator: float | None = None, *,
-    reference_log_probs: Tensor | None = None, sampler_log_probs: Tensor | None = None, **numbers,
-) -> tuple[Tensor, Sums]:  # fmt: skip
-    """Backward of `micro_batch_loss`; gradients add up over micro-batches. Returns the scalar loss, detached, and its sums.
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    loss_type: str,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+    loss_normalization: str = "sequence_mean",
+    denominator: float | None = None,
+    *,
+    reference_log_probs: Tensor | None = None,
+    sampler_log_probs: Tensor | None = None,
+    **numbers,
+) -> tuple[Tensor, Sums]:
+    """Backward of `micro_batch_loss`; gradients add up over micro-batches. Returns the scalar loss,
+    detached, and its sums.
 
-    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike: batch * steps for
-    sequence_mean, this micro-batch's tokens * steps for token_mean; "constant" has no such default (ValueError). `numbers` are
-    further fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction, correction_cap."""
+    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike:
+    batch * steps for sequence_mean, this micro-batch's tokens * steps for token_mean; "constant"
+    has no such default (ValueError). `numbers` are further fields of `LossConfig`: cliprange_high,
+    dual_clip, beta, kl_estimator, sampler_correction, correction_cap."""
     if denominator is None:
         counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
         if loss_normalization not in counts:
             raise ValueError(f'loss_normalization "{loss_normalization}" needs a denominator')
         denominator = counts[loss_normalization] * gradient_accumulation_steps
-    config = LossConfig(LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **numbers)
+    config = LossConfig(
+        LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **numbers
+    )
     rows = (raw_rewards, advantages, old_log_probs, reference_log_probs, sampler_log_probs)
-    loss, sums = micro_batch_loss(LossInputs(config, policy_log_probs, response_mask, *rows), denominator)
+    loss, sums = micro_batch_loss(
+        LossInputs(config, policy_log_probs, response_mask, *rows), denominator
+    )
     loss.backward()
     return loss.detach(), sums
 
 
 def sft_microbatch_train_step(
-    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    normalize_constant: float = 1.0,
 ) -> tuple[Tensor, Sums]:
-    """Negative log-likelihood of the response tokens and its backward: the sum over a response of -log pi / normalize_constant,
-    averaged over the batch and `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}."""
+    """Negative log-likelihood of the response tokens and its backward: the sum over a response of
+    -log pi / normalize_constant, averaged over the batch and `gradient_accumulation_steps`. Returns
+    the scalar loss, detached, and {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()

@@ -1,4 +1,5 @@
-"""How much a mean accuracy varies, and the smallest difference of two that can be shown: pure numbers."""
+"""How much a mean accuracy varies, and the smallest difference of two that can be shown: pure
+numbers."""
 
 import math
 from statistics import NormalDist
@@ -7,12 +8,14 @@ CHANCE = 0.8  # with which a smallest difference would be found
 
 
 def score_std(seed_std: float, questions: float, accuracy: float = 0.5) -> float:
-    """The standard deviation of a run's accuracy on `questions` questions, with that of its luck in training, `seed_std`."""
+    """The standard deviation of a run's accuracy on `questions` questions, with that of its luck in
+    training, `seed_std`."""
     return math.sqrt(seed_std**2 + accuracy * (1 - accuracy) / questions)
 
 
 def detectable_difference(std: float, alpha: float = 0.05) -> float:
-    """The smallest difference of two independent scores, normal with standard deviation `std`, that a two-sided test at `alpha`
-    finds with a chance of CHANCE: (z(1 - alpha / 2) + z(CHANCE)) sqrt(2) std (Cohen 1988)."""
+    """The smallest difference of two independent scores, normal with standard deviation `std`, that
+    a two-sided test at `alpha` finds with a chance of CHANCE: (z(1 - alpha / 2) + z(CHANCE))
+    sqrt(2) std (Cohen 1988)."""
     z = NormalDist().inv_cdf
     return (z(1 - alpha / 2) + z(CHANCE)) * math.sqrt(2) * std

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-Score = dict[str, float]  # What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1].
+# What a reward function returns: {"reward", "format_reward", "answer_reward"}, each in [0, 1].
+Score = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, its template makes it
-    of the (role, text) `turns`, the last of which may begin the response. `columns` are those of the user's own row."""
+    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, its
+    template makes it of the (role, text) `turns`, the last of which may begin the response.
+    `columns` are those of the user's own row."""
 
     id: str
     question: str
@@ -27,7 +29,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Endless:
-    """An endless sequence of problems: `make(index)` returns the problem of that index, the same one every time."""
+    """An endless sequence of problems: `make(index)` returns the problem of that index, the same
+    one every time."""
 
     make: Callable[[int], Problem]
 
@@ -37,8 +40,9 @@ class Endless:
 
 @dataclass(frozen=True)
 class Distribution:
-    """softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of these, the nucleus that reaches
-    `top_p`. The sampler and both sides of every ratio take log-probs under the same one."""
+    """softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of these,
+    the nucleus that reaches `top_p`. The sampler and both sides of every ratio take log-probs under
+    the same one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -47,7 +51,8 @@ class Distribution:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How to draw completions: `n` for each prompt, each ending at EOS, at the first `stop` string, or by length."""
+    """How to draw completions: `n` for each prompt, each ending at EOS, at the first `stop` string,
+    or by length."""
 
     n: int = 1
     temperature: float = 1.0  # 0 is greedy
@@ -56,7 +61,9 @@ class SamplingConfig:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
-    first_prompt: int = 0  # The first prompt's number: `seed` and its number give a prompt's random numbers.
+    first_prompt: int = (
+        0  # The first prompt's number: `seed` and its number give a prompt's random numbers.
+    )
 
     @property
     def distribution(self) -> Distribution:
@@ -65,9 +72,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never on
-    re-tokenised `text`, which rules see (`core.text.ResponseReader`). `log_probs` are nats under the distribution they were
-    drawn from, with temperature, top-k and top-p."""
+    """One sampled response. `token_ids` hold every sampled token, the stop string's and EOS
+    included: train on them, never on re-tokenised `text`, which rules see
+    (`core.text.ResponseReader`). `log_probs` are nats under the distribution they were drawn from,
+    with temperature, top-k and top-p."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -88,8 +96,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences, shifted: `labels[b, t]` follows `input_ids[b, t]` (int64 [batch, sequence]). `response_mask`
-    (bool, likewise) is true where the label is a response token. With padding on the right, causal attention needs no mask."""
+    """Right-padded sequences, shifted: `labels[b, t]` follows `input_ids[b, t]` (int64 [batch,
+    sequence]). `response_mask` (bool, likewise) is true where the label is a response token. With
+    padding on the right, causal attention needs no mask."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -98,7 +107,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class SampledStep:
-    """The groups of one step, the version of the weights that sampled them, what is logged of them, and seconds by phase."""
+    """The groups of one step, the version of the weights that sampled them, what is logged of them,
+    and seconds by phase."""
 
     step: int
     policy_version: int
@@ -112,7 +122,8 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's B responses, ready to train on. `raw_rewards_B1` include overlong penalties; only `counted_B1` ones train."""
+    """One step's B responses, ready to train on. `raw_rewards_B1` include overlong penalties; only
+    `counted_B1` ones train."""
 
     batch: Batch
     raw_rewards_B1: torch.Tensor
@@ -132,7 +143,9 @@ class Rollout:
         """The rows that updates are made from."""
         return self.counted_B1.squeeze(1).nonzero().squeeze(1).tolist()
 
-    def response_values(self, values_BT: torch.Tensor, rows: Iterable[int]) -> Iterator[list[float]]:
+    def response_values(
+        self, values_BT: torch.Tensor, rows: Iterable[int]
+    ) -> Iterator[list[float]]:
         """Each row's values at its response tokens; none for rows that are not among `rows`."""
         chosen = set(rows)
         masked = enumerate(zip(values_BT, self.batch.response_mask, strict=True))

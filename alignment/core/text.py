@@ -90,9 +90,8 @@ def _end_of_turn(tokenizer) -> int | None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CHAT_PROBE}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (
-        Exception
-    ):  # a template raises errors of its own, of any class, for turns that it does not take
+    except Exception:
+        # a template raises errors of its own, of any class, for turns that it does not take
         return None
     behind = text.rpartition(CHAT_PROBE)[2].lstrip()
     first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
@@ -139,9 +138,8 @@ class ResponseReader:
     def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:
         """Whether the token may hold the last letter, or a part of it, of a stop string."""
         piece = self._decode([token, token])  # twice, as some decoders drop a space in front
-        return any(
-            string[-1] in piece or "\ufffd" in piece for string in stop
-        )  # U+FFFD stands for a part of a character
+        # U+FFFD stands for a part of a character
+        return any(string[-1] in piece or "\ufffd" in piece for string in stop)
 
     def _seen(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
         return [

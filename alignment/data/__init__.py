@@ -1,1 +1,2 @@
-"""Tasks with their problems, prompts that put them to a model, and models without a download. It never samples or trains."""
+"""Tasks with their problems, prompts that put them to a model, and models without a download. It
+never samples or trains."""

@@ -1,4 +1,5 @@
-"""Which problems ask the same question: a test split holds each question once, and training leaves it to the test split."""
+"""Which problems ask the same question: a test split holds each question once, and training leaves
+it to the test split."""
 
 import hashlib
 import random
@@ -8,7 +9,8 @@ from alignment.core.records import Endless, Problem
 from alignment.system.errors import UserError
 
 Key = Callable[[Problem], str]  # problems with equal keys ask the same question
-TEST_SHARE = 8  # one question in 8 that is made, not read from a file of one split, belongs to the test split
+# one question in 8 that is made, not read from a file of one split, belongs to the test split
+TEST_SHARE = 8
 MOST_REDRAWS = 1000
 
 
@@ -38,7 +40,8 @@ def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> 
 
 
 def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequence[Problem]:
-    """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after `MOST_REDRAWS` in a row."""
+    """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after
+    `MOST_REDRAWS` in a row."""
 
     def drawn(index: int) -> Problem:
         rng = random.Random(f"redraw {index}")
@@ -46,6 +49,12 @@ def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequ
             if key(problem := problems[index]) not in keys:
                 return problem
             index = rng.getrandbits(71)
-        raise UserError(f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks")
+        raise UserError(
+            f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks"
+        )
 
-    return Endless(drawn) if isinstance(problems, Endless) else [p for p in problems if key(p) not in keys]
+    return (
+        Endless(drawn)
+        if isinstance(problems, Endless)
+        else [p for p in problems if key(p) not in keys]
+    )

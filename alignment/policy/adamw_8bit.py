@@ -1,4 +1,5 @@
-"""torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports torchao."""
+"""torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports
+torchao."""
 
 import torch
 import torchao.optim
@@ -8,9 +9,10 @@ from alignment.system.terminal import say_once
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):
-    """AdamW whose moments are 8-bit codes with an fp32 scale for each block of 256 (Dettmers et al. 2022, arXiv:2110.02861):
-    2.03 bytes a parameter instead of 8. Moments of fewer than 4096 numbers, or of no whole blocks, stay in fp32. On GPUs the
-    first step compiles a kernel for each shape of parameter; on CPUs, where that needs a C++ compiler, steps are slow."""
+    """AdamW whose moments are 8-bit codes with an fp32 scale for each block of 256 (Dettmers et al.
+    2022, arXiv:2110.02861): 2.03 bytes a parameter instead of 8. Moments of fewer than 4096
+    numbers, or of no whole blocks, stay in fp32. On GPUs the first step compiles a kernel for each
+    shape of parameter; on CPUs, where that needs a C++ compiler, steps are slow."""
 
     def __init__(self, groups: list[dict], lr: float, **how):
         super().__init__(groups, lr=lr, **how)
@@ -19,18 +21,26 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
         on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
-        # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all else here takes numbers.
+        # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all
+        # else here takes numbers.
         self.param_groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
         if not on_cpu:
-            say_once("adamw_8bit: the first step compiles a kernel for each shape of parameter, which may take minutes")
+            say_once(
+                "adamw_8bit: the first step compiles a kernel for each shape of parameter, which"
+                " may take minutes"
+            )
         with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
             super().step()
         self.param_groups = groups
 
     def state_dict(self) -> dict:
-        """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes", ".scale" and ".qmap"."""
+        """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes",
+        ".scale" and ".qmap"."""
         whole = super().state_dict()
-        return {**whole, "state": {index: _opened(values) for index, values in whole["state"].items()}}
+        return {
+            **whole,
+            "state": {index: _opened(values) for index, values in whole["state"].items()},
+        }
 
     def load_state_dict(self, state_dict: dict) -> None:
         state = {index: _closed(values) for index, values in state_dict["state"].items()}
@@ -39,7 +49,11 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
 def _opened(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     moments = {key: tensor for key, tensor in values.items() if isinstance(tensor, OptimState8bit)}
-    parts = {f"{key}.{part}": getattr(codes, part) for key, codes in moments.items() for part in codes.tensor_attrs}
+    parts = {
+        f"{key}.{part}": getattr(codes, part)
+        for key, codes in moments.items()
+        for part in codes.tensor_attrs
+    }
     return {key: tensor for key, tensor in values.items() if key not in moments} | parts
 
 

@@ -5,20 +5,36 @@ from torch.optim.adamw import adamw
 
 
 class CPUOffloadAdamW(torch.optim.AdamW):
-    """AdamW with moments and step on the CPU: a GPU holds 8 bytes a parameter, weight and gradient, not 16 (ZeRO-Offload: Ren
-    et al. 2021, arXiv:2101.06840). Weight and gradient come to the CPU one parameter at a time, torch's fused AdamW steps
-    there, and the weight goes back: 12 bytes a parameter over the bus; the host holds 8, the moments. Devices may be mixed.
-    torchao's `CPUOffloadOptimizer` copies gradients in backward, before they are clipped or found finite, and needs a GPU."""
+    """AdamW with moments and step on the CPU: a GPU holds 8 bytes a parameter, weight and gradient,
+    not 16 (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840). Weight and gradient come to the CPU
+    one parameter at a time, torch's fused AdamW steps there, and the weight goes back: 12 bytes a
+    parameter over the bus; the host holds 8, the moments. Devices may be mixed. torchao's
+    `CPUOffloadOptimizer` copies gradients in backward, before they are clipped or found finite, and
+    needs a GPU."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group, p in [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]:
+        for group, p in [
+            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]:
             weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-            tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
-            options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(zip(("beta1", "beta2"), group["betas"]))
+                state["exp_avg"], state["exp_avg_sq"] = (
+                    torch.zeros_like(weight),
+                    torch.zeros_like(weight),
+                )
+            tensors = (
+                [weight],
+                [gradient],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [],
+                [state["step"]],
+            )
+            options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(
+                zip(("beta1", "beta2"), group["betas"])
+            )
             adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
             p.copy_(weight)
 
@@ -26,4 +42,6 @@ class CPUOffloadAdamW(torch.optim.AdamW):
         """As torch's, which would move the moments to where the parameters are."""
         super().load_state_dict({**state_dict, "state": {}})
         params = [p for group in self.param_groups for p in group["params"]]
-        self.state.update({params[index]: dict(values) for index, values in state_dict["state"].items()})
+        self.state.update(
+            {params[index]: dict(values) for index, values in state_dict["state"].items()}
+        )

@@ -1,9 +1,11 @@
-"""What a model does at random while it trains: dropout, layers that are left out, noise on a router's scores.
+"""What a model does at random while it trains: dropout, layers that are left out, noise on a
+router's scores.
 
-transformers makes all of it depend on training mode (`module.training`), wherever its size stands: in an `nn.Dropout`, in a number
-that a module has copied from the config, or in the config itself. So a policy that computes in evaluation mode has none of it, of
-any family. Two things that training mode also decides are done here for both modes: recomputing layers in backward, and whether
-two passes may run at once, which draw from one generator."""
+transformers makes all of it depend on training mode (`module.training`), wherever its size stands:
+in an `nn.Dropout`, in a number that a module has copied from the config, or in the config itself.
+So a policy that computes in evaluation mode has none of it, of any family. Two things that training
+mode also decides are done here for both modes: recomputing layers in backward, and whether two
+passes may run at once, which draw from one generator."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from alignment.policy.huggingface import PreTrainedConfig, PreTrainedModel
 
 NAMES = re.compile(r"drop|jitter")
-OF_OTHER_HEADS = re.compile(r"^(classifier|summary|cls)_")  # which classify whole texts; a language model has none of them
+# which classify whole texts; a language model has none of them
+OF_OTHER_HEADS = re.compile(r"^(classifier|summary|cls)_")
 
 
 def random_settings(config: PreTrainedConfig) -> dict[str, float]:
@@ -26,7 +29,8 @@ def random_settings(config: PreTrainedConfig) -> dict[str, float]:
 
 def _named_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
-        if isinstance(value, Mapping | PreTrainedConfig):  # some families nest a config for each kind of layer
+        # some families nest a config for each kind of layer
+        if isinstance(value, Mapping | PreTrainedConfig):
             yield from _named_numbers(value if isinstance(value, Mapping) else vars(value))
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             if NAMES.search(name) and not OF_OTHER_HEADS.match(name):
@@ -34,16 +38,22 @@ def _named_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def draws_at_random(model: PreTrainedModel) -> bool:
-    """Whether a forward pass of the model, in the mode that its modules are in, draws random numbers."""
+    """Whether a forward pass of the model, in the mode that its modules are in, draws random
+    numbers."""
     if model.training and random_settings(model.config):
         return True
-    dropouts = (module for module in model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd))
+    dropouts = (
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd)
+    )
     return any(module.training and module.p > 0 for module in dropouts)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Have the decoder's layers be computed again in backward, in both modes (gradient checkpointing, Chen et al. 2016,
-    arXiv:1604.06174): transformers does it in training mode alone."""
+    """Have the decoder's layers be computed again in backward, in both modes (gradient
+    checkpointing, Chen et al. 2016, arXiv:1604.06174): transformers does it in training mode alone.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for stack in model.get_decoder().children():
         if isinstance(stack, torch.nn.ModuleList):

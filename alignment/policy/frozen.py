@@ -1,4 +1,5 @@
-"""Models that only compute log-probs: the reference model, here or in a process beside the trainer, and the old policy."""
+"""Models that only compute log-probs: the reference model, here or in a process beside the trainer,
+and the old policy."""
 
 import os
 import sys
@@ -12,36 +13,52 @@ import torch
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, copy_weights, first_device, load_model, make_deterministic
+from alignment.policy.loading import (
+    autocast,
+    copy_weights,
+    first_device,
+    load_model,
+    make_deterministic,
+)
 from alignment.policy.log_probs import get_response_log_probs
 from alignment.policy.packing import takes_plain_path
 from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
 ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
-"""A batch for a micro-batch without rows: collectives need every rank, so one computes and discards it."""
+"""A batch for a micro-batch without rows: collectives need every rank, so one computes and discards
+it."""
 
 
 class MicroBatchedModel:
-    """A model that computes micro-batches of at most so many tokens, with matrix products in `dtype`."""
+    """A model that computes micro-batches of at most so many tokens, with matrix products in
+    `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, micro_batch_tokens: int):
         self.model, self.dtype, self.micro_batch_tokens = model, dtype, micro_batch_tokens
 
     def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
-        """`forward` of the model: a forward pass, or a part of one. What it computes on, it holds itself: tensors that are
-        handed through a module may arrive on another device than they left (FSDP2 moves the inputs of what it wraps)."""
+        """`forward` of the model: a forward pass, or a part of one. What it computes on, it holds
+        itself: tensors that are handed through a module may arrive on another device than they left
+        (FSDP2 moves the inputs of what it wraps)."""
         return forward(self.model)
 
     def in_micro_batches(
-        self, compute: Callable[[Sequence[int]], object], rows: Sequence[Row], parameters: Iterable[torch.nn.Parameter] = ()
+        self,
+        compute: Callable[[Sequence[int]], object],
+        rows: Sequence[Row],
+        parameters: Iterable[torch.nn.Parameter] = (),
     ) -> Iterator[tuple[Sequence[int], object]]:
-        """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters` get its gradients."""
+        """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters`
+        get its gradients."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
         return zip(pieces, run_parallel(compute, pieces, parallel, parameters), strict=True)
 
-    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and in rows not among `rows`."""
+    def log_probs(
+        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and
+        in rows not among `rows`."""
         self.model.eval()  # dropout would make the ratio to these log-probs differ from 1
         rows = range(len(batch.labels)) if rows is None else rows
         log_probs_BT = torch.zeros(batch.labels.shape)
@@ -49,24 +66,33 @@ class MicroBatchedModel:
         @torch.no_grad()
         def compute(piece: Sequence[int]) -> torch.Tensor:
             part = take_rows(batch, [rows[i] for i in piece]) if piece else ONE_TOKEN
-            forward = partial(model_log_probs, batch=part, distribution=distribution, dtype=self.dtype)
+            forward = partial(
+                model_log_probs, batch=part, distribution=distribution, dtype=self.dtype
+            )
             return self.run(forward).cpu()
 
-        for piece, part_bt in self.in_micro_batches(compute, computed_rows(self.model, batch, rows)):
+        for piece, part_bt in self.in_micro_batches(
+            compute, computed_rows(self.model, batch, rows)
+        ):
             log_probs_BT[[rows[i] for i in piece], : part_bt.shape[1]] = part_bt
         return log_probs_BT
 
 
 class FrozenModel:
-    """A model for log-probs alone, with matrix products in `dtype`. Raises `UserError` for weights that cannot be loaded. With
-    the same weights its log-probs are a policy's, bit for bit: what autocast would cast is in `dtype`, all else in fp32."""
+    """A model for log-probs alone, with matrix products in `dtype`. Raises `UserError` for weights
+    that cannot be loaded. With the same weights its log-probs are a policy's, bit for bit: what
+    autocast would cast is in `dtype`, all else in fp32."""
 
     def __init__(self, model_path: str, device: str, dtype: torch.dtype):
         self.model = load_model(model_path, (device,), torch.float32, dtype)
         self.dtype = dtype
 
-    def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows=None) -> torch.Tensor:
-        return MicroBatchedModel(self.model, self.dtype, micro_batch_tokens).log_probs(batch, distribution, rows)
+    def log_probs(
+        self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows=None
+    ) -> torch.Tensor:
+        return MicroBatchedModel(self.model, self.dtype, micro_batch_tokens).log_probs(
+            batch, distribution, rows
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every weight over, in place."""
@@ -80,28 +106,46 @@ def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> 
     chosen = take_rows(batch, rows)
     split = split_rows(chosen.input_ids, chosen.response_mask)
     # On the plain path rows share no prompt, so that each one's tokens count in full.
-    return [((*prompt, *response), ()) for prompt, response in split] if takes_plain_path(model) else split
+    return (
+        [((*prompt, *response), ()) for prompt, response in split]
+        if takes_plain_path(model)
+        else split
+    )
 
 
-def model_log_probs(model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype) -> torch.Tensor:
-    """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in `dtype`."""
+def model_log_probs(
+    model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype
+) -> torch.Tensor:
+    """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in
+    `dtype`."""
     with autocast(first_device(model), dtype):
         return get_response_log_probs(model, **vars(batch), **vars(distribution))["log_probs"]
 
 
 class ReferenceProcess:
-    """The reference model of the folder `model_path` in a process of its own. Where that dies, hangs or answers no log-probs,
-    `log_probs` replaces it once; then it raises `RunStopped`. An answer is waited for no longer than `timeout` seconds."""
+    """The reference model of the folder `model_path` in a process of its own. Where that dies,
+    hangs or answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`. An
+    answer is waited for no longer than `timeout` seconds."""
 
-    def __init__(self, model_path: str, device: str, dtype: torch.dtype, deterministic: bool, timeout: float):
+    def __init__(
+        self, model_path: str, device: str, dtype: torch.dtype, deterministic: bool, timeout: float
+    ):
         self.restarts, self.timeout = 0, timeout
         self._model = (model_path, device, dtype, deterministic)
         self._is_closed, self._turn = False, threading.Lock()
         self._start()
 
-    def log_probs(self, batch: Batch, distribution: Distribution, micro_batch_tokens: int) -> torch.Tensor:
-        """The log-probs [B, T] of the responses, 0 elsewhere. Callers in several threads take turns."""
-        question = "log_probs", [tensor.numpy() for tensor in vars(batch).values()], distribution, micro_batch_tokens
+    def log_probs(
+        self, batch: Batch, distribution: Distribution, micro_batch_tokens: int
+    ) -> torch.Tensor:
+        """The log-probs [B, T] of the responses, 0 elsewhere. Callers in several threads take
+        turns."""
+        question = (
+            "log_probs",
+            [tensor.numpy() for tensor in vars(batch).values()],
+            distribution,
+            micro_batch_tokens,
+        )
         with self._turn:
             try:
                 return torch.from_numpy(self._child.ask(self.timeout, *question))
@@ -119,7 +163,9 @@ class ReferenceProcess:
         self._child.close()
 
     def _start(self) -> None:
-        self._child = ChildProcess("reference model's process", f"{__name__}:serve", os.environ, grace_seconds=0)
+        self._child = ChildProcess(
+            "reference model's process", f"{__name__}:serve", os.environ, grace_seconds=0
+        )
         self._child.ask(max(self.timeout, START_SECONDS), "start", *self._model)
 
 
@@ -133,8 +179,12 @@ def serve(descriptor: int) -> None:
 
     def log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
         log_probs_BT = model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings)
-        if not (log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)).all():  # a bfloat16 sum may pass 0
+        if not (
+            log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)
+        ).all():  # a bfloat16 sum may pass 0
             raise ValueError("some are no logarithms of probabilities")
         return log_probs_BT.numpy()
 
-    answer_requests(descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None})
+    answer_requests(
+        descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None}
+    )

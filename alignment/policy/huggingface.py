@@ -1,8 +1,9 @@
 """What this package uses of transformers, without libraries that only other uses need.
 
-transformers loads sharded tensors, torchao and scipy wherever they are installed, for sharded or quantised models and object
-detection. It and torch's optimisers load torch's compiler, to exempt functions from it. Without these, importing this module
-takes 3.5 s of a core instead of 6. Under torchrun, beside vLLM, or where transformers is loaded already, all are loaded."""
+transformers loads sharded tensors, torchao and scipy wherever they are installed, for sharded or
+quantised models and object detection. It and torch's optimisers load torch's compiler, to exempt
+functions from it. Without these, importing this module takes 3.5 s of a core instead of 6. Under
+torchrun, beside vLLM, or where transformers is loaded already, all are loaded."""
 
 import importlib
 import os
@@ -18,16 +19,19 @@ MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def _unchanged(function: Callable | None = None, *arguments, **options) -> Callable:
-    """The function itself: stands for a decorator, with or without options, that changes compiled functions only."""
+    """The function itself: stands for a decorator, with or without options, that changes compiled
+    functions only."""
     return function or _unchanged
 
 
 class CompilerStandIn(ModuleType):
-    """Stands for torch's compiler, until more is needed than has a meaning where nothing is compiled: then that is loaded."""
+    """Stands for torch's compiler, until more is needed than has a meaning where nothing is
+    compiled: then that is loaded."""
 
     disable = allow_in_graph = assume_constant_result = staticmethod(_unchanged)
     graph_break = staticmethod(lambda *arguments: None)
-    eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))  # no module is one yet
+    # no module is one yet
+    eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))
     __path__ = ()  # it is a package, whose modules `SubmoduleFinder` finds
 
     def __getattr__(self, name: str):
@@ -37,7 +41,8 @@ class CompilerStandIn(ModuleType):
 
 
 class SubmoduleFinder:
-    """Finds the modules of torch's compiler while a stand-in is in its place, and loads the compiler first."""
+    """Finds the modules of torch's compiler while a stand-in is in its place, and loads the
+    compiler first."""
 
     def find_spec(self, name: str, path, target=None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name.startswith(f"{COMPILER}.") else None
@@ -61,19 +66,34 @@ def load_compiler() -> ModuleType:
     return importlib.import_module(COMPILER)
 
 
-if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(sys.modules) and "RANK" not in os.environ:
+if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(
+    sys.modules
+) and "RANK" not in os.environ:
     from transformers import utils
 
-    for name in ("torch_distributed", "torch_flex_attn", "torchao", "scipy"):  # which it takes for missing, now and later
+    # which it takes for missing, now and later
+    for name in (
+        "torch_distributed",
+        "torch_flex_attn",
+        "torchao",
+        "scipy",
+    ):
         for module in (utils, utils.import_utils):
             setattr(module, f"is_{name}_available", lambda *arguments: False)
     masks = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = lambda: load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
+    masks.TransformGetItemToIndex = lambda: (
+        load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
+    )
     torch._dynamo = CompilerStandIn(COMPILER)
     sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
     sys.meta_path.insert(0, FINDER)
 
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)  # noqa: E402, F401
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel  # noqa: E402, F401
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401

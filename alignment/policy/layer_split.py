@@ -17,29 +17,43 @@ IN_FLIGHT = 4  # micro-batches for each device, at most (benchmarks/README.md)
 
 
 class LayerSplitPolicy(SingleDevicePolicy):
-    """A `Policy` of one process, split by layers over its devices, with several micro-batches in flight so that all are busy.
-    Nothing here waits for a device, so one micro-batch's late layers run beside the next ones' early layers."""
+    """A `Policy` of one process, split by layers over its devices, with several micro-batches in
+    flight so that all are busy. Nothing here waits for a device, so one micro-batch's late layers
+    run beside the next ones' early layers."""
 
-    def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
-        """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`. Rows of a prompt stay together
-        where that leaves a micro-batch for each device."""
+    def _micro_batches(
+        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
+    ) -> Iterator[tuple]:
+        """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`. Rows
+        of a prompt stay together where that leaves a micro-batch for each device."""
         devices, prompt_groups = len(self.devices), rows_by_prompt(split).values()
         longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
-        largest = max((packed_tokens([split[row] for row in own]) for own in prompt_groups), default=1)
+        largest = max(
+            (packed_tokens([split[row] for row in own]) for own in prompt_groups), default=1
+        )
         whole_groups = min(len(prompt_groups), self.micro_batch_tokens // largest)
         most = whole_groups if whole_groups >= devices else self.micro_batch_tokens // longest
         in_flight = max(1, min(IN_FLIGHT * devices, most))
-        # Few rows are cut into no more than a micro-batch for each device, since each takes the host's time.
-        even = max(1, -(-packed_tokens(split) // devices), largest if whole_groups >= devices else 0)
+        # Few rows are cut into no more than a micro-batch for each device, since each takes the
+        # host's time.
+        even = max(
+            1, -(-packed_tokens(split) // devices), largest if whole_groups >= devices else 0
+        )
         pieces = cut_by_tokens(split, min(max(1, self.micro_batch_tokens // in_flight), even))
-        head_on_last_device = str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
+        head_on_last_device = (
+            str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
+        )
         started: dict[int, MicroBatch] = {}
         order = issue_order(len(pieces), in_flight, heads_first=not head_on_last_device)
         for action, issued in itertools.groupby(order, key=lambda pair: pair[0]):
             numbers = [number for _, number in issued]
             if action == "forward":
-                with autocast(self.devices[0], self.dtype):  # one for all of them, so that they share one cast of the weights
-                    started |= {n: MicroBatch(self, batch, [rows[i] for i in pieces[n]], objective) for n in numbers}
+                # one for all of them, so that they share one cast of the weights
+                with autocast(self.devices[0], self.dtype):
+                    started |= {
+                        n: MicroBatch(self, batch, [rows[i] for i in pieces[n]], objective)
+                        for n in numbers
+                    }
             elif action == "head":
                 for number in numbers:
                     started[number].head()
@@ -50,9 +64,15 @@ class LayerSplitPolicy(SingleDevicePolicy):
                     yield pieces[number], micro_batch
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
-        """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the norm of every parameter."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        parts = ([gradient for gradient in gradients if str(gradient.device) == device] for device in self.devices)
+        """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the
+        norm of every parameter."""
+        gradients = [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
+        parts = (
+            [gradient for gradient in gradients if str(gradient.device) == device]
+            for device in self.devices
+        )
         norm = get_total_norm([get_total_norm(part) for part in parts if part])
         clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm

@@ -23,39 +23,59 @@ from alignment.policy.huggingface import (
 )
 from alignment.policy.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
 from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
-from alignment.policy.self_check import NotFinite, checking, choose_path, disagreement, once, own_log_probs, random_pieces
+from alignment.policy.self_check import (
+    NotFinite,
+    checking,
+    choose_path,
+    disagreement,
+    once,
+    own_log_probs,
+    random_pieces,
+)
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
 logging.set_verbosity_error()
-hub_logging.set_verbosity_error()  # it retries without a connection; our own message says what comes of that
-logging.disable_progress_bar()  # loading a model is a matter of seconds; its bars would break up our own
+# it retries without a connection; our own message says what comes of that
+hub_logging.set_verbosity_error()
+# loading a model is a matter of seconds; its bars would break up our own
+logging.disable_progress_bar()
 for kind in ("cpu", "cuda"):  # autocast would leave the product of a mixture's experts in float32
     torch.library.register_autocast("aten::_grouped_mm", kind, torch.bfloat16)
 
-# Embeddings are padded to a round number of rows: deepseek-llm-7b's 102400 rows for 100015 tokens, 2.3 %, are the most spare
-# ones of the families that are known here.
+# Embeddings are padded to a round number of rows: deepseek-llm-7b's 102400 rows for 100015 tokens,
+# 2.3 %, are the most spare ones of the families that are known here.
 SPARE_ROWS = 0.1
 
 
 def make_deterministic() -> None:
     """Turn on what torch has against kernels whose sums depend on timing."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first GPU matrix product is made
+    # read when the first GPU matrix product is made
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def load_config(model_path: str):
-    """The model's configuration. Raises `UserError` where it cannot be loaded, and for what is no causal language model."""
+    """The model's configuration. Raises `UserError` where it cannot be loaded, and for what is no
+    causal language model."""
     config = _load(AutoConfig.from_pretrained, model_path)
     if config.is_encoder_decoder:
         reason = "is an encoder and a decoder; use a model that only decodes"
     elif config.get_text_config() is not config:
-        reason = "nests its text model in a larger one (text_config); save that part as a folder of its own and name it"
+        reason = (
+            "nests its text model in a larger one (text_config); save that part as a folder of its"
+            " own and name it"
+        )
     elif type(config) not in AutoModelForCausalLM._model_mapping:
         reason = "is of no family that transformers loads as a causal language model"
-    elif not isinstance(longest := getattr(config, "max_position_embeddings", None), int) or longest < 1:
-        reason = "does not say how many tokens it takes; add max_position_embeddings to its config.json"
+    elif (
+        not isinstance(longest := getattr(config, "max_position_embeddings", None), int)
+        or longest < 1
+    ):
+        reason = (
+            "does not say how many tokens it takes; add max_position_embeddings to its config.json"
+        )
     else:
         return config
     raise UserError(f"--model {model_path} ({config.model_type}) {reason}")
@@ -66,11 +86,14 @@ def _load(loader, model_path: str, **options):
         return loader(model_path, **options)
     except Exception as error:  # of many kinds, for a folder that transformers cannot make sense of
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model {model_path}: cannot be loaded from this machine or from the hub ({reason})") from None
+        raise UserError(
+            f"--model {model_path}: cannot be loaded from this machine or from the hub ({reason})"
+        ) from None
 
 
 def load_generation_config(model_path: str) -> GenerationConfig | None:
-    """The defaults of the model's generation_config.json; None without one. Raises `UserError` for one that cannot be read."""
+    """The defaults of the model's generation_config.json; None without one. Raises `UserError` for
+    one that cannot be read."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:  # transformers then takes the model to have none
@@ -78,23 +101,35 @@ def load_generation_config(model_path: str) -> GenerationConfig | None:
     except Exception as error:  # of many kinds: it makes an object of each value
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "correct that file, or delete it"
-        raise UserError(f"--model {model_path}: its generation_config.json cannot be read ({reason}); {remedy}") from None
+        raise UserError(
+            f"--model {model_path}: its generation_config.json cannot be read ({reason}); {remedy}"
+        ) from None
 
 
 def load_tokenizer(model_path: str):
-    """The model's tokenizer. Raises `UserError` if it has no EOS token, makes ids without an embedding, or has no tokens for
-    many of the embeddings; says so where the model's own configuration names another EOS token."""
+    """The model's tokenizer. Raises `UserError` if it has no EOS token, makes ids without an
+    embedding, or has no tokens for many of the embeddings; says so where the model's own
+    configuration names another EOS token."""
     config = load_config(model_path)
     vocabulary = config.vocab_size
     tokenizer = _load(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
-        fault, remedy = "no EOS token, so responses could not be taught to end", 'set "eos_token" in its tokenizer_config.json'
+        fault, remedy = (
+            "no EOS token, so responses could not be taught to end",
+            'set "eos_token" in its tokenizer_config.json',
+        )
         raise UserError(f"--model {model_path}: its tokenizer has {fault}; {remedy}")
-    # Added tokens come up only where a text spells them out; some families have more of them than embeddings.
+    # Added tokens come up only where a text spells them out; some families have more of them than
+    # embeddings.
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
     if (largest := max(set(tokenizer.get_vocab().values()) - added)) >= vocabulary:
-        fault = f"its tokenizer makes token ids up to {largest}, its config.json says vocab_size {vocabulary}"
-        raise UserError(f"--model {model_path}: {fault}; the folder's files are of different models")
+        fault = (
+            f"its tokenizer makes token ids up to {largest}, its config.json says vocab_size"
+            f" {vocabulary}"
+        )
+        raise UserError(
+            f"--model {model_path}: {fault}; the folder's files are of different models"
+        )
     tokens = len({number for number in tokenizer.get_vocab().values() if number < vocabulary})
     if tokens < (1 - SPARE_ROWS) * vocabulary:
         fault = f"its tokenizer has tokens for {tokens} of the model's {vocabulary} embeddings"
@@ -104,26 +139,36 @@ def load_tokenizer(model_path: str):
     listed = _listed_ends(model_path, load_generation_config(model_path), config)
     if listed and tokenizer.eos_token_id not in listed:
         ours = f"{tokenizer.eos_token} ({tokenizer.eos_token_id})"
-        theirs = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in sorted(listed))
+        theirs = ", ".join(
+            f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in sorted(listed)
+        )
         ends = f"its tokenizer ends texts with {ours}, its configuration with {theirs}"
-        say_once(f"--model {model_path}: {ends}: any of these ends a response; are its files of different models?")
+        say_once(
+            f"--model {model_path}: {ends}: any of these ends a response; are its files of"
+            " different models?"
+        )
     return tokenizer
 
 
 def load_end_ids(model_path: str, tokenizer) -> frozenset[int]:
     """The ids that end a response of the model of that folder or hub name (`end_token_ids`)."""
     config = _load(AutoConfig.from_pretrained, model_path)
-    return end_token_ids(tokenizer, _listed_ends(model_path, load_generation_config(model_path), config))
+    return end_token_ids(
+        tokenizer, _listed_ends(model_path, load_generation_config(model_path), config)
+    )
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer) -> frozenset[int]:
     """The ids that end a response of a model that is loaded, as `load_end_ids`."""
-    return end_token_ids(tokenizer, _listed_ends(model.name_or_path, model.generation_config, model.config))
+    return end_token_ids(
+        tokenizer, _listed_ends(model.name_or_path, model.generation_config, model.config)
+    )
 
 
 def _listed_ends(model_path: str, generation: GenerationConfig | None, config) -> set[int]:
-    """The `eos_token_id`s of the model's generation_config.json, or of its configuration where that names none; less those that
-    cannot be drawn, for which there is no embedding. Raises `UserError` for what is no id."""
+    """The `eos_token_id`s of the model's generation_config.json, or of its configuration where that
+    names none; less those that cannot be drawn, for which there is no embedding. Raises `UserError`
+    for what is no id."""
     listed = getattr(generation, "eos_token_id", None)
     if listed in (None, []):
         listed = getattr(config, "eos_token_id", None)
@@ -134,41 +179,69 @@ def _listed_ends(model_path: str, generation: GenerationConfig | None, config) -
             continue
         if type(number) is not int:
             fault = f"its configuration names the eos_token_id {number!r}, which is no token id"
-            raise UserError(f"--model {model_path}: {fault}; correct its generation_config.json or config.json")
+            raise UserError(
+                f"--model {model_path}: {fault}; correct its generation_config.json or config.json"
+            )
         if 0 <= number < config.get_text_config().vocab_size:
             ends.add(number)
     return ends
 
 
 def check_token_ids(tokenizer, vocabulary: int, rows: Iterable[tuple[str, Sequence[int]]]) -> None:
-    """Raise `UserError` for the first token without one of the model's `vocabulary` embeddings; `rows` are (place, ids)."""
+    """Raise `UserError` for the first token without one of the model's `vocabulary` embeddings;
+    `rows` are (place, ids)."""
     for place, ids in rows:
         if ids and max(ids) >= vocabulary:
             number = max(ids)
             fault = f"its token {tokenizer.convert_ids_to_tokens(number)} has id {number}"
-            remedy = "leave the token out, or add embeddings (resize_token_embeddings) and train them"
-            raise UserError(f"{place}: {fault}, and the model has embeddings for ids below {vocabulary} only; {remedy}")
+            remedy = (
+                "leave the token out, or add embeddings (resize_token_embeddings) and train them"
+            )
+            raise UserError(
+                f"{place}: {fault}, and the model has embeddings for ids below {vocabulary} only;"
+                f" {remedy}"
+            )
 
 
 def mlp_width(config) -> int:
-    """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are four times the hidden size."""
-    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are
+    four times the hidden size."""
+    width = (
+        getattr(config, "intermediate_size", None)
+        or getattr(config, "n_inner", None)
+        or 4 * config.hidden_size
+    )
     return max(width) if isinstance(width, list | tuple) else width
 
 
 def compute_dtype(name: str, device: str) -> str:
-    """The type of matrix products on a device that --dtype names: "auto" is bfloat16 where the device multiplies it faster."""
+    """The type of matrix products on a device that --dtype names: "auto" is bfloat16 where the
+    device multiplies it faster."""
     if name != "auto":
         return name
-    fast = device.startswith("cuda") or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    fast = (
+        device.startswith("cuda")
+        or torch.cpu._is_amx_tile_supported()
+        or torch.cpu._is_avx512_bf16_supported()
+    )
     return "bfloat16" if fast else "float32"
 
 
-def load_model(model_path: str, devices: tuple[str, ...], dtype: torch.dtype, products: torch.dtype | None = None):
-    """Load a causal language model on one device, or by layers on several (what autocast would cast in `products`, else
-    `dtype`), and choose its path by a self-check. Raises `UserError` for missing or damaged weights, or if no path is exact."""
+def load_model(
+    model_path: str,
+    devices: tuple[str, ...],
+    dtype: torch.dtype,
+    products: torch.dtype | None = None,
+):
+    """Load a causal language model on one device, or by layers on several (what autocast would cast
+    in `products`, else `dtype`), and choose its path by a self-check. Raises `UserError` for
+    missing or damaged weights, or if no path is exact."""
     model = _load_weights(model_path, dtype, products)
-    model = model.to(devices[0]) if len(devices) == 1 else spread(model, partition_layers(ModelShape.of(model), devices))
+    model = (
+        model.to(devices[0])
+        if len(devices) == 1
+        else spread(model, partition_layers(ModelShape.of(model), devices))
+    )
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
@@ -182,7 +255,10 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
 
     family, device = model.config.model_type, first_device(model)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give --compile")
+        raise UserError(
+            f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give"
+            " --compile"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where this process's Triton kernels run
     rows = list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
@@ -197,7 +273,9 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
             if expected is not None:
                 reason = disagreement(expected, lambda: own_log_probs(model, rows))
         if reason:
-            raise UserError(f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out")
+            raise UserError(
+                f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out"
+            )
 
 
 def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
@@ -208,7 +286,9 @@ def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     code, rotary = vars(sys.modules[type(model.get_decoder()).__module__]), "apply_rotary_pos_emb"
     own = dict(code)
     try:
-        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        _apply_liger_kernel_to_instance(
+            model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     finally:
         kernels = dict(code)
         code.update(own)
@@ -251,33 +331,43 @@ def unchanged_where_it_fails(model: PreTrainedModel) -> Iterator[None]:
         raise
 
 
-def _load_weights(model_path: str, dtype: torch.dtype, products: torch.dtype | None = None) -> PreTrainedModel:
+def _load_weights(
+    model_path: str, dtype: torch.dtype, products: torch.dtype | None = None
+) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
     family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
-    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION  # newer ones look theirs up in a table
+    # newer ones look theirs up in a table
+    attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
 
     def make(model, config):  # each weight is loaded in the type that it is made with
         family.__init__(model, config)
         for parameter in cast_by_autocast(model):
             parameter.data = parameter.data.to(products or dtype)
 
-    family_in_types = type(family.__name__, (family,), {"__module__": family.__module__, "__init__": make})
+    family_in_types = type(
+        family.__name__, (family,), {"__module__": family.__module__, "__init__": make}
+    )
     options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     model, report = _load(family_in_types.from_pretrained, model_path, **options)
     # transformers would fill these in at random and go on.
     if absent := sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]:
-        raise UserError(f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as {absent[0]}")
+        raise UserError(
+            f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as"
+            f" {absent[0]}"
+        )
     return model
 
 
 def load_weights(model_path: str, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
-    """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as `load_model` does."""
+    """Every weight of a model, on the CPU, by its name; tied weights once. Raises `UserError` as
+    `load_model` does."""
     return _load_weights(model_path, dtype).named_parameters()
 
 
 @torch.no_grad()
 def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy weights over a model's own of these names, in place, cast to their type; leaves those that are its own already."""
+    """Copy weights over a model's own of these names, in place, cast to their type; leaves those
+    that are its own already."""
     own = dict(model.named_parameters())
     for name, tensor in weights:
         if own[name].data_ptr() != tensor.data_ptr():
@@ -285,17 +375,20 @@ def copy_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tens
 
 
 def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Put each module on its device, and have it move its inputs there: see `partition_layers` for why accelerate does not."""
+    """Put each module on its device, and have it move its inputs there: see `partition_layers` for
+    why accelerate does not."""
     for name, device in device_map.items():
         model.get_submodule(name).to(device)
     return move_activations(model, device_map)
 
 
 def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
-    """Before each module's forward, move its inputs to the module's device; hidden states alone come from another GPU. A copy
-    between GPUs makes both wait for each other. So positions come from the host and rotary embeddings are computed on every
-    device, each once a forward; of anything else that has no gradient a device gets one copy, however many modules ask."""
-    # A tensor -> the same on other devices, while the tensor lives: until backward where layers are run again there.
+    """Before each module's forward, move its inputs to the module's device; hidden states alone
+    come from another GPU. A copy between GPUs makes both wait for each other. So positions come
+    from the host and rotary embeddings are computed on every device, each once a forward; of
+    anything else that has no gradient a device gets one copy, however many modules ask."""
+    # A tensor -> the same on other devices, while the tensor lives: until backward where layers are
+    # run again there.
     copies: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakTensorKeyDictionary()
     devices = list(dict.fromkeys(device_map.values()))
 
@@ -309,20 +402,29 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
 
     def note_positions(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if isinstance(packing := kwargs.get("layout"), Packing):
-            copies[kwargs["position_ids"]] = {device: packing.to(device).position_ids_1N for device in devices}
+            copies[kwargs["position_ids"]] = {
+                device: packing.to(device).position_ids_1N for device in devices
+            }
 
-    def move_inputs(device: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def move_inputs(
+        device: str, module: torch.nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
         return tree_map_only(torch.Tensor, functools.partial(moved, device), (args, kwargs))
 
     def stand_in(device: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's copy; of one of floating point, which tells a rotary embedding only a type, one without its values."""
+        """A tensor's copy; of one of floating point, which tells a rotary embedding only a type,
+        one without its values."""
         if tensor.is_floating_point():
             return tensor.new_empty(1, device=device).expand(tensor.shape)
         return moved(device, tensor)
 
-    def compute_elsewhere(replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs) -> None:
+    def compute_elsewhere(
+        replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs
+    ) -> None:
         for device, replica in replicas.items():
-            args_there, kwargs_there = tree_map_only(torch.Tensor, functools.partial(stand_in, device), (args, kwargs))
+            args_there, kwargs_there = tree_map_only(
+                torch.Tensor, functools.partial(stand_in, device), (args, kwargs)
+            )
             elsewhere = replica(*args_there, **kwargs_there)
             for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
                 copies.setdefault(output, {})[device] = other
@@ -330,10 +432,16 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
     model.get_decoder().register_forward_pre_hook(note_positions, with_kwargs=True)
     for name, device in device_map.items():
         module = model.get_submodule(name)
-        if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):  # it computes with positions
+        # it computes with positions
+        if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):
             others = [other for other in devices if other != device]
-            replicas = {to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()}) for to in others}
-            module.register_forward_hook(functools.partial(compute_elsewhere, replicas), with_kwargs=True)
+            replicas = {
+                to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()})
+                for to in others
+            }
+            module.register_forward_hook(
+                functools.partial(compute_elsewhere, replicas), with_kwargs=True
+            )
         module.register_forward_pre_hook(functools.partial(move_inputs, device), with_kwargs=True)
     return model
 
@@ -342,9 +450,10 @@ STREAMS: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.
 
 
 def copy_between(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor's copy on another device, whose gradient goes back. Between GPUs torch has the current streams of both wait for
-    each other; here these are streams of this pair of GPUs, so that only what reads the copy waits. A gradient comes by the
-    same streams, and waits for what its GPU was given before. What comes to a CPU has arrived."""
+    """A tensor's copy on another device, whose gradient goes back. Between GPUs torch has the
+    current streams of both wait for each other; here these are streams of this pair of GPUs, so
+    that only what reads the copy waits. A gradient comes by the same streams, and waits for what
+    its GPU was given before. What comes to a CPU has arrived."""
     if not tensor.is_cuda or device.type != "cuda":
         return tensor.to(device, non_blocking=device.type == "cuda")
     pair = tensor.device, device

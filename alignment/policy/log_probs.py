@@ -1,4 +1,5 @@
-"""Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at once."""
+"""Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at
+once."""
 
 import torch
 
@@ -9,50 +10,65 @@ from alignment.policy.packing import attention_by_layout, pack, send, takes_plai
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus
-LOGITS_IN_CACHE = {"cpu": 2**20}  # logits gone over at a time, where passes over memory take the time
+# logits gone over at a time, where passes over memory take the time
+LOGITS_IN_CACHE = {"cpu": 2**20}
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of softmax(logits) over the last axis: logsumexp(z) - sum(softmax(z) * z). [..., V] -> [...]."""
+    """Entropy in nats of softmax(logits) over the last axis: logsumexp(z) - sum(softmax(z) * z).
+    [..., V] -> [...]."""
     logits = logits.float()
     return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
 
 
 def cumulative(values: torch.Tensor) -> torch.Tensor:
-    """Running sums over the last axis; with --deterministic by the CPU, since torch has no such kernel for GPUs."""
+    """Running sums over the last axis; with --deterministic by the CPU, since torch has no such
+    kernel for GPUs."""
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return values.cpu().cumsum(dim=-1).to(values.device)
     return values.cumsum(dim=-1)
 
 
 def sampling_logits(
-    logits: torch.Tensor, temperature: float, top_p: float, top_k: int = 0, keep: torch.Tensor | None = None
+    logits: torch.Tensor,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely tokens (0: all) and the
-    nucleus, the smallest set of most likely tokens whose probability, among the `top_k`, reaches `top_p` (Holtzman et al. 2020,
-    arXiv:1904.09751). `keep` [N]: a token of each row that stays in, although rounding or other weights may put it out."""
+    """Logits [N, V] that are sampled from: z / temperature, -inf outside the `top_k` most likely
+    tokens (0: all) and the nucleus, the smallest set of most likely tokens whose probability, among
+    the `top_k`, reaches `top_p` (Holtzman et al. 2020, arXiv:1904.09751). `keep` [N]: a token of
+    each row that stays in, although rounding or other weights may put it out."""
     scaled = logits.float() / temperature
     top_k = min(top_k, scaled.shape[-1])
     if top_p >= 1 and not top_k:
         return scaled
     edge_N1, kept_N1 = truncation_edge(scaled, top_p, top_k)
     outside, at_edge = scaled < edge_N1, scaled == edge_N1
-    if (at_edge.sum(dim=-1, keepdim=True) > kept_N1).any():  # of tokens that are equally likely the first ones are kept
+    if (
+        at_edge.sum(dim=-1, keepdim=True) > kept_N1
+    ).any():  # of tokens that are equally likely the first ones are kept
         outside |= at_edge & (at_edge.cumsum(dim=-1, dtype=torch.int32) > kept_N1)
     if keep is not None:
         outside.scatter_(-1, keep[:, None], False)
     return scaled.masked_fill(outside, -torch.inf)
 
 
-def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logit of the least likely token that stays in each row of [N, V], and how many tokens with that logit stay: [N, 1].
-    Sorts a few tokens, and more where these do not reach `top_p`: most nuclei are small; sorting all takes ten times longer."""
+def truncation_edge(
+    logits: torch.Tensor, top_p: float, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logit of the least likely token that stays in each row of [N, V], and how many tokens
+    with that logit stay: [N, 1]. Sorts a few tokens, and more where these do not reach `top_p`:
+    most nuclei are small; sorting all takes ten times longer."""
     number = top_k or NUCLEUS_TOKENS
     while True:
         ordered = logits.topk(min(number, logits.shape[-1]), dim=-1).values
         highest_N1 = ordered[:, :1]
         weights = (ordered - highest_N1).exp()
-        probabilities = weights / (weights if top_k else (logits - highest_N1).exp()).sum(dim=-1, keepdim=True)
+        probabilities = weights / (weights if top_k else (logits - highest_N1).exp()).sum(
+            dim=-1, keepdim=True
+        )
         kept = (cumulative(probabilities) - probabilities) < top_p
         if top_k or number >= logits.shape[-1] or not kept[:, -1].any():
             break
@@ -63,63 +79,95 @@ def truncation_edge(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[tor
 
 
 def get_response_log_probs(
-    model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, return_token_entropy: bool = False,
-    response_mask: torch.Tensor | None = None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when None), 0 elsewhere.
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    return_token_entropy: bool = False,
+    response_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> dict[str, torch.Tensor]:
+    """log pi(label | prefix) in nats, fp32, for the positions in `response_mask` (everywhere when
+    None), 0 elsewhere.
 
-    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded, on the CPU: on a GPU the host would wait to read
-    where rows end and which share a prompt. Returns {"log_probs": [batch, sequence]} on the output head's device; if
-    `return_token_entropy` also, detached and of that shape, "token_entropy" of the tempered distribution and "sampling_entropy"
-    of the tempered, truncated one (`sampling_logits`), which log-probs are taken under.
+    `input_ids`, `labels`, `response_mask`: [batch, sequence], right-padded, on the CPU: on a GPU
+    the host would wait to read where rows end and which share a prompt. Returns {"log_probs":
+    [batch, sequence]} on the output head's device; if `return_token_entropy` also, detached and of
+    that shape, "token_entropy" of the tempered distribution and "sampling_entropy" of the tempered,
+    truncated one (`sampling_logits`), which log-probs are taken under.
 
-    Computes no padding, a shared prompt once (`packing.Packing`), and logits for the mask's positions, some at a time; on the
-    plain path, padding and all logits. Raises ValueError for a model that does not hand on what its attention is told."""
+    Computes no padding, a shared prompt once (`packing.Packing`), and logits for the mask's
+    positions, some at a time; on the plain path, padding and all logits. Raises ValueError for a
+    model that does not hand on what its attention is told."""
     input_ids, labels = input_ids.cpu(), labels.cpu()
-    mask = torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
-    hidden_NH, distribution = hidden_states(model, input_ids, mask), Distribution(temperature, top_p, top_k)
+    mask = (
+        torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
+    )
+    hidden_NH, distribution = (
+        hidden_states(model, input_ids, mask),
+        Distribution(temperature, top_p, top_k),
+    )
     return head_log_probs(model, hidden_NH, labels, mask, distribution, return_token_entropy)
 
 
-def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """The first half of `get_response_log_probs`: what the output head is given for the mask's N positions, [N, hidden], in the
-    order of the flattened mask. On the plain path these are the logits themselves, [N, V]."""
+def hidden_states(
+    model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor
+) -> torch.Tensor:
+    """The first half of `get_response_log_probs`: what the output head is given for the mask's N
+    positions, [N, hidden], in the order of the flattened mask. On the plain path these are the
+    logits themselves, [N, V]."""
     if takes_plain_path(model):
         return padded_logits(model, input_ids, response_mask)
     packing = pack(split_rows(input_ids, response_mask))
     device = model.get_input_embeddings().weight.device
     ids, positions = send(packing.input_ids_1N, device), send(packing.position_ids_1N, device)
     with attention_by_layout(model, packing):
-        hidden = model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing).last_hidden_state
+        hidden = model.get_decoder()(
+            input_ids=ids, position_ids=positions, use_cache=False, layout=packing
+        ).last_hidden_state
     spots_N = packing.spots_BT[response_mask[:, : packing.spots_BT.shape[1]]]
     return hidden[0].index_select(0, send(spots_N, hidden.device))
 
 
-def padded_logits(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The model's own logits [N, V] at the N positions of a right-padded mask [batch, sequence], flattened."""
+def padded_logits(
+    model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The model's own logits [N, V] at the N positions of a right-padded mask [batch, sequence],
+    flattened."""
     device = model.get_input_embeddings().weight.device
     last_B1 = mask.int().cumsum(dim=1).argmax(dim=1, keepdim=True)
     attention_mask = (torch.arange(mask.shape[1]) <= last_B1).long()
-    logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
+    logits = model(
+        input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False
+    ).logits
     return logits[mask.to(logits.device)]
 
 
 def head_log_probs(
-    model: torch.nn.Module, hidden_NH: torch.Tensor, labels: torch.Tensor, response_mask: torch.Tensor,
-    distribution: Distribution = Distribution(), return_token_entropy: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The second half of `get_response_log_probs`, from the hidden states at the mask's positions."""
+    model: torch.nn.Module,
+    hidden_NH: torch.Tensor,
+    labels: torch.Tensor,
+    response_mask: torch.Tensor,
+    distribution: Distribution = Distribution(),
+    return_token_entropy: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The second half of `get_response_log_probs`, from the hidden states at the mask's
+    positions."""
     head = model.get_output_embeddings()
     device = head.weight.device
     hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
     numbers = (distribution.temperature, distribution.top_p, distribution.top_k)
     if takes_plain_path(model):
-        log_probs_N, entropies_2N = logits_log_probs(hidden_NH, targets_N, numbers, return_token_entropy)
+        log_probs_N, entropies_2N = logits_log_probs(
+            hidden_NH, targets_N, numbers, return_token_entropy
+        )
     else:
         scale, soft_cap = logit_scale_and_cap(model.config)
         numbers = (distribution.temperature / scale, *numbers[1:])
         weight_VH = head.weight
-        if getattr(head, "bias", None) is not None:  # a bias is the weight of one more input, which is always 1
+        # a bias is the weight of one more input, which is always 1
+        if getattr(head, "bias", None) is not None:
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
         inputs = (hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)
@@ -128,12 +176,18 @@ def head_log_probs(
     values, zeros = {"log_probs": log_probs_N}, torch.zeros(labels.numel(), device=device)
     if return_token_entropy:
         values |= {"token_entropy": entropies_2N[0], "sampling_entropy": entropies_2N[1]}
-    return {name: zeros.index_copy(0, places, values_N).view(labels.shape) for name, values_N in values.items()}
+    return {
+        name: zeros.index_copy(0, places, values_N).view(labels.shape)
+        for name, values_N in values.items()
+    }
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
-    """Scale s (Cohere, Granite) and soft cap c (Gemma) of logits s * z, or s * c * tanh(z / c), of a head's output z."""
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    """Scale s (Cohere, Granite) and soft cap c (Gemma) of logits s * z, or s * c * tanh(z / c), of
+    a head's output z."""
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
@@ -141,33 +195,43 @@ def head_logits(model: torch.nn.Module, hidden_NH: torch.Tensor) -> torch.Tensor
     """The logits [N, V] after hidden states that `head_log_probs` has, in fp32, for sampling."""
     (scale, soft_cap), head = logit_scale_and_cap(model.config), model.get_output_embeddings()
     logits = fp32_product(hidden_NH, head.weight.T)
-    logits = soft_capped(logits if getattr(head, "bias", None) is None else logits + head.bias, soft_cap)
+    logits = soft_capped(
+        logits if getattr(head, "bias", None) is None else logits + head.bias, soft_cap
+    )
     return logits if scale == 1 else logits * scale
 
 
-def logits_log_probs(logits_NV, labels_N, distribution, with_entropy) -> tuple[torch.Tensor, torch.Tensor | None]:
+def logits_log_probs(
+    logits_NV, labels_N, distribution, with_entropy
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `LabelLogProbs` returns, from logits, by autograd."""
     kept_NV = sampling_logits(logits_NV, *distribution, keep=labels_N)
     log_probs_N = kept_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None]).squeeze(1)
     if not with_entropy:
         return log_probs_N, None
     tempered_NV = logits_NV.detach().float() / distribution[0]
-    truncated_N = torch.special.entr(kept_NV.detach().softmax(dim=-1)).sum(dim=-1)  # -p log p, and 0 where p is 0
+    # -p log p, and 0 where p is 0
+    truncated_N = torch.special.entr(kept_NV.detach().softmax(dim=-1)).sum(dim=-1)
     return log_probs_N, torch.stack([compute_entropy(tempered_NV), truncated_N])
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all logits in memory.
+    """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all
+    logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are wanted, soft cap c or None) ->
-    log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros unless wanted; without
-    gradient), fp32. With p = softmax of a row, d(log p_y)/dz = (1[y] - p) / temperature, times 1 - tanh(z / c)^2 with a cap.
-    Rows go in pieces of `LOGITS_IN_MEMORY` logits; backward computes p again, except for a single piece without a cap."""
+    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are
+    wanted, soft cap c or None) -> log-probs [N] and entropies [2, N] of the tempered and of the
+    truncated distribution (zeros unless wanted; without gradient), fp32. With p = softmax of a row,
+    d(log p_y)/dz = (1[y] - p) / temperature, times 1 - tanh(z / c)^2 with a cap. Rows go in pieces
+    of `LOGITS_IN_MEMORY` logits; backward computes p again, except for a single piece without a
+    cap."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):
         kind = hidden_NH.device.type
-        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
+        ctx.dtype = (
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
+        )
         ctx.distribution, ctx.probabilities, ctx.soft_cap = distribution, None, soft_cap
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
         pieces = row_pieces(len(hidden_NH), weight_VH.shape[0])
@@ -195,11 +259,17 @@ class LabelLogProbs(torch.autograd.Function):
                 slope = None
                 if (probabilities := ctx.probabilities) is None:
                     probabilities = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
-                    slope = None if ctx.soft_cap is None else 1 - (probabilities / ctx.soft_cap).square()
+                    slope = (
+                        None
+                        if ctx.soft_cap is None
+                        else 1 - (probabilities / ctx.soft_cap).square()
+                    )
                     score_in_place(probabilities, labels_N[piece], ctx.distribution)
                 ctx.probabilities = None  # which are written over here
                 scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
-                by_logits = probabilities.mul_(-scale).scatter_add_(1, labels_N[piece][:, None], scale)
+                by_logits = probabilities.mul_(-scale).scatter_add_(
+                    1, labels_N[piece][:, None], scale
+                )
                 by_logits = (by_logits if slope is None else by_logits.mul_(slope)).to(ctx.dtype)
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
@@ -210,11 +280,19 @@ class LabelLogProbs(torch.autograd.Function):
                         to_weight.addmm_(by_logits.T, hidden[piece])  # no second [V, H]
                     else:
                         to_weight.add_(by_logits.T @ hidden[piece])
-        return None if to_hidden is None else to_hidden.to(hidden_NH.dtype), to_weight, None, None, None, None
+        return (
+            None if to_hidden is None else to_hidden.to(hidden_NH.dtype),
+            to_weight,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product in fp32: 16 bits would move a logit of 20 by up to 0.06. A CPU has no such kernel, and rounds."""
+    """The matrix product in fp32: 16 bits would move a logit of 20 by up to 0.06. A CPU has no such
+    kernel, and rounds."""
     if left.is_cuda and left.itemsize == 2:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()
@@ -224,15 +302,20 @@ def row_pieces(rows: int, vocabulary: int) -> list[slice]:
     """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`."""
     number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
     size = max(1, -(-rows // number))
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [
+        slice(0, 0)
+    ]
 
 
 def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropies_2N=None) -> None:
-    """Turn fp32 logits into the probabilities of the tempered, truncated distribution. Write the labels' log-probs to
-    `log_probs_N`, and the entropies of the tempered and of the truncated distribution to the rows of `entropies_2N`."""
+    """Turn fp32 logits into the probabilities of the tempered, truncated distribution. Write the
+    labels' log-probs to `log_probs_N`, and the entropies of the tempered and of the truncated
+    distribution to the rows of `entropies_2N`."""
     temperature, top_p, top_k = distribution
     truncated = top_p < 1 or top_k
-    rows = max(1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1])
+    rows = max(
+        1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1]
+    )
     for here in (slice(start, start + rows) for start in range(0, len(logits_NV), rows)):
         z = logits_NV[here]
         if entropies_2N is not None and truncated:
@@ -248,4 +331,5 @@ def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropie
         else:
             torch.exp(log_p, out=z)
             if entropies_2N is not None:
-                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)  # -p log p, and 0 where p is 0
+                # -p log p, and 0 where p is 0
+                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)

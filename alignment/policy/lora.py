@@ -1,4 +1,5 @@
-"""Low-rank adapters, by PEFT: W + alpha / rank * B A, of which A and B are trained (Hu et al. 2021, arXiv:2106.09685, 4.1)."""
+"""Low-rank adapters, by PEFT: W + alpha / rank * B A, of which A and B are trained (Hu et al. 2021,
+arXiv:2106.09685, 4.1)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +21,9 @@ FILE = "adapter_model.safetensors"
 
 
 def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTrainedModel:
-    """A policy's model, in float32. With --lora_rank only adapters are trained: new ones, where B is 0, or
-    `config.checkpoint`'s. Raises `UserError` as `load_model` and `adapted_layers` do, and if these do not make its weights."""
+    """A policy's model, in float32. With --lora_rank only adapters are trained: new ones, where B
+    is 0, or `config.checkpoint`'s. Raises `UserError` as `load_model` and `adapted_layers` do, and
+    if these do not make its weights."""
     model = load_model(config.model_path, devices, torch.float32)
     if config.lora_rank:
         _add_adapters(model, config)
@@ -31,27 +33,41 @@ def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTra
 
 
 def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
-    from peft import LoraConfig, inject_adapter_in_model  # here, because it takes a second, and only this needs it
+    # here, because it takes a second, and only this needs it
+    from peft import (
+        LoraConfig,
+        inject_adapter_in_model,
+    )
 
     layers = adapted_layers(model, config.lora_targets)
     lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=list(layers), task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=list(layers),
+        task_type="CAUSAL_LM",
         fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in layers.values()),
         base_model_name_or_path=config.model_path,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):  # the same matrices on all ranks, whatever each has drawn before
+    )
+    # the same matrices on all ranks, whatever each has drawn before
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(lora, model)
 
 
 @torch.no_grad()
 def _load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
-    saved, merged = load_file(checkpoint / ADAPTER / FILE), dict(load_weights(str(checkpoint), torch.float32))
+    saved, merged = (
+        load_file(checkpoint / ADAPTER / FILE),
+        dict(load_weights(str(checkpoint), torch.float32)),
+    )
     for name, parameter in _parameters(model).items():
         parameter.copy_(saved[name])
     for name, weight in merged_weights(model):
         if not torch.allclose(weight.cpu(), merged[name], rtol=1e-3, atol=1e-6):
-            raise UserError(f"--resume: {model.name_or_path} has changed since the run began: {name} is not {checkpoint}'s")
+            raise UserError(
+                f"--resume: {model.name_or_path} has changed since the run began: {name} is not"
+                f" {checkpoint}'s"
+            )
 
 
 def _adapted(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
@@ -60,26 +76,36 @@ def _adapted(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The adapters' matrices, by their names in PEFT's files."""
-    matrices = ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name)
-    return {f"base_model.model.{name.removesuffix('.default.weight')}.weight": parameter for name, parameter in matrices}
+    matrices = (
+        (name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name
+    )
+    return {
+        f"base_model.model.{name.removesuffix('.default.weight')}.weight": parameter
+        for name, parameter in matrices
+    }
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of each weight, unsharded, tied ones once; adapters go into a copy: none is rounded twice."""
+    """(Hugging Face name, tensor) of each weight, unsharded, tied ones once; adapters go into a
+    copy: none is rounded twice."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model).items()}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         weight = whole(parameter.detach())
         if layer := layers.get(name):
-            a, b = (whole(getattr(layer, side)["default"].weight.detach()) for side in ("lora_A", "lora_B"))
+            a, b = (
+                whole(getattr(layer, side)["default"].weight.detach())
+                for side in ("lora_A", "lora_B")
+            )
             change = (b @ a) * (layer.lora_alpha["default"] / layer.r["default"])
             weight = weight + (change.T if layer.fan_in_fan_out else change)
         yield name.replace(".base_layer.", "."), weight
 
 
 def without_adapters(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Have a model compute, within the block, with the weights that its adapters, if any, started from."""
+    """Have a model compute, within the block, with the weights that its adapters, if any, started
+    from."""
     if not _adapted(model):
         return nullcontext()
     from peft.helpers import rescale_adapter_scale  # here, as above
@@ -89,23 +115,36 @@ def without_adapters(model: torch.nn.Module) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def use_adapters(model: torch.nn.Module, kind: str) -> None:
-    """See `Policy.use_adapters`. The new B gives alpha / rank * B A the variance 1 / inputs; PEFT's A has 1 / (3 * inputs)."""
-    from torch.distributed.tensor import DTensor, distribute_tensor  # here, because it takes a second
+    """See `Policy.use_adapters`. The new B gives alpha / rank * B A the variance 1 / inputs; PEFT's
+    A has 1 / (3 * inputs)."""
+    # here, because it takes a second
+    from torch.distributed.tensor import (
+        DTensor,
+        distribute_tensor,
+    )
 
     for number, layer in enumerate(_adapted(model).values()):
         b = layer.lora_B["default"].weight
         if kind == "random":
             layer.trained_b = b.detach().clone()
-            numbers = torch.randn(b.shape, generator=torch.Generator().manual_seed(number))  # the same on every rank
+            # the same on every rank
+            numbers = torch.randn(b.shape, generator=torch.Generator().manual_seed(number))
             numbers *= (3 / b.shape[1]) ** 0.5 / layer.scaling["default"]
-            b.copy_(distribute_tensor(numbers, b.device_mesh, b.placements) if isinstance(b, DTensor) else numbers)
+            b.copy_(
+                distribute_tensor(numbers, b.device_mesh, b.placements)
+                if isinstance(b, DTensor)
+                else numbers
+            )
         else:
             b.copy_(layer.trained_b)
 
 
 def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
-    """Write a model's adapters, if any, to adapter/ in `folder`, as PEFT reads them. All ranks call it; one `writes`."""
-    matrices = {name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()}
+    """Write a model's adapters, if any, to adapter/ in `folder`, as PEFT reads them. All ranks call
+    it; one `writes`."""
+    matrices = {
+        name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()
+    }
     if matrices and writes:
         model.peft_config["default"].save_pretrained(folder / ADAPTER)
         with written_by_library(folder):

@@ -1,4 +1,5 @@
-"""Bytes on a device: the micro-batch tokens that fit; a training step's peak, by kind, from shapes alone; and as measured."""
+"""Bytes on a device: the micro-batch tokens that fit; a training step's peak, by kind, from shapes
+alone; and as measured."""
 
 import gc
 import os
@@ -20,61 +21,86 @@ from alignment.policy.policy import RANKED, Policy, PolicyConfig
 from alignment.system.files import read_toml
 from alignment.system.processes import trim_heap
 
-MAX_TOKENS = 16384  # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
-# 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free memory is a limit.
+# larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
+MAX_TOKENS = 16384
+# 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free
+# memory is a limit.
 MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
-CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # keys and values of the rows in flight in our own decoding, at most
-STATE_SHARE = 0.7  # of a device's memory that weights, gradients and moments may take; the rest is for activations
+# keys and values of the rows in flight in our own decoding, at most
+CACHE_BYTES = {
+    "cpu": 2 * 2**30,
+    "cuda": 16 * 2**30,
+}
+# of a device's memory that weights, gradients and moments may take; the rest is for activations
+STATE_SHARE = 0.7
 MEASURED = read_toml(Path(__file__).with_name("memory.toml"), "--policy_devices")
-CONTEXT_BYTES, LIBRARY_BYTES, BFLOAT16_BYTES, SLACK = (MEASURED[of] for of in ("context", "libraries", "bfloat16", "slack"))
+CONTEXT_BYTES, LIBRARY_BYTES, BFLOAT16_BYTES, SLACK = (
+    MEASURED[of] for of in ("context", "libraries", "bfloat16", "slack")
+)
 GRAPH_BYTES, WORKSPACE_BYTES = MEASURED["graphs"], MEASURED["workspace"]
 SPARE = 0.05  # of a card, which is left to fragmentation
 
 
 def activation_bytes(config, itemsize: int = 4) -> int:
-    """Bytes of activations that backward needs for one token of a Llama-like decoder, with products of numbers of `itemsize`
-    bytes. Each layer stores four vectors of the MLP's width and about eleven of the hidden size; under autocast to 2 bytes two
-    more, since norms stay in float32. (SmolLM2-135M in float32: 1.50 MB by this formula, 1.53 MB measured.)"""
+    """Bytes of activations that backward needs for one token of a Llama-like decoder, with products
+    of numbers of `itemsize` bytes. Each layer stores four vectors of the MLP's width and about
+    eleven of the hidden size; under autocast to 2 bytes two more, since norms stay in float32.
+    (SmolLM2-135M in float32: 1.50 MB by this formula, 1.53 MB measured.)"""
     norms = 8 * config.hidden_size * (itemsize == 2)
-    return config.num_hidden_layers * (itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms)
+    return config.num_hidden_layers * (
+        itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms
+    )
 
 
 def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0) -> int:
-    """`activation_bytes` under gradient checkpointing, of that share of the layers: the input of each, three vectors at the
-    ends, one whole layer."""
+    """`activation_bytes` under gradient checkpointing, of that share of the layers: the input of
+    each, three vectors at the ends, one whole layer."""
     one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
     return int(4 * (layers * config.num_hidden_layers + 3) * config.hidden_size) + one_layer
 
 
 def passing_bytes(config, itemsize: int) -> int:
     """Bytes of one token while one layer computes it and nothing is kept for backward."""
-    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (itemsize == 2)
+    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (
+        itemsize == 2
+    )
 
 
 def key_value_bytes(config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    query_heads = getattr(config, "num_attention_heads", 1)  # a model without attention keeps less, whatever the length
+    # a model without attention keeps less, whatever the length
+    query_heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     return 2 * config.num_hidden_layers * heads * head_dim * itemsize
 
 
 def release_memory() -> None:
-    """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for used."""
+    """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for
+    used."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def free_bytes(device: str) -> int:
-    """Free memory of a GPU, or of the host. On a GPU what torch keeps unused is not among it: see `release_memory`."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    """Free memory of a GPU, or of the host. On a GPU what torch keeps unused is not among it: see
+    `release_memory`."""
+    return (
+        torch.cuda.mem_get_info(device)[0]
+        if device.startswith("cuda")
+        else psutil.virtual_memory().available
+    )
 
 
 def total_bytes(device: str) -> int:
     """The memory of a GPU, or of the host."""
     cuda = device.startswith("cuda")
-    return torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    return (
+        torch.cuda.get_device_properties(device).total_memory
+        if cuda
+        else psutil.virtual_memory().total
+    )
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,28 +114,50 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_micro_batch_tokens(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: PolicyConfig, longest: int, processes=1, whole=0
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    config: PolicyConfig,
+    longest: int,
+    processes=1,
+    whole=0,
 ) -> tuple[int, bool]:
-    """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where `processes` share a device."""
+    """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where
+    `processes` share a device."""
     devices = [str(device) for device in devices_of(model)]
-    parameters = sum(own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad) // len(devices)
-    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value) and value.ndim]
-    moment_bytes = sum(own_part(moment).nbytes for moment in moments if str(moment.device) in devices) // len(devices)
+    parameters = sum(
+        own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad
+    ) // len(devices)
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value) and value.ndim
+    ]
+    moment_bytes = sum(
+        own_part(moment).nbytes for moment in moments if str(moment.device) in devices
+    ) // len(devices)
     # The weights are allocated already.
-    to_allocate = parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
+    to_allocate = (
+        parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
+    )
     release_memory()
     free = min(free_bytes(device) for device in devices) // processes - to_allocate
     limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
     shape = ModelShape.of(model) if len(devices) > 1 else None
     shares = policy_shares(shape, devices, "layer_split", config.optimizer) if shape else ()
     layers = max((shape.layer_share(share.modules) for share in shares), default=1.0)
-    return tokens_that_fit(model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers)
+    return tokens_that_fit(
+        model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers
+    )
 
 
-def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device with that share of the
-    `layers`, whether it takes gradient checkpointing, which computes layers twice: where the longest row, of `longest` tokens,
-    does not fit otherwise). Tokens are rounded down to a power of two: slightly less free memory changes no repeated run."""
+def tokens_that_fit(
+    config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0
+) -> tuple[int, bool]:
+    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device
+    with that share of the `layers`, whether it takes gradient checkpointing, which computes layers
+    twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are rounded
+    down to a power of two: slightly less free memory changes no repeated run."""
     available = int(ACTIVATION_SHARE * max(free, 0))
     per_token = layers * activation_bytes(config, itemsize)
     if checkpointing := available < longest * per_token:
@@ -119,8 +167,9 @@ def tokens_that_fit(config, itemsize: int, free: int, longest: int, limit: int, 
 
 
 def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
-    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many outside: in fp32, as weights
-    and as gradients, what is outside and two layers, at work and on its way; and autocast's casts of all layers."""
+    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many
+    outside: in fp32, as weights and as gradients, what is outside and two layers, at work and on
+    its way; and autocast's casts of all layers."""
     return 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (itemsize == 2)
 
 
@@ -133,34 +182,46 @@ class StepShape:
     itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
     optimizer: str
     micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
-    update_tokens: int  # Of an update's rows, a prompt of several rows counted once: no micro-batch has more.
+    update_tokens: (
+        int  # Of an update's rows, a prompt of several rows counted once: no micro-batch has more.
+    )
     parallel: int  # Micro-batches at once, which share these tokens.
     prompt: int  # Tokens of the longest prompt.
     max_new_tokens: int  # Of the longest response.
     group_size: int
-    sampled: Mapping[str, tuple[int, int, int]]  # "sampling", "evaluation" -> prompts, responses to each, their longest tokens.
+    # "sampling", "evaluation" -> prompts, responses to each, their longest tokens.
+    sampled: Mapping[str, tuple[int, int, int]]
     truncated: bool  # Whether top-p or top-k leaves tokens out.
     passes: frozenset[str]  # Of "old_log_probs" and "reference", those that the loss needs.
     frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
     vllm: bool  # Whether vLLM samples, or our own decoding.
-    gpu_memory_utilization: float | None  # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
+    # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
+    gpu_memory_utilization: float | None
     engines: int  # On a GPU that samples and evaluates.
-    sleeps: bool  # Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes.
-    layers: float = 1.0  # The largest share of the model's layers on one device: `peak_bytes` tells.
-    largest_micro_batch: int = 0  # Tokens of the largest of a real update; 0: as many as there may be.
+    sleeps: (
+        bool  # Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes.
+    )
+    layers: float = (
+        1.0  # The largest share of the model's layers on one device: `peak_bytes` tells.
+    )
+    largest_micro_batch: int = (
+        0  # Tokens of the largest of a real update; 0: as many as there may be.
+    )
 
 
 AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
 """Phases in which an engine that sleeps is awake: from the weights that it gets to the last request
 that they answer."""
-RESERVED = "reserved"  # The kind of bytes that torch's allocator has got of a GPU and has not handed out.
+RESERVED = (  # The kind of bytes that torch's allocator has got of a GPU and has not handed out.
+    "reserved"
+)
 OF_ENGINE = "engine"  # The kind of bytes that belong to an engine's own process.
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """What a rank of the policy, or a device, holds at the worst moment of each phase: the trainer's
-    own process, with all that computes in it, and engines in processes of their own."""
+    """What a rank of the policy, or a device, holds at the worst moment of each phase: the
+    trainer's own process, with all that computes in it, and engines in processes of their own."""
 
     device: str
     rank: int | None  # None: a device of a policy of one process, or of other roles.
@@ -198,30 +259,48 @@ class DevicePeak:
 def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> list[DevicePeak]:
     """The peaks of the machine's ranks, or of the devices of a policy of one process, then of other
     roles' own devices. Frozen models stay through all phases. An engine keeps its whole share, but
-    while it sleeps its context and graphs alone. Moments are those from the second step on. For fp32
-    weights whose linear layers are autocast."""
+    while it sleeps its context and graphs alone. Moments are those from the second step on. For
+    fp32 weights whose linear layers are autocast."""
     shares = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     step = replace(step, layers=max(shape.layer_share(share.modules) for share in shares))
-    number, others = len(shares), {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares}
+    number, others = (
+        len(shares),
+        {*roles.sample, roles.eval, roles.reference} - {share.device for share in shares},
+    )
     shares += [Share(device, "", (), 0) for device in sorted(others)]
     # Ranks may share the host's CPU, where the first of them has the other roles, too.
     none = replace(roles, sample=(), eval="", reference="")
     here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
     ranks = number if step.policy_parallelism in RANKED else 0
     phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
-    return [DevicePeak(s.device, i if i < ranks else None, phases[i]) for i, s in enumerate(shares) if phases[i]]
+    return [
+        DevicePeak(s.device, i if i < ranks else None, phases[i])
+        for i, s in enumerate(shares)
+        if phases[i]
+    ]
 
 
-def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape) -> dict[str, dict[str, int]]:
+def _phases_of(
+    share: Share, shape: ModelShape, config: Any, roles: Roles, step: StepShape
+) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes of one share of the policy and the other roles on its device."""
-    device, held, frozen = share.device, share.modules, step.frozen * (share.device == roles.reference)
+    device, held, frozen = (
+        share.device,
+        share.modules,
+        step.frozen * (share.device == roles.reference),
+    )
     ranked, total = bool(held) and step.policy_parallelism in RANKED, sum(shape.parameters.values())
     checkpointing = False
     kept = _kept(share, shape, roles, step, frozen)
     moments: dict[str, list[dict[str, int]]] = {}
-    for phase, there in (("sampling", device in roles.sample), ("evaluation", device == roles.eval)):
+    for phase, there in (
+        ("sampling", device in roles.sample),
+        ("evaluation", device == roles.eval),
+    ):
         if there:
-            moments[phase] = [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
+            moments[phase] = (
+                [{}] if step.vllm else _decoding(config, step, *step.sampled[phase], device)
+            )
     for phase, own in (("old_log_probs", held), ("reference", held if shape.adapters else ())):
         if phase in step.passes and (frozen or own):
             moments[phase] = [_pass(shape, config, step, device, own)]
@@ -235,20 +314,37 @@ def _phases_of(share: Share, shape: ModelShape, config: Any, roles: Roles, step:
     if held:  # where weights are not the policy's own, safetensors gets whole copies on the host
         copies = 4 * total * (device == "cpu") * (2 if ranked else bool(shape.adapters))
         moments["checkpoint"] = [{"transit": max(embedding * ranked, copies)}]
-    worst = {phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()}
+    worst = {
+        phase: max(of, key=lambda moment: sum(moment.values())) for phase, of in moments.items()
+    }
     if device != "cpu":
         for kinds in worst.values():
             if held or frozen or not step.vllm:  # the trainer's process allocates something there
                 kinds["margin"] = _allocator_margin(kinds)
-                kinds[RESERVED] = int(SLACK["reserved"] * (sum(kept.values()) - kept["context"] + sum(kinds.values())))
+                kinds[RESERVED] = int(
+                    SLACK["reserved"] * (sum(kept.values()) - kept["context"] + sum(kinds.values()))
+                )
     else:
         for phase, kinds in worst.items():
-            kind = "ranks" if ranked else "adapters" if shape.adapters else "layers twice" if checkpointing else "update"
+            kind = (
+                "ranks"
+                if ranked
+                else "adapters"
+                if shape.adapters
+                else "layers twice"
+                if checkpointing
+                else "update"
+            )
             slack = SLACK[kind if phase == "update" else "other phases"]
             passing = int(slack * (sum(kinds.values()) - kinds.get("gradients", 0)))
-            kinds["margin"] = max(passing, 3 * BFLOAT16_BYTES * (step.itemsize == 2)) + LIBRARY_BYTES * checkpointing
+            kinds["margin"] = (
+                max(passing, 3 * BFLOAT16_BYTES * (step.itemsize == 2))
+                + LIBRARY_BYTES * checkpointing
+            )
             if ranked and step.itemsize == 4 and phase in ("update", "old_log_probs"):
-                kinds["margin"] += (5 if roles.eval else 3) * embedding  # as measured; with 16 bits it is not there
+                kinds["margin"] += (
+                    5 if roles.eval else 3
+                ) * embedding  # as measured; with 16 bits it is not there
     return {phase: kept | {OF_ENGINE: engine[phase]} | kinds for phase, kinds in worst.items()}
 
 
@@ -258,8 +354,8 @@ def _allocator_margin(kinds: Mapping[str, int]) -> int:
 
 
 def _engine_bytes(share: Share, roles: Roles, step: StepShape) -> dict[str, int]:
-    """Phase -> bytes of the vLLM engines on a share's device, in processes of their own: awake their
-    part of the GPU and a context each, asleep a context and graphs."""
+    """Phase -> bytes of the vLLM engines on a share's device, in processes of their own: awake
+    their part of the GPU and a context each, asleep a context and graphs."""
     device, phases = share.device, (*AWAKE, "old_log_probs", "reference", "update")
     if not step.vllm or device not in (*roles.sample, roles.eval):
         return dict.fromkeys(phases, 0)
@@ -272,16 +368,27 @@ def _engine_bytes(share: Share, roles: Roles, step: StepShape) -> dict[str, int]
     return {phase: asleep if sleeps and phase not in AWAKE else awake for phase in phases}
 
 
-def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int) -> dict[str, int]:
-    """What a share of the policy, and other roles on its device but vLLM's engines, keep through all
-    phases. Our own decoding counts as the trainer's, also where it has a process of its own."""
+def _kept(
+    share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen: int
+) -> dict[str, int]:
+    """What a share of the policy, and other roles on its device but vLLM's engines, keep through
+    all phases. Our own decoding counts as the trainer's, also where it has a process of its own."""
     device, ranked = share.device, step.policy_parallelism in RANKED
     samples = not step.vllm and device in (*roles.sample, roles.eval)
     copies = (step.engines if roles.eval in roles.sample else 1) * samples
     entry, trained = OPTIMIZERS[step.optimizer], shape.trained(share.modules) // share.parts
     # Our own decoding reads the policy's weights where these are of the type of its products.
-    reads = device == "cpu" and step.itemsize == 4 and share.parts == 1 and share.modules and not shape.adapters
-    kernels, libraries = BFLOAT16_BYTES * (step.itemsize == 2), LIBRARY_BYTES * (ranked or bool(shape.adapters))
+    reads = (
+        device == "cpu"
+        and step.itemsize == 4
+        and share.parts == 1
+        and share.modules
+        and not shape.adapters
+    )
+    kernels, libraries = (
+        BFLOAT16_BYTES * (step.itemsize == 2),
+        LIBRARY_BYTES * (ranked or bool(shape.adapters)),
+    )
     own = CONTEXT_BYTES["cpu"] + kernels + libraries if device == "cpu" else CONTEXT_BYTES["cuda"]
     copy = 0 if reads and not ranked else step.itemsize * sum(shape.parameters.values())
     return {
@@ -293,85 +400,153 @@ def _kept(share: Share, shape: ModelShape, roles: Roles, step: StepShape, frozen
     }
 
 
-def _at_work(config: Any, step: StepShape, device: str, held: int, total: int) -> tuple[int, int, bool]:
-    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many micro-batches these are; whether
-    their layers are computed twice)."""
-    longest, limit = step.prompt + step.max_new_tokens, min(step.card, MAX_ACTIVATION_BYTES[device.partition(":")[0]])
-    fit, checkpointing = tokens_that_fit(config, step.itemsize, step.card - held, longest, limit, step.layers)
-    most, group = step.micro_batch_tokens or fit, step.prompt + step.group_size * step.max_new_tokens
+def _at_work(
+    config: Any, step: StepShape, device: str, held: int, total: int
+) -> tuple[int, int, bool]:
+    """(Tokens of the micro-batches at work at a time beside `held` bytes, of `total`; how many
+    micro-batches these are; whether their layers are computed twice)."""
+    longest, limit = (
+        step.prompt + step.max_new_tokens,
+        min(step.card, MAX_ACTIVATION_BYTES[device.partition(":")[0]]),
+    )
+    fit, checkpointing = tokens_that_fit(
+        config, step.itemsize, step.card - held, longest, limit, step.layers
+    )
+    most, group = (
+        step.micro_batch_tokens or fit,
+        step.prompt + step.group_size * step.max_new_tokens,
+    )
     parallel = step.parallel if most >= step.parallel * group else 1  # as in `cut_for_parallel`
     if parallel > 1:
         most = parallel * min(most // parallel, -(-total // parallel) + group // 2)
     return max(min(most, total), longest), parallel, checkpointing and not step.micro_batch_tokens
 
 
-def _pass(shape: ModelShape, config: Any, step: StepShape, device: str, own: Sequence[str]) -> dict[str, int]:
-    """Bytes of a forward pass for log-probs alone: of one layer, and of the head. `own` are the policy's modules that compute
-    it; without, a frozen model does, whose weights need no cast."""
+def _pass(
+    shape: ModelShape, config: Any, step: StepShape, device: str, own: Sequence[str]
+) -> dict[str, int]:
+    """Bytes of a forward pass for log-probs alone: of one layer, and of the head. `own` are the
+    policy's modules that compute it; without, a frozen model does, whose weights need no cast."""
     prompts, each, longest = step.sampled["sampling"]
-    tokens, parallel, _ = _at_work(config, step, device, 0, prompts * (step.prompt + each * longest))
+    tokens, parallel, _ = _at_work(
+        config, step, device, 0, prompts * (step.prompt + each * longest)
+    )
     layers = [shape.parameters[name] for name in shape.layers]
     outside = sum(shape.parameters.values()) - sum(layers)
     return {
-        "casts": shape.state_bytes([name for name in shape.layers if name in own], 4) // 2 * (step.itemsize == 2),
+        "casts": (
+            shape.state_bytes([name for name in shape.layers if name in own], 4)
+            // 2
+            * (step.itemsize == 2)
+        ),
         "activations": tokens * passing_bytes(config, step.itemsize),
-        "logits": parallel * head_bytes(config, step, tokens // parallel, device, "pass") * (shape.head in own or not own),
+        "logits": (
+            parallel
+            * head_bytes(config, step, tokens // parallel, device, "pass")
+            * (shape.head in own or not own)
+        ),
         "gathered": 4 * (outside + 2 * max(layers)) * (step.policy_parallelism in RANKED),
     }
 
 
-def _update(share: Share, shape: ModelShape, config: Any, step: StepShape, held: int) -> tuple[list, bool]:
-    """(The moments of an update that may be its worst, whether layers are computed twice): the head of a later micro-batch,
-    with its activations, earlier ones' gradient, and temporaries of logits; a layer's backward pass; for a rank where whole
-    layers or their gradients are on their way. With all rows at work at once the head's gradient alone is there before."""
-    device, layers, adapted = share.device, [shape.parameters[name] for name in shape.layers], bool(shape.adapters)
-    ranked, trained = step.policy_parallelism in RANKED, 4 * (shape.trained(share.modules) // share.parts)
-    gathered = gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize) if ranked else 0
-    tokens, parallel, checkpointing = _at_work(config, step, device, held + trained + gathered, step.update_tokens)
+def _update(
+    share: Share, shape: ModelShape, config: Any, step: StepShape, held: int
+) -> tuple[list, bool]:
+    """(The moments of an update that may be its worst, whether layers are computed twice): the head
+    of a later micro-batch, with its activations, earlier ones' gradient, and temporaries of logits;
+    a layer's backward pass; for a rank where whole layers or their gradients are on their way. With
+    all rows at work at once the head's gradient alone is there before."""
+    device, layers, adapted = (
+        share.device,
+        [shape.parameters[name] for name in shape.layers],
+        bool(shape.adapters),
+    )
+    ranked, trained = (
+        step.policy_parallelism in RANKED,
+        4 * (shape.trained(share.modules) // share.parts),
+    )
+    gathered = (
+        gathered_bytes(layers, sum(shape.parameters.values()) - sum(layers), step.itemsize)
+        if ranked
+        else 0
+    )
+    tokens, parallel, checkpointing = _at_work(
+        config, step, device, held + trained + gathered, step.update_tokens
+    )
     all_at_once = tokens >= step.update_tokens
     tokens = step.largest_micro_batch or tokens
     update = {"gradients": trained, **_activations(shape, config, step, share.modules, tokens)}
     update["casts"] *= parallel if adapted else 1  # autocast shares casts of what is trained only
     if checkpointing:
-        twice = tokens * checkpointed_activation_bytes(config, step.itemsize, shape.layer_share(share.modules))
-        update |= {"activations": twice, **{kind: update[kind] // len(layers) for kind in ("casts", "attention")}}
+        twice = tokens * checkpointed_activation_bytes(
+            config, step.itemsize, shape.layer_share(share.modules)
+        )
+        update |= {
+            "activations": twice,
+            **{kind: update[kind] // len(layers) for kind in ("casts", "attention")},
+        }
     use = "frozen" if adapted else "trained"
-    head = parallel * head_bytes(config, step, tokens // parallel, device, use) * (shape.head in share.modules)
+    head = (
+        parallel
+        * head_bytes(config, step, tokens // parallel, device, use)
+        * (shape.head in share.modules)
+    )
     # A layer's forward and backward pass makes some three quarters of what it keeps again.
-    layer = {"activations": update["activations"] + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))}
+    layer = {
+        "activations": (
+            update["activations"]
+            + 3 * tokens * activation_bytes(config, step.itemsize) // (4 * len(layers))
+        )
+    }
     at_head = update | {"logits": head}
     moments = [*_rank_moments(shape, config, at_head)] if ranked else [at_head, update | layer]
     if all_at_once:
         embedding = min(trained, 4 * config.vocab_size * config.hidden_size)
-        moments = [moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments]
+        moments = [
+            moment | {"gradients": embedding * (shape.head in share.modules)} for moment in moments
+        ]
         moments.append({"gradients": trained + parallel * embedding, "gathered": gathered})
     return moments, checkpointing
 
 
-def _decoding(config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str) -> list[dict[str, int]]:
-    """Bytes of our own decoding of the most prompts whose keys and values have room at a time, each with `each` responses of
-    `tokens` at most: while a layer computes the prompts, when what it made is copied, and when the last token is drawn."""
+def _decoding(
+    config: Any, step: StepShape, prompts: int, each: int, tokens: int, device: str
+) -> list[dict[str, int]]:
+    """Bytes of our own decoding of the most prompts whose keys and values have room at a time, each
+    with `each` responses of `tokens` at most: while a layer computes the prompts, when what it made
+    is copied, and when the last token is drawn."""
     a_token = key_value_bytes(config, step.itemsize)
     group = step.prompt + each * tokens
     wave = min(prompts, max(1, CACHE_BYTES[device.partition(":")[0]] // (group * a_token)))
     read = wave * step.prompt
     logits = 4 * wave * each * config.vocab_size * (5 if step.truncated else 4)
     return [
-        {"keys and values": read * a_token, "activations": read * passing_bytes(config, step.itemsize)},
+        {
+            "keys and values": read * a_token,
+            "activations": read * passing_bytes(config, step.itemsize),
+        },
         {"keys and values": 2 * read * a_token},
         {"keys and values": wave * group * a_token, "logits": logits},
     ]
 
 
-def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int) -> dict[str, int]:
-    """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what attention keeps beside them."""
+def _activations(
+    shape: ModelShape, config: Any, step: StepShape, held: Sequence[str], tokens: int
+) -> dict[str, int]:
+    """Bytes of the layers held: autocast's casts, which backward keeps, activations, and what
+    attention keeps beside them."""
     layers = [name for name in shape.layers if name in held]
     keys_and_values = key_value_bytes(config, step.itemsize) // config.num_hidden_layers
     log_sums = 4 * getattr(config, "num_attention_heads", 1)
-    ends = 16 * config.hidden_size * (shape.head in held)  # four vectors at the head, half of them of responses alone
+    # four vectors at the head, half of them of responses alone
+    ends = 16 * config.hidden_size * (shape.head in held)
     # Of two norms a layer, what only the gradient of their weights needs.
     unkept = 8 * config.hidden_size * len(layers) * bool(shape.adapters)
-    a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers - unkept + ends
+    a_token = (
+        activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers
+        - unkept
+        + ends
+    )
     return {
         "casts": shape.state_bytes(layers, 4) // 2 * (step.itemsize == 2),
         "activations": tokens * a_token,
@@ -379,28 +554,48 @@ def _activations(shape: ModelShape, config: Any, step: StepShape, held: Sequence
     }
 
 
-def _rank_moments(shape: ModelShape, config: Any, update: dict[str, int]) -> Iterator[dict[str, int]]:
-    """The update of a rank, which gathers in fp32 (or copies, where it has all weights) what is outside the layers for a whole
-    micro-batch, and each layer for its forward and backward pass: at the head, and in backward of the last layer but one, where
-    the next one is gathered ahead, this one's gradient is whole, and the last one's is on its way to its ranks."""
+def _rank_moments(
+    shape: ModelShape, config: Any, update: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    """The update of a rank, which gathers in fp32 (or copies, where it has all weights) what is
+    outside the layers for a whole micro-batch, and each layer for its forward and backward pass: at
+    the head, and in backward of the last layer but one, where the next one is gathered ahead, this
+    one's gradient is whole, and the last one's is on its way to its ranks."""
     outside = shape.state_bytes([name for name in shape.parameters if name not in shape.layers], 4)
     layer = max(shape.state_bytes([name], 4) for name in shape.layers)
     gradient = 4 * max(shape.trained([name]) for name in shape.layers)
     # In bf16 the gradient of one matrix, and in fp32 the head's.
-    products = 0 if shape.adapters else 2 * mlp_width(config) * config.hidden_size + 4 * config.vocab_size * config.hidden_size
+    products = (
+        0
+        if shape.adapters
+        else 2 * mlp_width(config) * config.hidden_size + 4 * config.vocab_size * config.hidden_size
+    )
     left = max(len(shape.layers) - 2, 0) / len(shape.layers)
     kept = {kind: int(left * update[kind]) for kind in ("casts", "activations", "attention")}
     yield update | {"gathered": outside}
-    yield update | kept | {"logits": 0, "gathered": outside + 2 * layer, "whole gradients": 2 * gradient + products}
+    yield (
+        update
+        | kept
+        | {
+            "logits": 0,
+            "gathered": outside + 2 * layer,
+            "whole gradients": 2 * gradient + products,
+        }
+    )
 
 
 def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str) -> int:
-    """Bytes of `LabelLogProbs` in a micro-batch: in a "pass" without gradients, or with a "frozen" or a "trained" head, whose
-    gradient comes in fp32 and as a bf16 product. The weight's cast, and temporaries as multiples of a piece's fp32 logits: with
-    entropies, in forward alone, or without. Truncation adds a copy, masks, ranks. A CPU goes over few logits at a time; it
-    multiplies in bf16 first."""
+    """Bytes of `LabelLogProbs` in a micro-batch: in a "pass" without gradients, or with a "frozen"
+    or a "trained" head, whose gradient comes in fp32 and as a bf16 product. The weight's cast, and
+    temporaries as multiples of a piece's fp32 logits: with entropies, in forward alone, or without.
+    Truncation adds a copy, masks, ranks. A CPU goes over few logits at a time; it multiplies in
+    bf16 first."""
     head, cast_too = config.vocab_size * config.hidden_size, step.itemsize == 2
-    piece = 4 * row_pieces(max(tokens - step.prompt, step.max_new_tokens), config.vocab_size)[0].stop * config.vocab_size
+    piece = (
+        4
+        * row_pieces(max(tokens - step.prompt, step.max_new_tokens), config.vocab_size)[0].stop
+        * config.vocab_size
+    )
     of_cpu, of_gpu = (1.5, 1.5) if cast_too else (1, 1), (5, 5) if step.truncated else (4, 3)
     with_entropies, without = of_cpu if device == "cpu" else of_gpu
     cast = 2 * head * cast_too
@@ -418,16 +613,23 @@ Peaks = dict[str, dict[str, list[int | None]]]
 
 class PeakMeter:
     """Measures from a phase's beginning to that of the next. On a CPU: what each of the policy's
-    processes had resident at most (VmHWM, on Linux). On a GPU: what torch's allocator had handed out
-    at most in this process; and, by the driver, what all processes hold of the device when the phase
-    ends, which is near its peak, since torch and engines give back little between.
+    processes had resident at most (VmHWM, on Linux). On a GPU: what torch's allocator had handed
+    out at most in this process; and, by the driver, what all processes hold of the device when the
+    phase ends, which is near its peak, since torch and engines give back little between.
 
     `expected(tokens)` predicts peaks for micro-batches of so many tokens (0: as many as may be)."""
 
     def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
         ranks = getattr(policy, "ranks", None)
-        pids = [os.getpid(), *(child.process.pid for child in ranks.children)] if ranks else [os.getpid()]
-        names = [f"rank {rank}, {device}" if ranks else device for rank, device in enumerate(policy.devices)]
+        pids = (
+            [os.getpid(), *(child.process.pid for child in ranks.children)]
+            if ranks
+            else [os.getpid()]
+        )
+        names = [
+            f"rank {rank}, {device}" if ranks else device
+            for rank, device in enumerate(policy.devices)
+        ]
         self.pids = dict(zip(names, pids)) if policy.devices[0] == "cpu" else {}
         own = zip(names, policy.devices[:1] if ranks else policy.devices)
         self.devices = {name: device for name, device in own if device != "cpu"}
@@ -441,10 +643,15 @@ class PeakMeter:
         """End the phase before, and start one. Bytes of the phase "" are nobody's."""
         for name, pid in self.pids.items():
             with suppress(OSError, ValueError):  # the process is lost, or the system is another
-                (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+                (line,) = (
+                    line
+                    for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                    if line.startswith("VmHWM")
+                )
                 self._note(name, 1024 * int(line.split()[1]))
                 trim_heap()
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins anew at what is resident now
+                # begins anew at what is resident now
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
         for name, device in self.devices.items():
             self._note(name, torch.cuda.max_memory_allocated(device))
             free, total = torch.cuda.mem_get_info(device)

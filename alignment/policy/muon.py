@@ -3,14 +3,21 @@
 import torch
 
 MOMENTUM = 0.95
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic whose five iterations bring singular values to between 0.7 and 1.2
+# of the quintic whose five iterations bring singular values to between 0.7 and 1.2
+COEFFICIENTS = (
+    3.4445,
+    -4.775,
+    2.0315,
+)
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the step of a hidden matrix is its Nesterov momentum with
-    all singular values near 1, times 0.2 sqrt(max(rows, columns)), so that AdamW's learning rates fit (Liu et al. 2025,
-    arXiv:2502.16982, section 2.2). Embeddings, output head and vectors take AdamW's step, as both recommend. A group's "hidden"
-    says which of its parameters are hidden matrices. `torch.optim.Muon` multiplies in bfloat16, which many CPUs do slowly."""
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the step of a hidden matrix is
+    its Nesterov momentum with all singular values near 1, times 0.2 sqrt(max(rows, columns)), so
+    that AdamW's learning rates fit (Liu et al. 2025, arXiv:2502.16982, section 2.2). Embeddings,
+    output head and vectors take AdamW's step, as both recommend. A group's "hidden" says which of
+    its parameters are hidden matrices. `torch.optim.Muon` multiplies in bfloat16, which many CPUs
+    do slowly."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -20,7 +27,11 @@ class Muon(torch.optim.AdamW):
                     continue
                 state = self.state[p]
                 if not state:
-                    state |= {"step": torch.zeros(()), "momentum": torch.zeros_like(p)}  # AdamW looks for a step when it loads
+                    # AdamW looks for a step when it loads
+                    state |= {
+                        "step": torch.zeros(()),
+                        "momentum": torch.zeros_like(p),
+                    }
                 momentum = state["momentum"].lerp_(p.grad, 1 - MOMENTUM)
                 direction = orthogonalised(p.grad.lerp(momentum, MOMENTUM))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -30,7 +41,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T, roughly, of a matrix U S V^T, by Newton-Schulz iterations: X <- a X + (b X X^T + c (X X^T)^2) X."""
+    """U V^T, roughly, of a matrix U S V^T, by Newton-Schulz iterations: X <- a X + (b X X^T + c (X
+    X^T)^2) X."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=1e-7)

@@ -1,4 +1,5 @@
-"""Micro-batches computed side by side on a CPU's cores, whose gradients are added in the same order in every run."""
+"""Micro-batches computed side by side on a CPU's cores, whose gradients are added in the same order
+in every run."""
 
 import functools
 import re
@@ -15,15 +16,22 @@ from alignment.policy.dropout import draws_at_random
 from alignment.policy.huggingface import PreTrainedModel
 from alignment.policy.packing import ATTENTION
 
-PARALLEL = 2  # micro-batches at once, each with logits and a gradient of the output head of its own; two cores were measured
+# micro-batches at once, each with logits and a gradient of the output head of its own; two cores
+# were measured
+PARALLEL = 2
 
 
-def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: int) -> tuple[list[list[int]], int]:
-    """Micro-batches as row numbers, and how many of them are computed at once, with `most_tokens` in all of these together. One
-    at a time where torch has a single thread, where several would tear the rows of a prompt apart, or where
-    `may_run_in_parallel` says no. A batch that would fit in one micro-batch is cut nevertheless, into equal parts."""
+def cut_for_parallel(
+    model: PreTrainedModel, rows: Sequence[Row], most_tokens: int
+) -> tuple[list[list[int]], int]:
+    """Micro-batches as row numbers, and how many of them are computed at once, with `most_tokens`
+    in all of these together. One at a time where torch has a single thread, where several would
+    tear the rows of a prompt apart, or where `may_run_in_parallel` says no. A batch that would fit
+    in one micro-batch is cut nevertheless, into equal parts."""
     parallel = min(PARALLEL, torch.get_num_threads()) if may_run_in_parallel(model) else 1
-    prompt_groups = ([rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values())
+    prompt_groups = (
+        [rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values()
+    )
     largest = max(map(packed_tokens, prompt_groups), default=0)
     if parallel == 1 or most_tokens < parallel * largest:
         return cut_by_tokens(rows, most_tokens), 1
@@ -32,11 +40,15 @@ def cut_for_parallel(model: PreTrainedModel, rows: Sequence[Row], most_tokens: i
 
 
 def may_run_in_parallel(model: PreTrainedModel) -> bool:
-    """Whether two forward passes of a model at once cannot disturb each other. They would on devices that order their work
-    themselves, in torch's compiler, and with another attention than ours, which is swapped for a pass (`attention_by_layout`).
-    So would modules that hold state: dropout draws from one generator, some rotary embeddings follow a pass's longest row."""
-    eager_on_cpu = not getattr(model, "is_compiled", False) and all(p.device.type == "cpu" for p in model.parameters())
-    rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())  # dicts where layers differ
+    """Whether two forward passes of a model at once cannot disturb each other. They would on
+    devices that order their work themselves, in torch's compiler, and with another attention than
+    ours, which is swapped for a pass (`attention_by_layout`). So would modules that hold state:
+    dropout draws from one generator, some rotary embeddings follow a pass's longest row."""
+    eager_on_cpu = not getattr(model, "is_compiled", False) and all(
+        p.device.type == "cpu" for p in model.parameters()
+    )
+    # dicts where layers differ
+    rotary = " ".join(str(getattr(module, "rope_type", "")) for module in model.modules())
     return (
         eager_on_cpu
         and model.config._attn_implementation == ATTENTION
@@ -52,10 +64,11 @@ def run_parallel(
     parameters: Iterable[torch.nn.Parameter] = (),
     stop: Callable = lambda: None,
 ) -> Iterator:
-    """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that share torch's threads.
-    Threads that multiply their own matrices keep the cores busy; those that share every product wait for one another after each
-    (benchmarks/README.md). `work` adds to gradients of `parameters`, in its thread's own gradient mode and autocast. `stop` is
-    called where a piece fails or a signal comes: the other threads' work is waited for."""
+    """`work` of each piece, in the order of the pieces, `parallel` of them at once in threads that
+    share torch's threads. Threads that multiply their own matrices keep the cores busy; those that
+    share every product wait for one another after each (benchmarks/README.md). `work` adds to
+    gradients of `parameters`, in its thread's own gradient mode and autocast. `stop` is called
+    where a piece fails or a signal comes: the other threads' work is waited for."""
     if parallel == 1:
         yield from map(work, pieces)
         return
@@ -67,12 +80,20 @@ def run_parallel(
                 block = pieces[start : start + parallel]
                 workers = len(block)
                 order.begin(workers)
-                shares = [max(1, threads // workers + (worker < threads % workers)) for worker in range(workers)]
+                shares = [
+                    max(1, threads // workers + (worker < threads % workers))
+                    for worker in range(workers)
+                ]
                 try:
-                    running = [pool.submit(order.run, *given) for given in zip(range(workers), shares, repeat(work), block)]
+                    running = [
+                        pool.submit(order.run, *given)
+                        for given in zip(range(workers), shares, repeat(work), block)
+                    ]
                     for ended in wait(running, return_when=FIRST_EXCEPTION).done:
                         ended.result()  # raises a worker's error
-                except BaseException:  # of a worker, or a signal's: the pool would wait for workers that may wait for it
+                except BaseException:
+                    # of a worker, or a signal's: the pool would wait for workers that may wait for
+                    # it
                     order.stop()
                     stop()
                     raise
@@ -84,14 +105,21 @@ def run_parallel(
 
 
 class OrderedAccumulation:
-    """Orders workers' additions to a gradient: each one's first, in their order, then the second (a tied head has two)."""
+    """Orders workers' additions to a gradient: each one's first, in their order, then the second (a
+    tied head has two)."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
         self.local, self.changed, self.hooks = threading.local(), threading.Condition(), []
         self.begin(1)
         for number, parameter in enumerate(p for p in parameters if p.requires_grad):
-            self.hooks.append(parameter.register_hook(functools.partial(self._wait_for_turn, number)))
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._count_addition, number)))
+            self.hooks.append(
+                parameter.register_hook(functools.partial(self._wait_for_turn, number))
+            )
+            self.hooks.append(
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._count_addition, number)
+                )
+            )
 
     def begin(self, workers: int) -> None:
         """Start a new block of pieces."""
@@ -108,10 +136,13 @@ class OrderedAccumulation:
         """A piece's work, in this thread as worker number `worker`."""
         self.local.worker = worker
         try:
-            torch.get_num_threads()  # without which torch's first operation in a thread takes another thread's number over
+            # without which torch's first operation in a thread takes another thread's number over
+            torch.get_num_threads()
             torch.set_num_threads(threads)
             return work(piece)
-        finally:  # a worker that fails, or that has nothing to add to some parameter, must not hold up the others
+        finally:
+            # a worker that fails, or that has nothing to add to some parameter, must not hold up
+            # the others
             with self.changed:
                 self.running.discard(worker)
                 self.changed.notify_all()

@@ -1,9 +1,10 @@
-"""Writing a model's folder: first the weights, whatever becomes of the files beside them; and the trial of those files before
-training.
+"""Writing a model's folder: first the weights, whatever becomes of the files beside them; and the
+trial of those files before training.
 
-transformers loads more than it saves: a generation_config.json with a temperature but without do_sample, a chat template with a
-lone surrogate. Its `save_pretrained` writes such files before the weights and raises at the first one, so that the weights would
-never be written. What it refuses is written here as the base model has it, from where it has just been loaded."""
+transformers loads more than it saves: a generation_config.json with a temperature but without
+do_sample, a chat template with a lone surrogate. Its `save_pretrained` writes such files before the
+weights and raises at the first one, so that the weights would never be written. What it refuses is
+written here as the base model has it, from where it has just been loaded."""
 
 import json
 import shutil
@@ -18,7 +19,12 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from alignment.policy.huggingface import GenerationConfig, PreTrainedConfig, PreTrainedModel, cached_file
+from alignment.policy.huggingface import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    cached_file,
+)
 from alignment.policy.loading import load_config, load_generation_config
 from alignment.system.errors import UserError
 from alignment.system.files import is_disk_fault, written_by_library
@@ -28,9 +34,16 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILES = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
 
 
 @dataclass(frozen=True)
@@ -39,12 +52,19 @@ class SideFiles:
 
     name: str  # For messages.
     write: Callable[[Path], object]  # Has transformers write them to a folder.
-    keep: Callable[[Path], object]  # Writes them as the base model has them, where transformers refuses.
+    # Writes them as the base model has them, where transformers refuses.
+    keep: Callable[[Path], object]
 
 
-def save_model(model: PreTrainedModel, folder: Path, tokenizer, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the weights, by default the model's own, and then the files beside them, as a Hugging Face folder. Raises OSError
-    where the disk is at fault, and nothing else once the weights are written."""
+def save_model(
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the weights, by default the model's own, and then the files beside them, as a Hugging
+    Face folder. Raises OSError where the disk is at fault, and nothing else once the weights are
+    written."""
     with written_by_library(folder):
         with weights_alone():
             try:
@@ -52,9 +72,16 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer, weights: Mapping
             except Exception as error:
                 if is_disk_fault(error):
                     raise
-                own = dict(model.named_parameters()) if weights is None else weights  # tied weights once
-                save_file({name: tensor.detach().contiguous() for name, tensor in own.items()}, folder / WEIGHTS_FILE)
-                say_once(f"transformers refuses to save the weights ({_reason(error)}): they are in {WEIGHTS_FILE} by their names")
+                # tied weights once
+                own = dict(model.named_parameters()) if weights is None else weights
+                save_file(
+                    {name: tensor.detach().contiguous() for name, tensor in own.items()},
+                    folder / WEIGHTS_FILE,
+                )
+                say_once(
+                    f"transformers refuses to save the weights ({_reason(error)}): they are in"
+                    f" {WEIGHTS_FILE} by their names"
+                )
         for kind in side_files(model.config, model.generation_config, tokenizer):
             try:
                 _write(kind, folder)
@@ -63,40 +90,58 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer, weights: Mapping
 
 
 def check_saving(model_path: str, tokenizer) -> None:
-    """Write the files beside a model's weights to a folder that is removed. Prints a line for a kind that transformers refuses
-    to write and that is kept as it is. Raises `UserError` for one that cannot be read, or not be written in any way."""
+    """Write the files beside a model's weights to a folder that is removed. Prints a line for a
+    kind that transformers refuses to write and that is kept as it is. Raises `UserError` for one
+    that cannot be read, or not be written in any way."""
     config = load_config(model_path)
     generation = load_generation_config(model_path) or GenerationConfig.from_model_config(config)
     with tempfile.TemporaryDirectory() as folder:
         for kind in side_files(config, generation, tokenizer):
             if reason := _write(kind, Path(folder)):
                 kept = "trained models get it as it is"
-                say_once(f"--model {model_path}: transformers refuses to save its {kind.name} ({reason}); {kept}")
+                say_once(
+                    f"--model {model_path}: transformers refuses to save its {kind.name}"
+                    f" ({reason}); {kept}"
+                )
 
 
-def side_files(config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer) -> Iterator[SideFiles]:
+def side_files(
+    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer
+) -> Iterator[SideFiles]:
     """The kinds of files beside a model's weights."""
-    yield SideFiles(CONFIG_FILE, config.save_pretrained, lambda folder: _keep_config(config, folder))
+    yield SideFiles(
+        CONFIG_FILE, config.save_pretrained, lambda folder: _keep_config(config, folder)
+    )
     if generation is not None:
         # As `save_pretrained`, which first validates it, writes it.
-        unchecked = lambda folder: generation.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
+        unchecked = lambda folder: generation.to_json_file(
+            folder / GENERATION_FILE, keys_to_pop=["compile_config"]
+        )
         yield SideFiles(GENERATION_FILE, generation.save_pretrained, unchecked)
-    yield SideFiles("tokenizer", tokenizer.save_pretrained, lambda folder: _copy_tokenizer(tokenizer, folder))
+    yield SideFiles(
+        "tokenizer", tokenizer.save_pretrained, lambda folder: _copy_tokenizer(tokenizer, folder)
+    )
 
 
 @contextmanager
 def weights_alone() -> Iterator[None]:
     """Within the block `save_pretrained` of a model writes its weights and nothing else."""
     nothing = lambda self, *arguments, **options: None
-    with patch.object(PreTrainedConfig, "save_pretrained", nothing), patch.object(GenerationConfig, "save_pretrained", nothing):
+    with (
+        patch.object(PreTrainedConfig, "save_pretrained", nothing),
+        patch.object(GenerationConfig, "save_pretrained", nothing),
+    ):
         yield
 
 
 def _write(kind: SideFiles, folder: Path) -> str:
-    """Write a kind of files; returns why transformers refused, or "". Raises `UserError` where they cannot be written."""
+    """Write a kind of files; returns why transformers refused, or "". Raises `UserError` where they
+    cannot be written."""
     reasons = []
     for write in (kind.write, kind.keep):
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:  # no half-written file of a writer that fails stays
+        with tempfile.TemporaryDirectory(
+            dir=folder
+        ) as unfinished:  # no half-written file of a writer that fails stays
             try:
                 write(Path(unfinished))
             except Exception as error:
@@ -120,7 +165,8 @@ def _reason(error: Exception) -> str:
 
 
 def _keep_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write the base model's config.json, with the type and the class of the weights that are saved."""
+    """Write the base model's config.json, with the type and the class of the weights that are
+    saved."""
     base = _base_folder(config.name_or_path)
     values = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
     own = {"dtype": str(config.dtype).removeprefix("torch."), "architectures": config.architectures}
@@ -142,9 +188,13 @@ def _copy_tokenizer(tokenizer, folder: Path) -> None:
 
 
 def _base_folder(name: str) -> Path:
-    """The folder that a model or tokenizer was loaded from; of a hub name, that in the hub's cache. Raises ValueError where that
-    is there no more."""
-    folder = Path(name) if Path(name).is_dir() else Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
+    """The folder that a model or tokenizer was loaded from; of a hub name, that in the hub's cache.
+    Raises ValueError where that is there no more."""
+    folder = (
+        Path(name)
+        if Path(name).is_dir()
+        else Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
+    )
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} has no {CONFIG_FILE}")
     return folder

@@ -1,4 +1,5 @@
-"""Whether our path through a model gives the log-probs of the model's own forward pass, on a few random tokens."""
+"""Whether our path through a model gives the log-probs of the model's own forward pass, on a few
+random tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,15 +10,24 @@ from torch.utils._pytree import tree_map_only
 
 from alignment.core.tokens import collate
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import OWN_ATTENTION, attention_named, take_plain_path, takes_plain_path
+from alignment.policy.packing import (
+    OWN_ATTENTION,
+    attention_named,
+    take_plain_path,
+    takes_plain_path,
+)
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
-WINDOW = 4  # Attention windows during a check, shorter than its rows. The same code reads a model's own at the same places.
+# Attention windows during a check, shorter than its rows. The same code reads a model's own at the
+# same places.
+WINDOW = 4
 ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
-"""Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of its own."""
+"""Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of
+its own."""
 PROMPT_TOKENS = (11, 3, 4)
-TOLERANCE = 1e-3  # Mean nats a token. Sums in another order make 1e-6 in fp32; a feature left out, tenths to several.
+# Mean nats a token. Sums in another order make 1e-6 in fp32; a feature left out, tenths to several.
+TOLERANCE = 1e-3
 Ids = list[int]
 
 
@@ -33,32 +43,44 @@ def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
 
 
 class InFloat32(TorchFunctionMode):
-    """Casts 16-bit numbers to fp32 for each operation that reads them: rounding alone makes tenths of a nat in a deep model.
-    What an operation writes into a 16-bit tensor is lost; forward passes write into none."""
+    """Casts 16-bit numbers to fp32 for each operation that reads them: rounding alone makes tenths
+    of a nat in a deep model. What an operation writes into a 16-bit tensor is lost; forward passes
+    write into none."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        widen = lambda tensor: tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+        widen = lambda tensor: (
+            tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+        )
         args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
-    """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the model's own attention and logits.
-    Shorter rows are followed by a token that a causal model does not see, so nothing depends on how it takes masks. Raises
-    `UserError` for a model whose own forward pass fails, `NotFinite` for damaged weights, which are the run's to notice."""
+    """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the
+    model's own attention and logits. Shorter rows are followed by a token that a causal model does
+    not see, so nothing depends on how it takes masks. Raises `UserError` for a model whose own
+    forward pass fails, `NotFinite` for damaged weights, which are the run's to notice."""
     ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     try:
         with attention_named(model, OWN_ATTENTION):
-            logits = model(input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False).logits
+            logits = model(
+                input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False
+            ).logits
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any kind: it is the family's code
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"--model: {model.config.model_type}'s own forward pass fails ({reason})") from error
-    log_probs_BT = logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+        raise UserError(
+            f"--model: {model.config.model_type}'s own forward pass fails ({reason})"
+        ) from error
+    log_probs_BT = (
+        logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+    )
     responses = [(len(prompt) - 1, len(prompt) + len(response) - 1) for prompt, response in rows]
-    log_probs_N = torch.cat([log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)])
+    log_probs_N = torch.cat(
+        [log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)]
+    )
     if not log_probs_N.isfinite().all():
         raise NotFinite
     return log_probs_N
@@ -73,15 +95,28 @@ def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
     except Exception as error:  # of any kind: a model that does not take what it is given
         return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
     agrees = difference <= TOLERANCE
-    return "" if agrees else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
+    return (
+        ""
+        if agrees
+        else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
+    )
 
 
 @contextmanager
 def checking(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute in fp32, its attention windows be `WINDOW` long, its dropout be off, and no gradient be kept."""
+    """Have a model compute in fp32, its attention windows be `WINDOW` long, its dropout be off, and
+    no gradient be kept."""
     owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
-    found = [(owner, name, vars(owner).get(name)) for owner in owners for name in ("sliding_window", "attention_chunk_size")]
-    windows = [(owner, name, length) for owner, name, length in found if isinstance(length, int) and length > WINDOW]
+    found = [
+        (owner, name, vars(owner).get(name))
+        for owner in owners
+        for name in ("sliding_window", "attention_chunk_size")
+    ]
+    windows = [
+        (owner, name, length)
+        for owner, name, length in found
+        if isinstance(length, int) and length > WINDOW
+    ]
     was_training = model.training
     model.eval()
     try:
@@ -99,10 +134,19 @@ OUTCOMES: dict[str, bool] = {}
 
 
 def once(name: str, model: torch.nn.Module, check: Callable[[], bool]) -> bool:
-    """What `check()` returns; it runs once a process for each folder, configuration, attention and kind of devices. The type of
-    the weights makes no difference, since a check computes in fp32. False, for this time, where it raises `NotFinite`."""
+    """What `check()` returns; it runs once a process for each folder, configuration, attention and
+    kind of devices. The type of the weights makes no difference, since a check computes in fp32.
+    False, for this time, where it raises `NotFinite`."""
     kinds = [device.type for device in {parameter.device for parameter in model.parameters()}]
-    key = str((name, model.name_or_path, model.config._attn_implementation, kinds, model.config.to_dict() | {"dtype": None}))
+    key = str(
+        (
+            name,
+            model.name_or_path,
+            model.config._attn_implementation,
+            kinds,
+            model.config.to_dict() | {"dtype": None},
+        )
+    )
     try:
         return OUTCOMES[key] if key in OUTCOMES else OUTCOMES.setdefault(key, check())
     except NotFinite:
@@ -110,28 +154,50 @@ def once(name: str, model: torch.nn.Module, check: Callable[[], bool]) -> bool:
 
 
 def choose_path(model: torch.nn.Module) -> bool:
-    """Have a model take the plain path if packed rows are not what it computes itself, and say so. Returns whether it does.
-    Raises `UserError` where its plain path is no better, and for a model that sees later tokens or has no linear head."""
+    """Have a model take the plain path if packed rows are not what it computes itself, and say so.
+    Returns whether it does. Raises `UserError` where its plain path is no better, and for a model
+    that sees later tokens or has no linear head."""
     family, head = model.config.model_type, model.get_output_embeddings()
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
-        raise UserError(f"--model: {family} has no linear output head, so its log-probs cannot be computed from hidden states")
+        raise UserError(
+            f"--model: {family} has no linear output head, so its log-probs cannot be computed from"
+            " hidden states"
+        )
     with checking(model):
         if not takes_plain_path(model) and (reason := _path_disagreement(model)):
             take_plain_path(model)
-            say_once(f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared: slower, and exact")
+            say_once(
+                f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared:"
+                " slower, and exact"
+            )
         if takes_plain_path(model) and (reason := _path_disagreement(model)):
-            raise UserError(f"--model: {family} cannot be trained: log-probs of padded rows {reason}")
+            raise UserError(
+                f"--model: {family} cannot be trained: log-probs of padded rows {reason}"
+            )
     return takes_plain_path(model)
 
 
 def _path_disagreement(model: torch.nn.Module) -> str:
-    """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that sees later tokens."""
-    prompts, responses = random_pieces(model, PROMPT_TOKENS), random_pieces(model, [length for _, length in ROWS])
-    rows = [(prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)]
+    """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that
+    sees later tokens."""
+    prompts, responses = (
+        random_pieces(model, PROMPT_TOKENS),
+        random_pieces(model, [length for _, length in ROWS]),
+    )
+    rows = [
+        (prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)
+    ]
     batch = collate(*zip(*rows, strict=True), pad_token_id=0)
     own = own_log_probs(model, rows)
     halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
-        raise UserError(f"--model: {model.config.model_type} sees later tokens: it is no causal language model")
-    return disagreement(own, lambda: get_response_log_probs(model, **vars(batch))["log_probs"].cpu()[batch.response_mask])
+        raise UserError(
+            f"--model: {model.config.model_type} sees later tokens: it is no causal language model"
+        )
+    return disagreement(
+        own,
+        lambda: get_response_log_probs(model, **vars(batch))["log_probs"].cpu()[
+            batch.response_mask
+        ],
+    )

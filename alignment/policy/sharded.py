@@ -1,5 +1,6 @@
-"""A policy whose work ranks of torch.distributed share (`system/ranks.py`): rank 0's side of it, and what each rank holds, a
-part of every weight, gradient and moment (torch's FSDP2, `fully_shard`), of which every method is called on all ranks."""
+"""A policy whose work ranks of torch.distributed share (`system/ranks.py`): rank 0's side of it,
+and what each rank holds, a part of every weight, gradient and moment (torch's FSDP2,
+`fully_shard`), of which every method is called on all ranks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,13 @@ from alignment.system.ranks import Ranks, lead
 
 
 def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
-    """The row numbers of each rank: rows of one prompt together, and packed tokens as even as dealing the largest group first
-    to the rank with the fewest makes them. A function of the rows alone. Some ranks may get none."""
-    groups = [(packed_tokens([rows[number] for number in numbers]), numbers) for numbers in rows_by_prompt(rows).values()]
+    """The row numbers of each rank: rows of one prompt together, and packed tokens as even as
+    dealing the largest group first to the rank with the fewest makes them. A function of the rows
+    alone. Some ranks may get none."""
+    groups = [
+        (packed_tokens([rows[number] for number in numbers]), numbers)
+        for numbers in rows_by_prompt(rows).values()
+    ]
     rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
     tokens_of_rank = [0] * ranks
     for tokens, numbers in sorted(groups, key=lambda group: -group[0]):
@@ -40,16 +45,19 @@ def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in rows_of_rank]
 
 
-def _compute(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
-    """`forward` of the model, as a method that FSDP2 wraps. It takes no tensor: FSDP2 would move it to the rank's GPU, while
-    what plans a micro-batch is read on the host."""
+def _compute(
+    model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor]
+) -> torch.Tensor:
+    """`forward` of the model, as a method that FSDP2 wraps. It takes no tensor: FSDP2 would move it
+    to the rank's GPU, while what plans a micro-batch is read on the host."""
     return forward(model)
 
 
 class Shard(SingleDevicePolicy):
-    """One rank's part of the policy, on the device of its place on its machine, with `deal`'s share of the rows. With
-    `replicated` each rank has all of the weights, else each machine, whose ranks share them (hybrid sharding, Zhao et al. 2023,
-    arXiv:2304.11277, section 3.2.2). Weights are gathered in fp32, layer by layer; gradients are sums over ranks."""
+    """One rank's part of the policy, on the device of its place on its machine, with `deal`'s share
+    of the rows. With `replicated` each rank has all of the weights, else each machine, whose ranks
+    share them (hybrid sharding, Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are
+    gathered in fp32, layer by layer; gradients are sums over ranks."""
 
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks
@@ -62,36 +70,53 @@ class Shard(SingleDevicePolicy):
         model = lora.load_trained_model(self.policy_config, ("cpu",))
         if (device := torch.device(self.policy_config.devices[0])).type == "cuda":
             torch.cuda.set_device(device)
-        mesh = init_device_mesh(device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape))
+        mesh = init_device_mesh(
+            device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
+        )
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks
             _set_pg_timeout(timedelta(seconds=self.ranks.seconds), mesh.get_group(name))
         model.compute = MethodType(_compute, model)
-        stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
+        stacks = [
+            child
+            for child in model.get_decoder().children()
+            if isinstance(child, torch.nn.ModuleList)
+        ]
         for module in (*(layer for stack in stacks for layer in stack), model):
             fully_shard(module, mesh=mesh if self.mesh_shape["copies"] > 1 else mesh["parts"])
             module.set_gradient_divide_factor(1.0)  # a sum over ranks, in which
             module.set_force_sum_reduction_for_comms(True)  # no factor is multiplied: gloo cannot
-        register_fsdp_forward_method(model, "compute")  # which first gathers the embedding, the last norm and the head
+        # which first gathers the embedding, the last norm and the head
+        register_fsdp_forward_method(model, "compute")
         return model
 
     def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
         return self.model.compute(forward)
 
-    def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        if self.policy_config.dropout:  # rank 0's seed is everyone's, and each rank draws for its own rows
+    def accumulate(
+        self, batch: Batch, rows: Sequence[int], objective: Objective
+    ) -> Iterator[MicroBatchResult]:
+        # rank 0's seed is everyone's, and each rank draws for its own rows
+        if self.policy_config.dropout:
             torch.manual_seed(torch.initial_seed() + self.ranks.rank)
         results = super().accumulate(batch, self._own_rows(batch, rows), objective)
         # On the CPU, from where tensors can be sent to another rank.
-        sent = [MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))) for result in results]
+        sent = [
+            MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result)))
+            for result in results
+        ]
         return iter(self._gathered(sent))
 
-    def in_micro_batches(self, compute: Callable, rows: Sequence[Row], parameters=()) -> Iterator[tuple[Sequence[int], object]]:
-        """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as many as on every other rank."""
+    def in_micro_batches(
+        self, compute: Callable, rows: Sequence[Row], parameters=()
+    ) -> Iterator[tuple[Sequence[int], object]]:
+        """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as
+        many as on every other rank."""
         pieces = cut_by_tokens(rows, self.micro_batch_tokens)
         most = torch.tensor(len(pieces))
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         for number, piece in enumerate(pieces + [[]] * (most.item() - len(pieces)), start=1):
-            self.model.set_requires_all_reduce(number == most.item())  # copies of the model sum a step's gradient once
+            # copies of the model sum a step's gradient once
+            self.model.set_requires_all_reduce(number == most.item())
             result = compute(piece)
             if piece:
                 yield piece, result
@@ -99,7 +124,9 @@ class Shard(SingleDevicePolicy):
     def _own_rows(self, batch: Batch, rows: Sequence[int] | None) -> list[int]:
         rows = range(len(batch.labels)) if rows is None else rows
         split = split_rows(batch.input_ids, batch.response_mask)
-        return [rows[i] for i in deal([split[row] for row in rows], self.ranks.count)[self.ranks.rank]]
+        return [
+            rows[i] for i in deal([split[row] for row in rows], self.ranks.count)[self.ranks.rank]
+        ]
 
     def _gathered(self, results: list) -> list:
         """All ranks' results in their order on rank 0, and nothing on the others."""
@@ -107,15 +134,23 @@ class Shard(SingleDevicePolicy):
         dist.gather_object(results, everything, group=self.ranks.calls)
         return [result for results in everything or [] for result in results]
 
-    def log_probs(self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def log_probs(
+        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
         log_probs_BT = super().log_probs(batch, distribution, self._own_rows(batch, rows))
-        self.model.reshard()  # which a backward pass would do: what is gathered now must not outlive the next step
+        # which a backward pass would do: what is gathered now must not outlive the next step
+        self.model.reshard()
         dist.all_reduce(log_probs_BT)  # every row is 0 on all ranks but one
         return log_probs_BT
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
-        """As many tokens as fit on the rank with the least memory, beside `gathered_bytes`; ranks on a CPU share the host's."""
-        layers = [sum(p.numel() for p in m.parameters()) for m in self.model.modules() if isinstance(m, FSDPModule)][1:]
+        """As many tokens as fit on the rank with the least memory, beside `gathered_bytes`; ranks
+        on a CPU share the host's."""
+        layers = [
+            sum(p.numel() for p in m.parameters())
+            for m in self.model.modules()
+            if isinstance(m, FSDPModule)
+        ][1:]
         outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
         whole = gathered_bytes(layers, outside, self.dtype.itemsize)
         processes = self.ranks.local_count if self.devices[0] == "cpu" else 1
@@ -132,7 +167,8 @@ class Shard(SingleDevicePolicy):
             save_model(self.model, folder, tokenizer, weights)
 
     def save_optimizer(self, folder: Path) -> None:
-        """See `Policy.save_optimizer`: the first rank that holds a part writes it. Raises OSError on all if one cannot."""
+        """See `Policy.save_optimizer`: the first rank that holds a part writes it. Raises OSError
+        on all if one cannot."""
         if self.mesh_shape["parts"] == 1:
             if self.ranks.rank == 0:
                 super().save_optimizer(folder)
@@ -140,16 +176,24 @@ class Shard(SingleDevicePolicy):
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         first = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         try:
-            dcp.save(dict(self.optimizer_tensors()), storage_writer=writer, planner=first, process_group=self.ranks.calls)
-        except dcp.api.CheckpointException as error:  # which is no `Exception`, and prints the tracebacks of all ranks
+            dcp.save(
+                dict(self.optimizer_tensors()),
+                storage_writer=writer,
+                planner=first,
+                process_group=self.ranks.calls,
+            )
+        except (
+            dcp.api.CheckpointException
+        ) as error:  # which is no `Exception`, and prints the tracebacks of all ranks
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
 
 class ShardedPolicy:
-    """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each of its ranks a part, a
-    `Shard`, whose methods have the names and arguments of `Policy`'s; if `replicated`, every rank holds all of them, and ranks
-    share the rows, and sum their gradients. Raises `RunStopped` where a rank is lost."""
+    """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each
+    of its ranks a part, a `Shard`, whose methods have the names and arguments of `Policy`'s; if
+    `replicated`, every rank holds all of them, and ranks share the rows, and sum their gradients.
+    Raises `RunStopped` where a rank is lost."""
 
     def __init__(self, config: PolicyConfig, replicated: bool = False):
         self.ranks, self.replicated = lead(len(config.devices), config.rank_timeout), replicated
@@ -164,8 +208,8 @@ class ShardedPolicy:
         return None
 
     def __getattr__(self, method: str) -> Callable:
-        """The method of this name of every rank's part, which returns rank 0's result; of rank 0's part alone where that needs
-        no other rank, and so works after one is lost."""
+        """The method of this name of every rank's part, which returns rank 0's result; of rank 0's
+        part alone where that needs no other rank, and so works after one is lost."""
         getattr(Shard, method)  # raises AttributeError where it has none
         alone = self.replicated and method in ("weights", "save", "save_optimizer")
         return getattr(self._own, method) if alone else partial(self.ranks.call, method)

@@ -1,4 +1,5 @@
-"""A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the micro-batches."""
+"""A policy on one device. `LayerSplitPolicy` inherits from it and replaces the order of the
+micro-batches."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,11 +30,19 @@ OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
 
 class MicroBatch:
-    """Forward and backward pass of some rows of a batch: the constructor, then `head`, which backpropagates to the hidden
-    states only and so frees its memory, then `backward`. Without rows the gradient is zeros."""
+    """Forward and backward pass of some rows of a batch: the constructor, then `head`, which
+    backpropagates to the hidden states only and so frees its memory, then `backward`. Without rows
+    the gradient is zeros."""
 
-    def __init__(self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective):
-        self.model, self.dtype, self.rows, self.objective = policy.model, policy.dtype, rows, objective
+    def __init__(
+        self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective
+    ):
+        self.model, self.dtype, self.rows, self.objective = (
+            policy.model,
+            policy.dtype,
+            rows,
+            objective,
+        )
         self.part = take_rows(batch, rows) if rows else ONE_TOKEN
         with autocast(first_device(self.model), self.dtype):
             planned = {"input_ids": self.part.input_ids, "response_mask": self.part.response_mask}
@@ -44,13 +53,24 @@ class MicroBatch:
         objective, self.head_input_NH = self.objective, self.hidden_NH.detach().requires_grad_()
         labels, mask = self.part.labels, self.part.response_mask
         with autocast(first_device(self.model), self.dtype):
-            outputs = head_log_probs(self.model, self.head_input_NH, labels, mask, objective.distribution, objective.entropy)
+            outputs = head_log_probs(
+                self.model,
+                self.head_input_NH,
+                labels,
+                mask,
+                objective.distribution,
+                objective.entropy,
+            )
         log_probs = outputs["log_probs"]
         loss, sums = log_probs.sum() * 0, {}
         if self.rows:
             loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
         loss.backward()
-        names = {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"} if objective.entropy else {}
+        names = (
+            {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"}
+            if objective.entropy
+            else {}
+        )
         entropy = {name: outputs[values].sum() for name, values in names.items()}
         self.log_probs, self.sums = log_probs.detach(), {"loss": loss.detach(), **entropy, **sums}
 
@@ -61,17 +81,20 @@ class MicroBatch:
 
 
 class SingleDevicePolicy(MicroBatchedModel):
-    """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be loaded."""
+    """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be
+    loaded."""
 
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
-        self.devices = tuple(map(str, devices_of(self.model)))  # a small model does not reach all that were configured
+        # a small model does not reach all that were configured
+        self.devices = tuple(map(str, devices_of(self.model)))
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
         if config.compile:
             compile_layers(self.model)
-        if config.use_liger_kernel:  # after the optimiser has taken the parameters: a check gathers a sharded model's
+        # after the optimiser has taken the parameters: a check gathers a sharded model's
+        if config.use_liger_kernel:
             use_liger_kernel(self.model)
 
     def _load(self) -> PreTrainedModel:
@@ -84,17 +107,24 @@ class SingleDevicePolicy(MicroBatchedModel):
     def use_adapters(self, kind: Literal["trained", "random"]) -> None:
         lora.use_adapters(self.model, kind)
 
-    def accumulate(self, batch: Batch, rows: Sequence[int], objective: Objective) -> Iterator[MicroBatchResult]:
-        self.model.train(self.policy_config.dropout)  # in training mode log-probs would not be the sampler's
+    def accumulate(
+        self, batch: Batch, rows: Sequence[int], objective: Objective
+    ) -> Iterator[MicroBatchResult]:
+        # in training mode log-probs would not be the sampler's
+        self.model.train(self.policy_config.dropout)
         if not rows:
             for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
             tokens = packed_tokens([split[i] for i in piece])
-            yield MicroBatchResult(micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums})
+            yield MicroBatchResult(
+                micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}
+            )
 
-    def _micro_batches(self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective) -> Iterator[tuple]:
+    def _micro_batches(
+        self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
+    ) -> Iterator[tuple]:
         """Yield each micro-batch's indices into `rows`, and itself, after adding its gradient."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
@@ -119,77 +149,123 @@ class SingleDevicePolicy(MicroBatchedModel):
 
     def gradient(self) -> torch.Tensor:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.cat([whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
+        return torch.cat(
+            [
+                whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
+                for p in trained
+            ]
+        )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return lora.merged_weights(self.model)
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
-        changed = self.policy_config.lora_rank or self.policy_config.compile or self.policy_config.use_liger_kernel
-        return self.model if self.devices == (device,) and self.model.dtype == dtype and not changed else None
+        changed = (
+            self.policy_config.lora_rank
+            or self.policy_config.compile
+            or self.policy_config.use_liger_kernel
+        )
+        return (
+            self.model
+            if self.devices == (device,) and self.model.dtype == dtype and not changed
+            else None
+        )
 
-    def choose_micro_batch_tokens(self, longest: int, previous: int = 0, *memory: int) -> str | None:
-        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest row does not fit without."""
+    def choose_micro_batch_tokens(
+        self, longest: int, previous: int = 0, *memory: int
+    ) -> str | None:
+        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest
+        row does not fit without."""
         if self.micro_batch_tokens:
             return None
-        tokens, checkpointing = choose_micro_batch_tokens(self.model, self.optimizer, self.policy_config, longest, *memory)
+        tokens, checkpointing = choose_micro_batch_tokens(
+            self.model, self.optimizer, self.policy_config, longest, *memory
+        )
         self.micro_batch_tokens = previous or tokens
         if not checkpointing:
             return None
         recompute_layers(self.model)
-        return "memory is short: activations are computed again in backward (gradient checkpointing)"
+        return (
+            "memory is short: activations are computed again in backward (gradient checkpointing)"
+        )
 
     def save(self, folder: Path, tokenizer) -> None:
         state_dict = None
-        if self.policy_config.lora_rank:  # Merged weights are new tensors, for which an awake engine leaves a GPU no room.
+        # Merged weights are new tensors, for which an awake engine leaves a GPU no room.
+        if self.policy_config.lora_rank:
             state_dict = {name: tensor.cpu() for name, tensor in self.weights()}
         save_model(self.model, folder, tokenizer, state_dict)
         lora.save(self.model, folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        tensors = {name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()}
+        tensors = {
+            name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()
+        }
         with written_by_library(folder):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:
         state: dict[int, dict[str, torch.Tensor]] = {}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        are_whole = (folder / OPTIMIZER_FILE).exists() and all(own_part(parameter) is parameter for parameter in parameters)
-        tensors = load_file(folder / OPTIMIZER_FILE) if are_whole else read_parts(folder, parameters)
+        parameters = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
+        are_whole = (folder / OPTIMIZER_FILE).exists() and all(
+            own_part(parameter) is parameter for parameter in parameters
+        )
+        tensors = (
+            load_file(folder / OPTIMIZER_FILE) if are_whole else read_parts(folder, parameters)
+        )
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.optimizer.load_state_dict(
+            {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
+        )
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the optimiser's state; each name begins with the number of its parameter."""
+        """The tensors of the optimiser's state; each name begins with the number of its
+        parameter."""
         for index, values in self.optimizer.state_dict()["state"].items():
             yield from ((f"{index}.{key}", tensor) for key, tensor in values.items())
 
 
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """This process's part, on the CPU, of the `optimizer_tensors` in a folder. Raises OSError where some are missing."""
-    import torch.distributed.checkpoint as dcp  # here, because it takes seconds, and a single process does without
+    """This process's part, on the CPU, of the `optimizer_tensors` in a folder. Raises OSError where
+    some are missing."""
+    # here, because it takes seconds, and a single process does without
+    import torch.distributed.checkpoint as dcp
 
     reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         parameter = parameters[int(name.partition(".")[0])]
-        tensors[name] = torch.empty_like(parameter, device="cpu") if stored.size else torch.empty(())
-        if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():  # torch would leave the rest as it is
+        tensors[name] = (
+            torch.empty_like(parameter, device="cpu") if stored.size else torch.empty(())
+        )
+        # torch would leave the rest as it is
+        if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():
             raise OSError(f"{folder}: parts of {name} are missing")
     with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def make_optimizer(model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.Optimizer:
-    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices decay. A group's "hidden"
-    says which of its parameters are matrices other than the embeddings and the output head."""
+def make_optimizer(
+    model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
+) -> torch.optim.Optimizer:
+    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices
+    decay. A group's "hidden" says which of its parameters are matrices other than the embeddings
+    and the output head."""
     entry, head = OPTIMIZERS[kind], getattr(model, "get_output_embeddings", lambda: None)()
-    ends = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head}
+    ends = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or module is head
+    }
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     hidden = [p.ndim == 2 and p not in ends for p in matrices]
     groups = [{"params": matrices, "weight_decay": weight_decay, "hidden": hidden}]
     groups.append({"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)})
-    return import_object("--optimizer", entry.path)(groups, lr=lr, betas=(0.9, 0.95), **entry.options)
+    return import_object("--optimizer", entry.path)(
+        groups, lr=lr, betas=(0.9, 0.95), **entry.options
+    )

@@ -1,7 +1,9 @@
-"""The Countdown rule: an expression uses each given number exactly once, and its value is the target.
+"""The Countdown rule: an expression uses each given number exactly once, and its value is the
+target.
 
-A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions are parsed, never evaluated as Python: they may
-hold sums, differences, products, quotients, minus signs and whole numbers, and nothing else."""
+A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions are parsed, never
+evaluated as Python: they may hold sums, differences, products, quotients, minus signs and whole
+numbers, and nothing else."""
 
 import ast
 import operator
@@ -13,41 +15,60 @@ from alignment.core.records import Score
 LONGEST = 200  # characters of an expression
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-WHOLE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL)
+WHOLE = re.compile(
+    r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL
+)
 TOLERANCE = Fraction(1, 100_000)
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
     """Score the continuation of a prompt that ends in `<think>`. Format: 1 for `...</think>\\n<answer>...</answer>` alone, else
-    0.1 for a closed thought, 0.5 for an answer in its tags. Answer, which is the reward: 1 where the last answer is right."""
+    0.1 for a closed thought, 0.5 for an answer in its tags. Answer, which is the reward: 1 where the last answer is right.
+    """
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)
-    format_reward = 1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
+    format_reward = (
+        1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
+    )
     answer = float(bool(answers) and is_right(answers[-1], ground_truth))
     return {"reward": answer, "format_reward": format_reward, "answer_reward": answer}
 
 
 def is_right(expression: str, ground_truth: str) -> bool:
-    """Whether an expression uses each given number exactly once, and no other, and is within 1e-5 of the target."""
+    """Whether an expression uses each given number exactly once, and no other, and is within 1e-5
+    of the target."""
     target, _, numbers = ground_truth.partition("=")
     value, used = value_of(expression) or (None, [])
-    return value is not None and sorted(used) == sorted(map(int, numbers.split())) and abs(value - int(target)) < TOLERANCE
+    return (
+        value is not None
+        and sorted(used) == sorted(map(int, numbers.split()))
+        and abs(value - int(target)) < TOLERANCE
+    )
 
 
 def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None for a text that is no expression, or divides by zero."""
+    """The value of an expression and the numbers in it; None for a text that is no expression, or
+    divides by zero."""
     text = expression.strip()
     if len(text) > LONGEST or not ALLOWED.fullmatch(text):
         return None
     try:
-        return _walk(ast.parse(text, mode="eval").body), [int(number) for number in re.findall("[0-9]+", text)]
+        return _walk(ast.parse(text, mode="eval").body), [
+            int(number) for number in re.findall("[0-9]+", text)
+        ]
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
 def _walk(node: ast.expr) -> Fraction:
-    """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a power."""
+    """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a
+    power."""
     match node:
         case ast.Constant(value=int(number)) if number < 10**9:
             return Fraction(number)

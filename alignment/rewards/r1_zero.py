@@ -1,13 +1,29 @@
-r"""The R1-Zero rewards: the format of a response, and whether its final answer equals the ground truth.
+r"""The R1-Zero rewards: the format of a response, and whether its final answer equals the ground
+truth.
 
-Model text is hostile input: it is never evaluated as Python, and every size is bounded before anything is computed."""
+Model text is hostile input: it is never evaluated as Python, and every size is bounded before
+anything is computed."""
 
 from contextlib import suppress
 from fractions import Fraction
 
-from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Quantity, Relation, unlabelled
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Labelled,
+    Listing,
+    Quantity,
+    Relation,
+    unlabelled,
+)
 from alignment.rewards.grading.boxes import boxed_answer, find_boxes
-from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, Verdict, _normalised, grade_detail
+from alignment.rewards.grading.cascade import (
+    FAILURES,
+    MAX_CHARS,
+    Verdict,
+    _normalised,
+    grade_detail,
+)
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
@@ -15,26 +31,33 @@ from alignment.rewards.grading.text import PATTERNS
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
-    r"""Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0, and reward = format * answer.
+    r"""Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0, and reward
+    = format * answer.
 
-    The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783): the format is right if the response contains the literal `</think> <answer>` and `</answer>`;
-    otherwise all three are 0.0. The answer is the text after the last `<answer>`, or what its \boxed states: where there are
-    several boxes, all of them, while the published rule takes the last. A failed grading (see `FAILURES`) adds
+    The format rule is that of the R1-Zero reward in "Understanding R1-Zero-Like Training" (Dr.
+    GRPO, Liu et al. 2025, arXiv:2503.20783): the format is right if the response contains the
+    literal `</think> <answer>` and `</answer>`; otherwise all three are 0.0. The answer is the text
+    after the last `<answer>`, or what its \boxed states: where there are several boxes, all of
+    them, while the published rule takes the last. A failed grading (see `FAILURES`) adds
     "grading_failed": 1.0."""
     well_formed = "</think> <answer>" in response and "</answer>" in response
     answer = _last_answer(response)
     return _score(well_formed, None if answer is None else grade_detail(answer, ground_truth, fast))
 
 
-def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
-    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final answer.
+def r1_zero_strict_reward_fn(
+    response: str, ground_truth: str, fast: bool = False
+) -> dict[str, float]:
+    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final
+    answer.
 
-    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more. Then come, after white space,
-    `<answer>...</answer>` blocks with only white space between and after them; each is closed and contains no other tag. The
-    last block counts as a whole, also the text around a \boxed in it. If the ground truth is a number, an answer that is still
-    to be evaluated (48/2 + 48) is wrong."""
-    response = PATTERNS.before_answer.sub("</think> <answer>", response)  # the published rule wants one space
+    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more.
+    Then come, after white space, `<answer>...</answer>` blocks with only white space between and
+    after them; each is closed and contains no other tag. The last block counts as a whole, also the
+    text around a \boxed in it. If the ground truth is a number, an answer that is still to be
+    evaluated (48/2 + 48) is wrong."""
+    # the published rule wants one space
+    response = PATTERNS.before_answer.sub("</think> <answer>", response)
     if (answer := strict_answer(response)) is None:
         return _score(False, None)
     loose = grade_detail(_last_answer(response) or "", ground_truth, fast)
@@ -45,12 +68,21 @@ def r1_zero_strict_reward_fn(response: str, ground_truth: str, fast: bool = Fals
 
 def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
     right = float(verdict is not None and verdict.equal)
-    score = {"reward": right * well_formed, "format_reward": float(well_formed), "answer_reward": right}
-    return score | {"grading_failed": 1.0} if verdict is not None and verdict.stage in FAILURES else score
+    score = {
+        "reward": right * well_formed,
+        "format_reward": float(well_formed),
+        "answer_reward": right,
+    }
+    return (
+        score | {"grading_failed": 1.0}
+        if verdict is not None and verdict.stage in FAILURES
+        else score
+    )
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text from the last `<answer>` to its `</answer>`, or what its \boxed or \fbox hold; None if the format is wrong."""
+    r"""The text from the last `<answer>` to its `</answer>`, or what its \boxed or \fbox hold; None
+    if the format is wrong."""
     answer = _last_answer(response)
     return None if answer is None else boxed_answer(answer).strip()
 
@@ -64,7 +96,8 @@ def _last_answer(response: str) -> str | None:
 
 
 def strict_answer(response: str) -> str | None:
-    r"""The text of the last answer block, with its boxes opened in place; None where the strict format rule fails."""
+    r"""The text of the last answer block, with its boxes opened in place; None where the strict
+    format rule fails."""
     thinking, end, shown = response.partition("</think>")
     match = PATTERNS.answer_blocks.fullmatch(shown)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
@@ -74,12 +107,15 @@ def strict_answer(response: str) -> str | None:
 
 
 def worked_out(answer: str, ground_truth: str) -> bool:
-    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a plain number. A whole
-    number must be digits, with a power of ten, percent sign or unit; a fraction any fraction or decimal; also in a sentence."""
+    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a
+    plain number. A whole number must be digits, with a power of ten, percent sign or unit; a
+    fraction any fraction or decimal; also in a sentence."""
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
-    whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
+    whole = (
+        isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
+    )
     values = _values(_read(answer) or _read(answer_in_sentence(_normalised(answer))))
     return bool(values) and all(_is_numeral(value, fractions=not whole) for value in values)
 
@@ -92,7 +128,8 @@ def _read(text: str) -> Answer | None:
 
 
 def _values(answer: Answer | None) -> list[Node]:
-    """The values of an answer's quantities, at any depth, and the right sides of its relations; [] if it has anything else."""
+    """The values of an answer's quantities, at any depth, and the right sides of its relations; []
+    if it has anything else."""
     match answer:
         case Quantity(value) | Relation(right=value):
             return [value]
@@ -104,7 +141,8 @@ def _values(answer: Answer | None) -> list[Node]:
 
 
 def _is_numeral(node: Node, fractions: bool) -> bool:
-    """A number, its negative, or a number times a power of ten; where `fractions` count, also a ratio of two of these."""
+    """A number, its negative, or a number times a power of ten; where `fractions` count, also a
+    ratio of two of these."""
     match node:
         case ("-", 0, operand):
             return _is_numeral(operand, fractions)

@@ -1,4 +1,5 @@
-"""Reward functions of the user's own, each in a process of its own, which is ended where a call takes too long."""
+"""Reward functions of the user's own, each in a process of its own, which is ended where a call
+takes too long."""
 
 import asyncio
 import functools
@@ -21,25 +22,36 @@ TRL_NAMES = ("prompts", "completions", "completion_ids")
 
 
 class UsersFunction:
-    """The function `name`, package.module:function, in a process that the first call starts and that keeps the function's
-    state. A call may take `seconds`; threads take turns. Every method raises `RunStopped`, with the line of the user's file
-    where there is one, for a function that fails, takes longer, or returns something else than it should."""
+    """The function `name`, package.module:function, in a process that the first call starts and
+    that keeps the function's state. A call may take `seconds`; threads take turns. Every method
+    raises `RunStopped`, with the line of the user's file where there is one, for a function that
+    fails, takes longer, or returns something else than it should."""
 
     def __init__(self, name: str, parameters: Mapping[str, inspect.Parameter]):
         self.name, self.seconds = name, 60.0
         self._child, self._turn = None, threading.Lock()
-        self.score = functools.lru_cache(2**14)(self.score)  # reports ask again for what was trained on
+        # reports ask again for what was trained on
+        self.score = functools.lru_cache(2**14)(self.score)
         self._parameters = parameters
-        self._takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        self._as_trl = not parameters.keys().isdisjoint(TRL_NAMES) or self._takes_all and len(parameters) == 1
+        self._takes_all = any(
+            each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+        )
+        self._as_trl = (
+            not parameters.keys().isdisjoint(TRL_NAMES) or self._takes_all and len(parameters) == 1
+        )
 
     def __call__(self, *arguments, **columns):
-        """What the function returns, with lists for arrays, tensors and iterators; a coroutine is awaited."""
+        """What the function returns, with lists for arrays, tensors and iterators; a coroutine is
+        awaited."""
         with self._turn:
             try:
                 if self._child is None or not self._child.is_open:
                     # The function's libraries would take torchrun's variables for their own.
-                    own = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+                    own = {
+                        name: value
+                        for name, value in os.environ.items()
+                        if not TORCHRUN.fullmatch(name)
+                    }
                     self._child = ChildProcess("function", f"{__name__}:serve", own, log=None)
                     self._child.timeout_flag = "--reward_timeout"
                     self._child.ask(START_SECONDS, "start", self.name)
@@ -50,23 +62,38 @@ class UsersFunction:
     def score(self, response: str, ground_truth: str) -> Score:
         """The score by a rule, f(response, ground_truth)."""
         score = self(response, ground_truth)
-        if not isinstance(score, Mapping) or not {"reward", "format_reward", "answer_reward"} <= set(score):
-            raise self._fault(f"gave {score!r}; a rule gives reward, format_reward and answer_reward")
+        if not isinstance(score, Mapping) or not {
+            "reward",
+            "format_reward",
+            "answer_reward",
+        } <= set(score):
+            raise self._fault(
+                f"gave {score!r}; a rule gives reward, format_reward and answer_reward"
+            )
         return {key: self._number(value) for key, value in score.items()}
 
-    def rewards(self, problems: Sequence[Problem], completions: Sequence[Completion], _: Sequence[Score]) -> list[float | None]:
-        """One reward for each completion, by f(response, ground_truth) -> number or score, or f(prompts=..., completions=...,
-        **columns) -> list, as TRL calls it. None: the reward does not apply to this completion."""
+    def rewards(
+        self, problems: Sequence[Problem], completions: Sequence[Completion], _: Sequence[Score]
+    ) -> list[float | None]:
+        """One reward for each completion, by f(response, ground_truth) -> number or score, or
+        f(prompts=..., completions=..., **columns) -> list, as TRL calls it. None: the reward does
+        not apply to this completion."""
         pairs = zip(problems, completions, strict=True)
         if not self._as_trl:
             answers = [self(completion.text, problem.ground_truth) for problem, completion in pairs]
-            return [self._number(each.get("reward", each) if isinstance(each, dict) else each) for each in answers]
+            return [
+                self._number(each.get("reward", each) if isinstance(each, dict) else each)
+                for each in answers
+            ]
         rows = [_row(problem, completion) for problem, completion in pairs]
         names = [name for name in rows[0] if self._takes_all or name in self._parameters]
         values = self(**{name: [row.get(name) for row in rows] for name in names})
         if not isinstance(values, list) or len(values) != len(completions):
             given = f"{len(values)} rewards" if isinstance(values, list) else repr(values)
-            raise self._fault(f"gave {given} for {len(completions)} completions, and must give a list of as many numbers")
+            raise self._fault(
+                f"gave {given} for {len(completions)} completions, and must give a list of as many"
+                " numbers"
+            )
         return [None if value is None else self._number(value) for value in values]
 
     def _number(self, value: object) -> float:
@@ -83,27 +110,39 @@ _FUNCTIONS: dict[str, UsersFunction] = {}
 
 
 def users_function(name: str, seconds: float | None = None) -> UsersFunction:
-    """The user's function of that name, always the same one, whose calls may from now on take `seconds`. Raises `UserError`
-    where it cannot be imported, and `ValueError` for one without a signature."""
+    """The user's function of that name, always the same one, whose calls may from now on take
+    `seconds`. Raises `UserError` where it cannot be imported, and `ValueError` for one without a
+    signature."""
     if name not in _FUNCTIONS:
-        _FUNCTIONS[name] = UsersFunction(name, inspect.signature(import_object("--reward", name)).parameters)
+        _FUNCTIONS[name] = UsersFunction(
+            name, inspect.signature(import_object("--reward", name)).parameters
+        )
     _FUNCTIONS[name].seconds = seconds or _FUNCTIONS[name].seconds
     return _FUNCTIONS[name]
 
 
 def _row(problem: Problem, completion: Completion) -> dict[str, object]:
-    """What TRL gives a reward function of one completion: the columns of the problem's row among it, as they are."""
-    known = {"answer": problem.ground_truth} | {key: getattr(problem, key) for key in ("id", "question", "ground_truth")}
-    known |= {key: value for key, value in problem.columns.items() if key not in ("prompt", "completion")}
+    """What TRL gives a reward function of one completion: the columns of the problem's row among
+    it, as they are."""
+    known = {"answer": problem.ground_truth} | {
+        key: getattr(problem, key) for key in ("id", "question", "ground_truth")
+    }
+    known |= {
+        key: value for key, value in problem.columns.items() if key not in ("prompt", "completion")
+    }
     messages = [{"role": role, "content": text} for role, text in problem.turns]
     text = [{"role": "assistant", "content": completion.text}] if messages else completion.text
-    return known | dict(zip(TRL_NAMES, (messages or problem.prompt, text, list(completion.token_ids)), strict=True))
+    return known | dict(
+        zip(TRL_NAMES, (messages or problem.prompt, text, list(completion.token_ids)), strict=True)
+    )
 
 
 def serve(descriptor: int) -> None:
     """Be the process of a `UsersFunction`, until its end closes the pipe."""
     with suppress(Exception):  # the other end has been told
-        answer_requests(descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()})
+        answer_requests(
+            descriptor, {"start": _load, "call": _call, "stop": lambda loaded: loaded[1].close()}
+        )
 
 
 def _load(name: str) -> tuple[Callable, asyncio.Runner]:
@@ -111,12 +150,15 @@ def _load(name: str) -> tuple[Callable, asyncio.Runner]:
     return pkgutil.resolve_name(name), asyncio.Runner()
 
 
-def _call(loaded: tuple[Callable, asyncio.Runner], _, arguments: Sequence, columns: Mapping) -> object:
+def _call(
+    loaded: tuple[Callable, asyncio.Runner], _, arguments: Sequence, columns: Mapping
+) -> object:
     function, loop = loaded
     try:
         result = function(*arguments, **columns)
         result = loop.run(result) if inspect.iscoroutine(result) else result
         as_list = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)
-        return json.loads(json.dumps(result, default=as_list))  # plain numbers, texts, lists and dicts
+        # plain numbers, texts, lists and dicts
+        return json.loads(json.dumps(result, default=as_list))
     except SystemExit as error:
         raise RuntimeError(f"it has called sys.exit({error})") from None

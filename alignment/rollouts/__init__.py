@@ -1,1 +1,2 @@
-"""From prompts to scored rollouts: the prompts, refills, groups, sources. It never computes a loss or changes a weight."""
+"""From prompts to scored rollouts: the prompts, refills, groups, sources. It never computes a loss
+or changes a weight."""

@@ -1,4 +1,5 @@
-"""What a step's rollout is sampled from, how, and by which version of the weights; and how it becomes updates."""
+"""What a step's rollout is sampled from, how, and by which version of the weights; and how it
+becomes updates."""
 
 import dataclasses
 import functools
@@ -26,7 +27,8 @@ class RolloutConfig:
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # `n` is the group size; a step sets `stop` and `seed`
+    # `n` is the group size; a step sets `stop` and `seed`
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     num_problems: int = 0
     max_prompt_tokens: int = 0
     max_refills: int = 0
@@ -44,23 +46,26 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version of the weights samples which step, where version v is what v steps have made: a rule, not a matter of
-    speed, so stale rollouts repeat exactly. At most `max_staleness` rollouts, and versions, wait for the other side."""
+    """Which version of the weights samples which step, where version v is what v steps have made: a
+    rule, not a matter of speed, so stale rollouts repeat exactly. At most `max_staleness` rollouts,
+    and versions, wait for the other side."""
 
     num_steps: int
     max_staleness: int = 0  # Steps that the sampler's weights may be behind
     sync_every: int = 1  # Steps between the versions that the sampler gets
 
     def version_for(self, step: int) -> int:
-        """The version that samples a step: the oldest that `max_staleness` allows, of those that the sampler gets."""
+        """The version that samples a step: the oldest that `max_staleness` allows, of those that
+        the sampler gets."""
         return max(0, -(-(step - 1 - self.max_staleness) // self.sync_every) * self.sync_every)
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """The optimiser updates made on each rollout. The fields are those of the flags of the same names, but for `distribution`,
-    under which all log-probs are taken, and `old_log_probs`: "ratio_one" where the old policy is the policy itself (one update
-    a rollout) or plays no part, "policy" where a pass before the first update computes them, "sampler" where its own serve."""
+    """The optimiser updates made on each rollout. The fields are those of the flags of the same
+    names, but for `distribution`, under which all log-probs are taken, and `old_log_probs`:
+    "ratio_one" where the old policy is the policy itself (one update a rollout) or plays no part,
+    "policy" where a pass before the first update computes them, "sampler" where its own serve."""
 
     loss: LossConfig
     advantage: AdvantageConfig
@@ -83,20 +88,28 @@ def derived_seed(*parts: int | str) -> int:
     return random.Random(" ".join(map(str, parts))).getrandbits(31)
 
 
-def training_problems(problems: Sequence[Problem], max_prompt_tokens: int, num_problems: int, tokenizer) -> Sequence[Problem]:
-    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any); `UserError` if none has."""
+def training_problems(
+    problems: Sequence[Problem], max_prompt_tokens: int, num_problems: int, tokenizer
+) -> Sequence[Problem]:
+    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any);
+    `UserError` if none has."""
     if isinstance(problems, Endless):
         return [problems[i] for i in range(num_problems)] if num_problems else problems
     if max_prompt_tokens:
         encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
-        problems = [p for p, ids in zip(problems, encoded, strict=True) if len(ids) <= max_prompt_tokens]
+        problems = [
+            p for p, ids in zip(problems, encoded, strict=True) if len(ids) <= max_prompt_tokens
+        ]
         if not problems:
             raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")
     return problems[: num_problems or None]
 
 
-def problems_of_step(problems: Sequence[Problem], number: int, data_seed: int, step: int) -> list[Problem]:
-    """The `number` problems of a step (from 1): consecutive pieces of endless shuffled passes over the training problems."""
+def problems_of_step(
+    problems: Sequence[Problem], number: int, data_seed: int, step: int
+) -> list[Problem]:
+    """The `number` problems of a step (from 1): consecutive pieces of endless shuffled passes over
+    the training problems."""
     places = range((step - 1) * number, step * number)
     if isinstance(problems, Endless):
         return [problems[data_seed << 40 | place] for place in places]
@@ -110,8 +123,11 @@ def _order(seed: int, number: int, size: int) -> list[int]:
     return random.Random(f"order {seed} {number}").sample(range(size), size)
 
 
-def refill_problems(problems: Sequence[Problem], number: int, data_seed: int, step: int, refill: int) -> list[Problem]:
-    """Problems that replace a step's groups of equal rewards: drawn anew, so that a step depends on its number alone."""
+def refill_problems(
+    problems: Sequence[Problem], number: int, data_seed: int, step: int, refill: int
+) -> list[Problem]:
+    """Problems that replace a step's groups of equal rewards: drawn anew, so that a step depends on
+    its number alone."""
     rng = random.Random(f"refill {data_seed} {step} {refill}")
     if isinstance(problems, Endless):
         return [problems[rng.getrandbits(71)] for _ in range(number)]

@@ -1,6 +1,7 @@
-"""One step's samples and scores after another: prompts to groups, with refills for groups of equal rewards, and groups to a
-batch. A step is sampled between the updates, by a sampler with its weights (`SyncRollouts`), or ahead, by a thread that samples
-and scores while the trainer is busy with earlier ones (`AheadRollouts`)."""
+"""One step's samples and scores after another: prompts to groups, with refills for groups of equal
+rewards, and groups to a batch. A step is sampled between the updates, by a sampler with its weights
+(`SyncRollouts`), or ahead, by a thread that samples and scores while the trainer is busy with
+earlier ones (`AheadRollouts`)."""
 
 import dataclasses
 import threading
@@ -11,16 +12,34 @@ from dataclasses import dataclass
 
 import torch
 
-from alignment.core.advantages import AdvantageConfig, group_advantages, group_statistics, overlong_penalty
-from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, SamplingConfig, Score
+from alignment.core.advantages import (
+    AdvantageConfig,
+    group_advantages,
+    group_statistics,
+    overlong_penalty,
+)
+from alignment.core.records import (
+    Completion,
+    Group,
+    Problem,
+    Rollout,
+    SampledStep,
+    SamplingConfig,
+    Score,
+)
 from alignment.core.tokens import collate
 from alignment.data.prompts import prompted
 from alignment.data.tasks import Task, find_task
 from alignment.policy.policy import Policy
 from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
 from alignment.rollouts.config import (
-    RolloutConfig, Schedule, derived_seed, problems_of_step, refill_problems, training_problems,
-)  # fmt: skip
+    RolloutConfig,
+    Schedule,
+    derived_seed,
+    problems_of_step,
+    refill_problems,
+    training_problems,
+)
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler, put_to_sleep
@@ -48,7 +67,9 @@ class RolloutSource:
             sampling = self.config.sampling_of_step(self.task.stop, step, refill)
             requests.append((problems, sampling))
             with clock("sample"), graded_ahead(self.reward.rule, problems) as on_response_end:
-                completions = sampler.sample([problem.prompt for problem in problems], sampling, on_response_end)
+                completions = sampler.sample(
+                    [problem.prompt for problem in problems], sampling, on_response_end
+                )
             with clock("score"):
                 return self.reward.score(problems, completions)
 
@@ -58,30 +79,43 @@ class RolloutSource:
         if self.config.max_refills:
             rewards = [score["reward"] for group in sampled for score in group.scores]
             report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
-            report["tokens_asked"] = sum(len(c.token_ids) for group in sampled for c in group.completions)
+            report["tokens_asked"] = sum(
+                len(c.token_ids) for group in sampled for c in group.completions
+            )
         problems, sampling = requests[0]
         asked = tuple(problem.id for problem in problems)
         return SampledStep(step, version, groups, report, clock.seconds, asked, sampling.seed)
 
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
-    """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or no problem is left."""
+    """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or
+    no problem is left."""
     task = find_task(config.task, config.data)
-    problems = prompted(task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer)
+    problems = prompted(
+        task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer
+    )
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
-    return RolloutSource(problems, find_reward(config.reward, task.rules, config.reward_timeout), task, config)
+    return RolloutSource(
+        problems, find_reward(config.reward, task.rules, config.reward_timeout), task, config
+    )
 
 
-def refilled_groups(problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable) -> tuple[list, list]:
-    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples and scores. Groups of equal
-    rewards (zero variance) are replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
-    arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative ones come."""
+def refilled_groups(
+    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable
+) -> tuple[list, list]:
+    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples
+    and scores. Groups of equal rewards (zero variance) are replaced by groups of other prompts, up
+    to `max_refills` times (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2); the first of
+    them fill the step up where too few informative ones come."""
     wanted = config.prompts_per_rollout
     groups = sampled = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
     for refill in range(1, config.max_refills + 1):
         missing = wanted - sum(is_informative(group, config) for group in sampled)
         if missing > 0:
-            sampled = [*sampled, *sample(refill_problems(problems, missing, config.data_seed, step, refill), refill)]
+            sampled = [
+                *sampled,
+                *sample(refill_problems(problems, missing, config.data_seed, step, refill), refill),
+            ]
         groups = sorted(sampled, key=lambda group: not is_informative(group, config))[:wanted]
     return groups, sampled
 
@@ -89,40 +123,81 @@ def refilled_groups(problems: Sequence[Problem], config: RolloutConfig, step: in
 def is_informative(group: Group, config: RolloutConfig) -> bool:
     """Whether the rewards of a group, penalties included, differ among the responses that count."""
     scored = zip(group.completions, group.scores, strict=True)
-    return len({score["reward"] + length_penalty(c, config) for c, score in scored if is_counted(c, score, config)}) > 1
+    return (
+        len(
+            {
+                score["reward"] + length_penalty(c, config)
+                for c, score in scored
+                if is_counted(c, score, config)
+            }
+        )
+        > 1
+    )
 
 
 def check_version(groups: Sequence[Group], policy_version: int) -> None:
     """Raise RuntimeError for a completion that another version of the weights has sampled."""
-    stale = {completion.policy_version for group in groups for completion in group.completions} - {policy_version}
+    stale = {completion.policy_version for group in groups for completion in group.completions} - {
+        policy_version
+    }
     if stale:
-        raise RuntimeError(f"the sampler answered with policy version {sorted(stale)}, not with version {policy_version}")
+        raise RuntimeError(
+            f"the sampler answered with policy version {sorted(stale)}, not with version"
+            f" {policy_version}"
+        )
 
 
-def rollout_report(groups: Sequence[Group], config: RolloutConfig, rules: Sequence[str]) -> dict[str, float]:
-    """Rewards by part and by rule, mean length, the share of finished responses, and the share of groups of equal rewards."""
+def rollout_report(
+    groups: Sequence[Group], config: RolloutConfig, rules: Sequence[str]
+) -> dict[str, float]:
+    """Rewards by part and by rule, mean length, the share of finished responses, and the share of
+    groups of equal rewards."""
     scores = [score for group in groups for score in group.scores]
-    completions: list[Completion] = [completion for group in groups for completion in group.completions]
-    statistics = group_statistics(torch.tensor([[score["reward"]] for score in scores]), config.sampling.n)
-    penalties = [length_penalty(completion, config) for completion in completions] if config.overlong_buffer else []
+    completions: list[Completion] = [
+        completion for group in groups for completion in group.completions
+    ]
+    statistics = group_statistics(
+        torch.tensor([[score["reward"]] for score in scores]), config.sampling.n
+    )
+    penalties = (
+        [length_penalty(completion, config) for completion in completions]
+        if config.overlong_buffer
+        else []
+    )
     mean = lambda values: sum(values) / len(completions)
-    report = {"reward": statistics["reward_mean"]} | {name: statistics[name] for name in ("reward_std", "flat_groups")}
-    report |= {part: mean(score[part] for score in scores) for part in ("format_reward", "answer_reward")}
+    report = {"reward": statistics["reward_mean"]} | {
+        name: statistics[name] for name in ("reward_std", "flat_groups")
+    }
+    report |= {
+        part: mean(score[part] for score in scores) for part in ("format_reward", "answer_reward")
+    }
     report |= {"response_length": mean(len(c.token_ids) for c in completions)}
-    report |= {"finished": mean(c.finish_reason == "stop" for c in completions), "responses": len(scores)}
+    report |= {
+        "finished": mean(c.finish_reason == "stop" for c in completions),
+        "responses": len(scores),
+    }
     return report | ({"fine": mean(penalties)} if penalties else {}) | grading_report(groups, rules)
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
-    """All completions as one padded batch with their rewards, length penalties included, and without advantages."""
+    """All completions as one padded batch with their rewards, length penalties included, and
+    without advantages."""
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
-    batch = collate([c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id)
+    batch = collate(
+        [c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id
+    )
     rewards_B1 = torch.tensor([[score["reward"]] for score in scores], dtype=torch.float32)
-    penalties_B1 = torch.tensor([length_penalty(completion, config) for completion in completions])[:, None]
+    penalties_B1 = torch.tensor([length_penalty(completion, config) for completion in completions])[
+        :, None
+    ]
     sampler_BT = torch.zeros(batch.labels.shape)
-    sampler_BT[batch.response_mask] = torch.tensor([log_prob for c in completions for log_prob in c.log_probs])
-    counted_B1 = torch.tensor([[is_counted(*pair, config)] for pair in zip(completions, scores, strict=True)])
+    sampler_BT[batch.response_mask] = torch.tensor(
+        [log_prob for c in completions for log_prob in c.log_probs]
+    )
+    counted_B1 = torch.tensor(
+        [[is_counted(*pair, config)] for pair in zip(completions, scores, strict=True)]
+    )
     return Rollout(batch, rewards_B1 + penalties_B1, counted_B1, sampler_BT)
 
 
@@ -130,29 +205,38 @@ def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
     """The rollout with `advantages_B1`; groups of one response have none."""
     if config.group_size == 1:
         return rollout
-    return dataclasses.replace(rollout, advantages_B1=group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1))
+    return dataclasses.replace(
+        rollout, advantages_B1=group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
+    )
 
 
 def length_penalty(completion: Completion, config: RolloutConfig) -> float:
     """What is added to a completion's reward for its length, 0 or less."""
-    return overlong_penalty(len(completion.token_ids), config.sampling.max_new_tokens, config.overlong_buffer)
+    return overlong_penalty(
+        len(completion.token_ids), config.sampling.max_new_tokens, config.overlong_buffer
+    )
 
 
 def is_counted(completion: Completion, score: Score, config: RolloutConfig) -> bool:
-    """Whether a response enters baselines and updates: one that a reward applies to and, with --skip_unfinished, that ended."""
-    return "unscored" not in score and (not config.skip_unfinished or completion.finish_reason == "stop")
+    """Whether a response enters baselines and updates: one that a reward applies to and, with
+    --skip_unfinished, that ended."""
+    return "unscored" not in score and (
+        not config.skip_unfinished or completion.finish_reason == "stop"
+    )
 
 
 class SyncRollouts:
-    """One step's groups after another, of a sampler in this process, or of one that this process waits for."""
+    """One step's groups after another, of a sampler in this process, or of one that this process
+    waits for."""
 
     def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
         self.source, self.sampler, self.clock = source, sampler, clock
 
     def next(self, step: int) -> SampledStep:
-        """The sampled and scored groups of a step. A sampler that shares a GPU sleeps afterwards, without the weights, since the
-        update makes new ones."""
-        torch.manual_seed(derived_seed(self.source.config.seed, step))  # for samplers and rewards of a user's own
+        """The sampled and scored groups of a step. A sampler that shares a GPU sleeps afterwards,
+        without the weights, since the update makes new ones."""
+        # for samplers and rewards of a user's own
+        torch.manual_seed(derived_seed(self.source.config.seed, step))
         self.clock.begin("sampling")
         sampled = self.source.sample_step(step, self.sampler)
         put_to_sleep(self.sampler, keep_weights=False)
@@ -162,7 +246,8 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler, which stays awake, the weights of `step` steps beside the block. Defers signals, since the step is not logged yet."""
+        """Give the sampler, which stays awake, the weights of `step` steps beside the block. Defers
+        signals, since the step is not logged yet."""
         defer_signals()
         self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
@@ -172,25 +257,36 @@ class SyncRollouts:
         load_proven(self.sampler, policy.weights(), version)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """The rollouts of later steps that are sampled already, with weights older than those of `step`."""
+        """The rollouts of later steps that are sampled already, with weights older than those of
+        `step`."""
         return []
 
 
 def check_staleness(sampled: SampledStep, most: int) -> None:
-    """Raise RuntimeError for a rollout whose weights are more than `most` steps behind, or ahead."""
+    """Raise RuntimeError for a rollout whose weights are more than `most` steps behind, or
+    ahead."""
     if not 0 <= sampled.step - 1 - sampled.policy_version <= most:
-        raise RuntimeError(f"step {sampled.step} got a rollout by version {sampled.policy_version}; --max_staleness is {most}")
+        raise RuntimeError(
+            f"step {sampled.step} got a rollout by version {sampled.policy_version};"
+            f" --max_staleness is {most}"
+        )
 
 
 class AheadRollouts(SyncRollouts):
-    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s weights on, by a `Schedule`.
-    Its engines are in other processes, where they are ended while they draw. `sampled` are rollouts that the checkpoint holds
-    already; `on_sampled` is called with each new one. An error of the thread is raised where its rollout is waited for."""
+    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s
+    weights on, by a `Schedule`. Its engines are in other processes, where they are ended while they
+    draw. `sampled` are rollouts that the checkpoint holds already; `on_sampled` is called with each
+    new one. An error of the thread is raised where its rollout is waited for."""
 
     def __init__(
-        self, source: RolloutSource, sampler: SamplerPool, schedule: Schedule, clock: Clock,
-        sampled: Sequence[SampledStep] = (), on_sampled: Callable[[SampledStep], None] = lambda sampled: None,
-    ):  # fmt: skip
+        self,
+        source: RolloutSource,
+        sampler: SamplerPool,
+        schedule: Schedule,
+        clock: Clock,
+        sampled: Sequence[SampledStep] = (),
+        on_sampled: Callable[[SampledStep], None] = lambda sampled: None,
+    ):
         super().__init__(source, sampler, clock)
         self._schedule, self._on_sampled = schedule, on_sampled
         self._steps = range(sampler.policy_version + 1 + len(sampled), schedule.num_steps + 1)
@@ -199,7 +295,9 @@ class AheadRollouts(SyncRollouts):
         for rollout in sampled:
             self._sampled[rollout.step].set_result(rollout)
         # Each version that the sampler gets: a copy of the weights in the host's memory.
-        self._weights: dict[int, Future] = {schedule.version_for(step): Future() for step in self._steps}
+        self._weights: dict[int, Future] = {
+            schedule.version_for(step): Future() for step in self._steps
+        }
         self._thread = threading.Thread(target=self._sample_ahead, daemon=True)
         self._thread.start()
 
@@ -209,20 +307,31 @@ class AheadRollouts(SyncRollouts):
         sampled = self._sampled[step].result()
         check_staleness(sampled, self._schedule.max_staleness)
         self.clock.seconds |= {"wait": self.clock.elapsed()}
-        return dataclasses.replace(sampled, report=sampled.report | {"staleness": step - 1 - sampled.policy_version})
+        return dataclasses.replace(
+            sampled, report=sampled.report | {"staleness": step - 1 - sampled.policy_version}
+        )
 
     def _give_weights(self, policy: Policy, version: int) -> None:
-        """Copy the weights where a later step will be sampled with them: at once, whatever the sampler is busy with."""
+        """Copy the weights where a later step will be sampled with them: at once, whatever the
+        sampler is busy with."""
         del self._sampled[version]
         if version in self._weights:
             dtype = self.sampler.dtype
-            copies = [(name, tensor.detach().to(dtype).to("cpu", copy=True)) for name, tensor in policy.weights()]
+            copies = [
+                (name, tensor.detach().to(dtype).to("cpu", copy=True))
+                for name, tensor in policy.weights()
+            ]
             self._weights[version].set_result(copies)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """See `SyncRollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts that are under way."""
+        """See `SyncRollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts
+        that are under way."""
         later_steps = range(step + 1, self._steps.stop)
-        return [self._sampled[later].result() for later in later_steps if self._schedule.version_for(later) < step]
+        return [
+            self._sampled[later].result()
+            for later in later_steps
+            if self._schedule.version_for(later) < step
+        ]
 
     def close(self) -> None:
         """End the engines, and with them the thread."""
@@ -232,7 +341,8 @@ class AheadRollouts(SyncRollouts):
         self._thread.join(GRACE_SECONDS)
 
     def _sample_ahead(self) -> None:
-        """Sample rollout after rollout, each with its version of the weights. The first error is that of all later ones."""
+        """Sample rollout after rollout, each with its version of the weights. The first error is
+        that of all later ones."""
         for step in self._steps:
             try:
                 if self.sampler.policy_version < (version := self._schedule.version_for(step)):

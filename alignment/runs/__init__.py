@@ -1,1 +1,2 @@
-"""The folder of a run: checkpoints, resuming, metrics, trackers and the learning curve. It never computes what it records."""
+"""The folder of a run: checkpoints, resuming, metrics, trackers and the learning curve. It never
+computes what it records."""

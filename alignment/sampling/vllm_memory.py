@@ -1,8 +1,10 @@
-"""How a vLLM engine leaves its GPU's memory to a trainer and takes it again, and the proof that it does.
+"""How a vLLM engine leaves its GPU's memory to a trainer and takes it again, and the proof that it
+does.
 
-vLLM's sleep mode keeps its memory in a pool of blocks, each with a tag such as "weights" or "kv_cache". Sleep level 1 copies the
-blocks of weights to the host's memory; level 2 discards them, with everything else that was allocated while the model was loaded:
-of that vLLM saves the model's buffers alone. Two functions here save the rest, too. The functions that take a `worker` run in each
+vLLM's sleep mode keeps its memory in a pool of blocks, each with a tag such as "weights" or
+"kv_cache". Sleep level 1 copies the blocks of weights to the host's memory; level 2 discards them,
+with everything else that was allocated while the model was loaded: of that vLLM saves the model's
+buffers alone. Two functions here save the rest, too. The functions that take a `worker` run in each
 of an engine's workers, by `collective_rpc`."""
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +14,12 @@ import torch
 
 from alignment.sampling.sampler import WeightsDiscarded
 
-WEIGHTS = "weights"  # vLLM's tags of what it may wake apart (DEFERRABLE_TAGS in vllm/device_allocator/__init__.py)
+# vLLM's tags of what it may wake apart (DEFERRABLE_TAGS in vllm/device_allocator/__init__.py)
+WEIGHTS = "weights"
 KEYS_AND_VALUES = "kv_cache"
-NOT_A_NUMBER = 0xFF  # A number of which each byte is this is NaN, in every type of floating-point numbers.
+NOT_A_NUMBER = (
+    0xFF  # A number of which each byte is this is NaN, in every type of floating-point numbers.
+)
 
 
 class Span(NamedTuple):
@@ -32,7 +37,8 @@ class Blocks(NamedTuple):
 
 
 class Engine:
-    """vLLM's `LLM`, and which part of its memory it has. Without vLLM's sleep mode it always has all."""
+    """vLLM's `LLM`, and which part of its memory it has. Without vLLM's sleep mode it always has
+    all."""
 
     def __init__(self, llm: Any):
         self.llm = llm
@@ -42,8 +48,9 @@ class Engine:
         self._discarded = False  # Whether the memory of weights that sleep has no copy.
 
     def sleep(self, keep_weights: bool) -> None:
-        """Give the GPU's memory back. Weights are kept in the host's memory, or else discarded: then the engine draws nothing
-        before it has got new ones. Raises RuntimeError if some memory stays taken."""
+        """Give the GPU's memory back. Weights are kept in the host's memory, or else discarded:
+        then the engine draws nothing before it has got new ones. Raises RuntimeError if some memory
+        stays taken."""
         if not self.sleeps:
             return
         self.has_weights &= keep_weights
@@ -58,7 +65,8 @@ class Engine:
             check_sleeping(pool)
 
     def wake(self, *tags: str) -> None:
-        """Take the memory of `tags` again, if they sleep. Discarded weights are NaN until new ones have come."""
+        """Take the memory of `tags` again, if they sleep. Discarded weights are NaN until new ones
+        have come."""
         woken = self.asleep.intersection(tags)
         if not woken:
             return
@@ -77,48 +85,61 @@ class Engine:
         self.has_weights = True
 
     def wake_to_sample(self) -> None:
-        """Take all memory. Raises `WeightsDiscarded` if there are no whole weights to sample with."""
+        """Take all memory. Raises `WeightsDiscarded` if there are no whole weights to sample
+        with."""
         if not self.has_weights:
-            raise WeightsDiscarded("the engine discarded its weights, and has not got all of the new ones since")
+            raise WeightsDiscarded(
+                "the engine discarded its weights, and has not got all of the new ones since"
+            )
         self.wake(WEIGHTS, KEYS_AND_VALUES)
 
 
 def check_sleeping(pool: dict[str, Blocks]) -> None:
-    """Raise RuntimeError where a worker's pool, by tag, has blocks that are awake, or lacks weights or keys and values: memory
-    that is not in the pool is not given back."""
+    """Raise RuntimeError where a worker's pool, by tag, has blocks that are awake, or lacks weights
+    or keys and values: memory that is not in the pool is not given back."""
     for tag in (WEIGHTS, KEYS_AND_VALUES):
         if tag not in pool:
-            raise RuntimeError(f"vLLM sleeps, but its pool holds no {tag}, so that memory is not given back")
+            raise RuntimeError(
+                f"vLLM sleeps, but its pool holds no {tag}, so that memory is not given back"
+            )
     awake = {tag: blocks for tag, blocks in pool.items() if blocks.awake}
     if awake:
-        kept = ", ".join(f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}" for tag, blocks in awake.items())
+        kept = ", ".join(
+            f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}"
+            for tag, blocks in awake.items()
+        )
         raise RuntimeError(f"vLLM sleeps, but keeps {kept} on a GPU")
 
 
-# --- in a worker ----------------------------------------------------------------------------------------------------------
+# --- in a worker ----------------------------------------------------------------------------------
 
 
 def blocks_by_tag(worker) -> dict[str, Blocks]:
-    """The bytes of each tag in a worker's pool, and those of blocks that are not asleep. vLLM's allocator knows this of each
-    block: the device's free memory would not do, since other processes and the driver change it."""
+    """The bytes of each tag in a worker's pool, and those of blocks that are not asleep. vLLM's
+    allocator knows this of each block: the device's free memory would not do, since other processes
+    and the driver change it."""
     pool: dict[str, Blocks] = {}
     for block in _allocator().pointer_to_data.values():
         size = block.handle[1]
         before = pool.get(block.tag, Blocks(0, 0))
-        pool[block.tag] = Blocks(before.bytes + size, before.awake + (0 if block.is_asleep else size))
+        pool[block.tag] = Blocks(
+            before.bytes + size, before.awake + (0 if block.is_asleep else size)
+        )
     return pool
 
 
 def save_all_but_parameters(worker) -> None:
-    """Copy what the blocks of weights hold beside the model's parameters to the host's memory. It is more than the buffers that
-    vLLM saves itself: the slopes of ALiBi, which are no buffers, and the sampler's state of requests, are allocated there, too."""
+    """Copy what the blocks of weights hold beside the model's parameters to the host's memory. It
+    is more than the buffers that vLLM saves itself: the slopes of ALiBi, which are no buffers, and
+    the sampler's state of requests, are allocated there, too."""
     worker.synchronize_device()
     spans = gaps(_weight_blocks(), _parameters(worker))
     worker.saved_spans = [(span, _copy_to_host(span)) for span in spans]
 
 
 def restore_all_but_parameters(worker) -> None:
-    """Copy back what was saved, and make NaN of the parameters, so that one which is not sent again cannot pass for a weight."""
+    """Copy back what was saved, and make NaN of the parameters, so that one which is not sent again
+    cannot pass for a weight."""
     runtime = _runtime()
     for span, saved in worker.saved_spans:
         runtime.cudaMemcpy(span.start, saved.data_ptr(), saved.nbytes)
@@ -143,7 +164,11 @@ def _runtime():
 
 def _weight_blocks() -> list[Span]:
     blocks = _allocator().pointer_to_data.items()
-    return sorted(Span(address, address + block.handle[1]) for address, block in blocks if block.tag == WEIGHTS)
+    return sorted(
+        Span(address, address + block.handle[1])
+        for address, block in blocks
+        if block.tag == WEIGHTS
+    )
 
 
 def _parameters(worker) -> list[Span]:
@@ -153,19 +178,23 @@ def _parameters(worker) -> list[Span]:
 
 def _copy_to_host(span: Span) -> torch.Tensor:
     # Page-locked, which is several times as fast. torch keeps such memory for the next time.
-    host = torch.empty(span.end - span.start, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    host = torch.empty(
+        span.end - span.start, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+    )
     _runtime().cudaMemcpy(host.data_ptr(), span.start, host.nbytes)
     return host
 
 
-# --- spans of addresses ---------------------------------------------------------------------------------------------------
+# --- spans of addresses ---------------------------------------------------------------------------
 
 
 def extent(tensor: torch.Tensor) -> Span:
     """The addresses from a tensor's first number to its last."""
     if not tensor.numel():
         return Span(tensor.data_ptr(), tensor.data_ptr())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return Span(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
@@ -181,13 +210,19 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
-    """What `blocks` and `parts` have in common. Each of the two is in order and does not overlap itself."""
-    common = (Span(max(block.start, part.start), min(block.end, part.end)) for block in blocks for part in parts)
+    """What `blocks` and `parts` have in common. Each of the two is in order and does not overlap
+    itself."""
+    common = (
+        Span(max(block.start, part.start), min(block.end, part.end))
+        for block in blocks
+        for part in parts
+    )
     return [span for span in common if span.end > span.start]
 
 
 def gaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
-    """What of `blocks` is not in `parts`. Each of the two is in order and does not overlap itself."""
+    """What of `blocks` is not in `parts`. Each of the two is in order and does not overlap
+    itself."""
     left: list[Span] = []
     for block in blocks:
         start = block.start

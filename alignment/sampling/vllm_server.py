@@ -1,4 +1,5 @@
-"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on any machine (docs/asynchronous.md starts one)."""
+"""A `Sampler` that draws from vLLM's own OpenAI-compatible server, on any machine
+(docs/asynchronous.md starts one)."""
 
 import asyncio
 import hmac
@@ -21,7 +22,13 @@ from alignment.core.text import ResponseReader
 from alignment.policy.loading import load_config, load_end_ids, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import Held, NamedTensors, load_proven
-from alignment.sampling.sampler import Completions, SamplerConfig, SamplerLost, check_sampler_url, encode_prompts
+from alignment.sampling.sampler import (
+    Completions,
+    SamplerConfig,
+    SamplerLost,
+    check_sampler_url,
+    encode_prompts,
+)
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
 from alignment.system.files import json_object, read_toml, written_by_library
@@ -29,22 +36,41 @@ from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
-KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in two minutes
+# a machine that is gone is noticed in two minutes
+KEEPALIVE = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 6,
+}
 KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-KEEPALIVE_OPTIONS += [(socket.IPPROTO_TCP, getattr(socket, name), n) for name, n in KEEPALIVE.items() if hasattr(socket, name)]
-CONCURRENT = 256  # requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
+KEEPALIVE_OPTIONS += [
+    (socket.IPPROTO_TCP, getattr(socket, name), n)
+    for name, n in KEEPALIVE.items()
+    if hasattr(socket, name)
+]
+# requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
+CONCURRENT = 256
 FACTS = read_toml(Path(__file__).with_name("vllm_server.toml"), "--sampler_url")
 NEUTRAL, SHAPE = FACTS["neutral"], FACTS["shape"]
 
 
 class VLLMServerSampler:
-    """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's ALIGNMENT_SAMPLER_TOKEN.
-    `context` is in tokens; None: the model's own. `config.weights_folder` holds one version of the weights until the server,
-    which must see it under the same name, has loaded it. In bfloat16 a completion also depends on its batch. Raises `UserError`
-    where the server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds, answers no
-    completions, or has other weights (restarted or used by others). A new sampler may use it once it is back."""
+    """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's
+    ALIGNMENT_SAMPLER_TOKEN. `context` is in tokens; None: the model's own. `config.weights_folder`
+    holds one version of the weights until the server, which must see it under the same name, has
+    loaded it. In bfloat16 a completion also depends on its batch. Raises `UserError` where the
+    server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds,
+    answers no completions, or has other weights (restarted or used by others). A new sampler may
+    use it once it is back."""
 
-    def __init__(self, config: SamplerConfig, tokenizer, policy: Policy | None = None, *, context: int | None = None):
+    def __init__(
+        self,
+        config: SamplerConfig,
+        tokenizer,
+        policy: Policy | None = None,
+        *,
+        context: int | None = None,
+    ):
         model_path, dtype = config.model_path, config.dtype
         model_config = load_config(model_path)
         self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
@@ -60,7 +86,9 @@ class VLLMServerSampler:
         self._http = {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
         self._certificates = ssl.create_default_context() if url.startswith("https:") else False
         self._server = f"the vLLM server at {url}"
-        command = FACTS["command"].format(model=model_path, dtype=dtype, context=self.context, module=__name__)
+        command = FACTS["command"].format(
+            model=model_path, dtype=dtype, context=self.context, module=__name__
+        )
         self._refuse_unfit(_shape(model_config.get_text_config()), dtype, command)
         self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
         try:
@@ -68,7 +96,10 @@ class VLLMServerSampler:
             load_proven(self, load_weights(model_path, self.dtype), config.policy_version)
         except RunStopped as error:
             need = f"It has to see {self._weights_folder}, where weights are written"
-            remedy = "let both machines have that folder under the same name, and the server's user read it"
+            remedy = (
+                "let both machines have that folder under the same name, and the server's user"
+                " read it"
+            )
             older = "If it runs an older version of this package, start it again"
             raise UserError(f"--sampler_url: {error}. {need}: {remedy}. {older}") from None
         self._timeout = config.timeout
@@ -80,18 +111,28 @@ class VLLMServerSampler:
         # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
         shared = {**NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
         parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
-        requests = [shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)]
+        requests = [
+            shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)
+        ]
         answers = self._post("/v1/completions", requests)
         # Checked after the answers have come: a server that is lost before gives none.
         if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts")):
-            raise SamplerLost(f"{self._server} lost our weights: it was started again, or another command has loaded its own")
+            raise SamplerLost(
+                f"{self._server} lost our weights: it was started again, or another command has"
+                " loaded its own"
+            )
         read = partial(self._responses.text, stop=sampling.stop)
         pairs = zip(encoded, answers, strict=True)
-        return [_completions(answer, tuple(ids), self.policy_version, read) * repeats for ids, answer in pairs]
+        return [
+            _completions(answer, tuple(ids), self.policy_version, read) * repeats
+            for ids, answer in pairs
+        ]
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         # A new name each time: another machine may remember for a while what an old one had in it.
-        with tempfile.TemporaryDirectory(".tmp", ".sampler_weights.", self._weights_folder, True) as folder:
+        with tempfile.TemporaryDirectory(
+            ".tmp", ".sampler_weights.", self._weights_folder, True
+        ) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
             _write_files(Path(folder), named_tensors, self.dtype)
             self._call("sampler_reload", folder)
@@ -104,40 +145,58 @@ class VLLMServerSampler:
         return held[0] if len(held) == 1 else None
 
     def close(self) -> None:
-        """Nothing: the server is its operator's, and nothing is left in `weights_folder` between calls."""
+        """Nothing: the server is its operator's, and nothing is left in `weights_folder` between
+        calls."""
 
     def _drop_cached_prefixes(self) -> None:
-        """Drop old weights' keys and values. vLLM refuses while it has requests, such as an interrupted caller's: then wait."""
+        """Drop old weights' keys and values. vLLM refuses while it has requests, such as an
+        interrupted caller's: then wait."""
         until = time.monotonic() + self._timeout
         while self._post("/reset_prefix_cache", [None])[0].get("success") is not True:
             if time.monotonic() > until:
-                raise SamplerLost(f"{self._server} does not drop its prefix cache: it is busy with other requests")
+                raise SamplerLost(
+                    f"{self._server} does not drop its prefix cache: it is busy with other requests"
+                )
             time.sleep(0.1)
 
     def _call(self, method: str, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        results = self._post("/collective_rpc", [{"method": method, "args": arguments}])[0].get("results")
-        if not (isinstance(results, list) and results and all(isinstance(result, dict) for result in results)):
+        results = self._post("/collective_rpc", [{"method": method, "args": arguments}])[0].get(
+            "results"
+        )
+        if not (
+            isinstance(results, list)
+            and results
+            and all(isinstance(result, dict) for result in results)
+        ):
             raise SamplerLost(f"{self._server} answered with no results")
         return results
 
     def _post(self, path: str, bodies: Sequence) -> list[dict]:
-        """The answers to requests sent side by side, in order. Raises `SamplerLost` for the first that fails, ends the rest."""
-        with start_blocking_portal() as portal:  # in a thread, as a signal could be lost within an event loop
+        """The answers to requests sent side by side, in order. Raises `SamplerLost` for the first
+        that fails, ends the rest."""
+        # in a thread, as a signal could be lost within an event loop
+        with start_blocking_portal() as portal:
             return portal.call(self._answers, path, bodies)
 
     async def _answers(self, path: str, bodies: Sequence) -> list[dict]:
         limits = httpx.Limits(max_connections=CONCURRENT)
-        transport = httpx.AsyncHTTPTransport(self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS)
+        transport = httpx.AsyncHTTPTransport(
+            self._certificates, limits=limits, socket_options=KEEPALIVE_OPTIONS
+        )
         client = httpx.AsyncClient(transport=transport, **self._http)
         try:
             async with asyncio.timeout(self._timeout), client:
                 return await asyncio.gather(*(self._answer(client, path, body) for body in bodies))
         except TimeoutError:
-            raise SamplerLost(f"{self._server} gave no answer within {self._timeout:.1f} s") from None
+            raise SamplerLost(
+                f"{self._server} gave no answer within {self._timeout:.1f} s"
+            ) from None
         except (httpx.TransportError, ValueError) as error:
             cause = os_error(error)
-            raise SamplerLost(f"{self._server} cannot be reached, or broke off ({type(cause).__name__}: {cause})") from None
+            raise SamplerLost(
+                f"{self._server} cannot be reached, or broke off ({type(cause).__name__}: {cause})"
+            ) from None
 
     async def _answer(self, client: httpx.AsyncClient, path: str, body: dict | None) -> dict:
         response = await client.post(path, json=body)
@@ -147,30 +206,47 @@ class VLLMServerSampler:
             said = said.get("message") if isinstance(said, dict) else said
             reason = f": {' '.join(str(said).split())[:300]}" if said else ""
             if response.status_code == 401:
-                reason += ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
-            raise SamplerLost(f"{self._server} answered {path} with status {response.status_code}{reason}")
+                reason += (
+                    ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
+                )
+            raise SamplerLost(
+                f"{self._server} answered {path} with status {response.status_code}{reason}"
+            )
         if content is None:
             raise SamplerLost(f"{self._server} answered what is no JSON object")
         return content
 
     def _refuse_unfit(self, shape: dict, dtype: str, command: str) -> None:
-        """Raise `UserError` for a server that could not take our weights, or whose log-probs would be others."""
+        """Raise `UserError` for a server that could not take our weights, or whose log-probs would
+        be others."""
         try:
             facts = self._call("sampler_facts")[0]
         except SamplerLost as error:
-            remedy = "Check host and port; to be given new weights, a vLLM server must be started as"
+            remedy = (
+                "Check host and port; to be given new weights, a vLLM server must be started as"
+            )
             raise UserError(f"--sampler_url: {error}. {remedy}: {command}") from None
         theirs, context = facts.get("shape", {}), facts.get("context", 0)
-        others = [f"{key} {theirs.get(key)} and not {ours}" for key, ours in shape.items() if theirs.get(key) != ours]
+        others = [
+            f"{key} {theirs.get(key)} and not {ours}"
+            for key, ours in shape.items()
+            if theirs.get(key) != ours
+        ]
         wrong = {
             f"serves another model, with {', '.join(others)}": bool(others),
             f"has a context of {context} tokens and not {self.context}": context < self.context,
             f"computes in {facts.get('dtype')} and not in {dtype}": facts.get("dtype") != dtype,
-            "gives log-probs that leave out temperature, top-p and top-k": facts.get("logprobs_mode") != "processed_logprobs",
-            "cuts prompts into chunks, which loses the seeds on a CPU": facts.get("chunked_on_cpu") is not False,
+            "gives log-probs that leave out temperature, top-p and top-k": (
+                facts.get("logprobs_mode") != "processed_logprobs"
+            ),
+            "cuts prompts into chunks, which loses the seeds on a CPU": (
+                facts.get("chunked_on_cpu") is not False
+            ),
         }
         if reasons := [reason for reason, applies in wrong.items() if applies]:
-            raise UserError(f"--sampler_url: {self._server} {'; '.join(reasons)}. Start it as: {command}")
+            raise UserError(
+                f"--sampler_url: {self._server} {'; '.join(reasons)}. Start it as: {command}"
+            )
 
 
 def _shape(config) -> dict:
@@ -178,31 +254,46 @@ def _shape(config) -> dict:
 
 
 def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) -> None:
-    """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time is in memory."""
+    """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time
+    is in memory."""
     with written_by_library(folder):
         for number, (name, tensor) in enumerate(named_tensors):
-            weight = tensor.detach().to(dtype).cpu().contiguous()  # cast where it is, so that fewer bytes travel
+            # cast where it is, so that fewer bytes travel
+            weight = tensor.detach().to(dtype).cpu().contiguous()
             save_file({name: weight}, folder / f"{number:06d}.safetensors")
 
 
-def _completions(answer: dict, prompt_ids: tuple[int, ...], version: int, read: Callable) -> list[Completion]:
-    """The completions of one prompt, whose text `read` makes of their token ids, as vLLM's own ends with that of the EOS token.
-    Raises `SamplerLost` for values of other types."""
+def _completions(
+    answer: dict, prompt_ids: tuple[int, ...], version: int, read: Callable
+) -> list[Completion]:
+    """The completions of one prompt, whose text `read` makes of their token ids, as vLLM's own ends
+    with that of the EOS token. Raises `SamplerLost` for values of other types."""
     completions = []
     try:
         for choice in answer["choices"]:
-            tokens, log_probs = tuple(choice["token_ids"]), tuple(map(float, choice["logprobs"]["token_logprobs"]))
+            tokens, log_probs = (
+                tuple(choice["token_ids"]),
+                tuple(map(float, choice["logprobs"]["token_logprobs"])),
+            )
             text, reason = choice["text"], choice["finish_reason"]
-            if set(map(type, tokens)) != {int} or not isinstance(text, str) or reason not in ("stop", "length"):  # but "abort"
+            # but "abort"
+            if (
+                set(map(type, tokens)) != {int}
+                or not isinstance(text, str)
+                or reason not in ("stop", "length")
+            ):
                 raise ValueError
-            completions.append(Completion(prompt_ids, tokens, log_probs, read(tokens), reason, version))
+            completions.append(
+                Completion(prompt_ids, tokens, log_probs, read(tokens), reason, version)
+            )
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
     return completions
 
 
 class SamplerWorker:
-    """Mixed by vLLM into its workers, whose `vllm_config` and `reload_weights` it uses, by --worker-extension-cls."""
+    """Mixed by vLLM into its workers, whose `vllm_config` and `reload_weights` it uses, by
+    --worker-extension-cls."""
 
     sampler_loaded = ""  # the folder of the weights that it has; none while it loads some
 
@@ -228,8 +319,13 @@ class SamplerWorker:
         return {}
 
     def sampler_checksums(self, version: int) -> dict:
-        """Checksums of the weights that it holds; none where it holds a part of them, which nobody compares."""
-        return held_checksums(self, version) if self.vllm_config.parallel_config.world_size == 1 else {}
+        """Checksums of the weights that it holds; none where it holds a part of them, which nobody
+        compares."""
+        return (
+            held_checksums(self, version)
+            if self.vllm_config.parallel_config.world_size == 1
+            else {}
+        )
 
 
 def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -241,7 +337,8 @@ def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Guard:
-    """ASGI middleware that asks for VLLM_API_KEY on all paths; vLLM asks under /v1 only, where nothing loads weights."""
+    """ASGI middleware that asks for VLLM_API_KEY on all paths; vLLM asks under /v1 only, where
+    nothing loads weights."""
 
     def __init__(self, app: Callable):
         self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()

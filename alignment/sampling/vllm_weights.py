@@ -1,6 +1,7 @@
-"""New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the host's memory. Trainer and engine
-import this file, and with it a part of vLLM: in a trainer that takes 4 to 6 s and 70 MB, starts no thread, and changes how
-torch.compile works. Without vLLM, a trainer would repeat formats that are each version's own."""
+"""New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the
+host's memory. Trainer and engine import this file, and with it a part of vLLM: in a trainer that
+takes 4 to 6 s and 70 MB, starts no thread, and changes how torch.compile works. Without vLLM, a
+trainer would repeat formats that are each version's own."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,11 @@ class PolicySource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors:
-            yield name, tensor.detach().to(self.dtype).to(self.device)  # cast where it is, so that fewer bytes travel
+            # cast where it is, so that fewer bytes travel
+            yield (
+                name,
+                tensor.detach().to(self.dtype).to(self.device),
+            )
 
     def buckets(self) -> Iterator[Bucket]:
         """The weights in parts of at most BUCKET_BYTES, or of one larger tensor."""
@@ -48,17 +53,21 @@ class PolicySource:
 
 
 class EngineClient:
-    """The trainer's side of an engine, and the `VLLMWeightSyncClient` by which vLLM's trainer side asks that engine.
-    `ask("transfer", phase, *arguments)` asks its process, and raises `SamplerLost` where that takes too long."""
+    """The trainer's side of an engine, and the `VLLMWeightSyncClient` by which vLLM's trainer side
+    asks that engine. `ask("transfer", phase, *arguments)` asks its process, and raises
+    `SamplerLost` where that takes too long."""
 
     def __init__(self, ask: Callable, config: SamplerConfig, dtype: torch.dtype):
         self._ask, self._config, self._backend = ask, config, config.transfer_backend
-        self._device = torch.device("cpu" if self._backend == "shared_memory" else config.policy_device)
+        self._device = torch.device(
+            "cpu" if self._backend == "shared_memory" else config.policy_device
+        )
         self._source, self._version = PolicySource(dtype, self._device), ""
         self._lost, self._trainer = None, None
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the engine's weights. Names and shapes travel with each bucket, so that no weight is read before its turn."""
+        """Replace the engine's weights. Names and shapes travel with each bucket, so that no weight
+        is read before its turn."""
         self._source.tensors, self._version = named_tensors, str(version)
         try:
             with torch.accelerator.device_index(self._device.index):
@@ -66,7 +75,9 @@ class EngineClient:
                     torch.cuda.synchronize()  # vLLM reads the weights on streams of its own
                 if self._trainer is None:
                     info = self._init_info()
-                    self._trainer = TRAINERS[self._backend].trainer_init(info, client=self, source=self._source)
+                    self._trainer = TRAINERS[self._backend].trainer_init(
+                        info, client=self, source=self._source
+                    )
                 self.start_weight_update()
                 for bucket in self._source.buckets():
                     self._trainer.send_bucket(bucket)
@@ -84,7 +95,12 @@ class EngineClient:
             return ipc_engine.IPCTrainerInitInfo(packed=True, rank=0)
         size = 1 + len(self._config.devices)
         return nccl_engine.NCCLTrainerInitInfo(
-            "127.0.0.1", get_open_port(), size, packed=True, packed_buffer_size_bytes=NO_LIMIT, rank=0
+            "127.0.0.1",
+            get_open_port(),
+            size,
+            packed=True,
+            packed_buffer_size_bytes=NO_LIMIT,
+            rank=0,
         )
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
@@ -105,7 +121,8 @@ class EngineClient:
         except SamplerLost as error:
             self._lost = error
             if self._trainer is not None:
-                self._trainer.shutdown()  # ends a broadcast that waits for the engine in another thread
+                # ends a broadcast that waits for the engine in another thread
+                self._trainer.shutdown()
             raise
 
 
@@ -130,15 +147,18 @@ def pack(bucket: Bucket, memory: torch.Tensor) -> None:
 
 
 class IPCTrainer(ipc_engine.IPCTrainerWeightTransferEngine):
-    """vLLM's CUDA IPC from this process alone: a trainer's other ranks, which vLLM's own would wait for, take no part. One buffer
-    of this GPU carries each bucket of an update; a larger one replaces it where a tensor needs it."""
+    """vLLM's CUDA IPC from this process alone: a trainer's other ranks, which vLLM's own would wait
+    for, take no part. One buffer of this GPU carries each bucket of an update; a larger one
+    replaces it where a tensor needs it."""
 
     memory: torch.Tensor | None = None
 
     def send_bucket(self, bucket: Bucket) -> None:
         sizes = sizes_of(bucket)
         if self.memory is None or self.memory.nbytes < sum(sizes):
-            self.memory = torch.empty(max(BUCKET_BYTES, sum(sizes)), dtype=torch.uint8, device=bucket[0][1].device)
+            self.memory = torch.empty(
+                max(BUCKET_BYTES, sum(sizes)), dtype=torch.uint8, device=bucket[0][1].device
+            )
             self.handle = {self.gpu_uuid: reduce_tensor(self.memory)[1]}
         pack(bucket, self.memory)
         torch.cuda.current_stream().synchronize()
@@ -154,9 +174,13 @@ class NCCLTrainer(nccl_engine.NCCLTrainerWeightTransferEngine):
     """vLLM's broadcast by NCCL, a bucket at a time."""
 
     def send_bucket(self, bucket: Bucket) -> None:
-        shapes = [weight_transfer.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
+        shapes = [
+            weight_transfer.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in bucket
+        ]
         update = nccl_engine.NCCLWeightTransferUpdateInfo(**described(bucket))
-        # The engine receives while this side sends. If sending fails, the engine waits in NCCL: then nobody waits for its answer.
+        # The engine receives while this side sends. If sending fails, the engine waits in NCCL:
+        # then nobody waits for its answer.
         thread = ThreadPoolExecutor(1)
         try:
             received = thread.submit(self.client.update_weights, asdict(update))
@@ -174,12 +198,16 @@ class SharedMemoryInitInfo(TrainerInitInfo):
 
 
 class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemoryInitInfo]):
-    """Fills memory that the engine maps, by turns with the engine. It has no name, and ends with its processes."""
+    """Fills memory that the engine maps, by turns with the engine. It has no name, and ends with
+    its processes."""
 
     @classmethod
     def trainer_init(cls, init_info: SharedMemoryInitInfo, *, client, source=None):
         trainer = cls(client=client, source=source)
-        trainer.file, trainer.memory = os.fdopen(os.memfd_create("weights"), "wb"), torch.empty(0, dtype=torch.uint8)
+        trainer.file, trainer.memory = (
+            os.fdopen(os.memfd_create("weights"), "wb"),
+            torch.empty(0, dtype=torch.uint8),
+        )
         client.init_weight_transfer_engine({"packed": True})
         return trainer
 
@@ -189,11 +217,14 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
     def send_bucket(self, bucket: Bucket) -> None:
         sizes, path = sizes_of(bucket), f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
         if sum(sizes) > len(self.memory):
-            os.posix_fallocate(self.file.fileno(), 0, sum(sizes))  # else a process is killed where memory is short
+            # else a process is killed where memory is short
+            os.posix_fallocate(self.file.fileno(), 0, sum(sizes))
             self.memory = torch.from_file(path, True, sum(sizes), dtype=torch.uint8)
         pack(bucket, self.memory)
         handle = {"bucket": (path, True, sum(sizes))}
-        update = ipc_engine.IPCWeightTransferUpdateInfo(**described(bucket), ipc_handles=handle, tensor_sizes=sizes)
+        update = ipc_engine.IPCWeightTransferUpdateInfo(
+            **described(bucket), ipc_handles=handle, tensor_sizes=sizes
+        )
         self.client.update_weights(asdict(update))
 
     def end_update(self) -> None:
@@ -203,17 +234,21 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
 class SharedMemoryEngine(ipc_engine.IPCWeightTransferEngine):
     """A worker's side: vLLM's own for CUDA IPC, but for the handle, which is a file's name."""
 
-    def update_weights(self, update_info: dict) -> None:  # vLLM's own waits for a GPU afterwards, too
+    def update_weights(
+        self, update_info: dict
+    ) -> None:  # vLLM's own waits for a GPU afterwards, too
         info = self.parse_update_info(update_info)
         bucket = torch.from_file(*info.ipc_handles["bucket"], dtype=torch.uint8)
         types = [getattr(torch, name) for name in info.dtype_names]
-        # Copies, since vLLM keeps the tensors of a layer that is not complete while the bucket is filled again.
+        # Copies, since vLLM keeps the tensors of a layer that is not complete while the bucket is
+        # filled again.
         parts = unpack_tensor(bucket, info.names, info.shapes, types, info.tensor_sizes)
         self.model.load_weights((name, part.to(self.device, copy=True)) for name, part in parts)
 
 
 class WorkerExtension:
-    """Has each of vLLM's workers, which may be processes of vLLM's own, import this file and so know the backend."""
+    """Has each of vLLM's workers, which may be processes of vLLM's own, import this file and so
+    know the backend."""
 
 
 weight_transfer.WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryEngine)

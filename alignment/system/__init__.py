@@ -1,1 +1,2 @@
-"""Errors, signals, child processes, atomic files, locks, terminal output. It knows no model, task or algorithm, nor torch."""
+"""Errors, signals, child processes, atomic files, locks, terminal output. It knows no model, task
+or algorithm, nor torch."""

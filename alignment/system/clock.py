@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class Clock:
-    """Adds up the seconds of the phases of one step after another. `with clock("update"):` counts a block."""
+    """Adds up the seconds of the phases of one step after another. `with clock("update"):` counts a
+    block."""
 
     def __init__(self):
         self.meter = None  # A `PeakMeter`, where a phase's memory is measured, too.
@@ -36,7 +37,8 @@ class Clock:
 
 @contextmanager
 def run_in_background(work: Callable[[], None], waiting: AbstractContextManager) -> Iterator[None]:
-    """Run `work` in a thread beside the block, then wait for it inside `waiting`. Raises the block's error, else `work`'s."""
+    """Run `work` in a thread beside the block, then wait for it inside `waiting`. Raises the
+    block's error, else `work`'s."""
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(work)
         yield
@@ -45,7 +47,8 @@ def run_in_background(work: Callable[[], None], waiting: AbstractContextManager)
 
 
 def start_in_background(work: Callable) -> Future:
-    """What `work` will return or raise, in a thread of its own, which does not keep the program from ending."""
+    """What `work` will return or raise, in a thread of its own, which does not keep the program
+    from ending."""
     result = Future()
 
     def run() -> None:

@@ -1,4 +1,5 @@
-"""Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of a run folder."""
+"""Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of
+a run folder."""
 
 import errno
 import glob
@@ -26,11 +27,14 @@ LOCK = ".lock"
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to `path`, else removed. Never
-    overwrites: raises OSError if `path` exists by then and is not an empty folder, and where the block finds the disk full.
-    Its files get the mode of files that are made here (`written_by_library`)."""
+    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to
+    `path`, else removed. Never overwrites: raises OSError if `path` exists by then and is not an
+    empty folder, and where the block finds the disk full. Its files get the mode of files that are
+    made here (`written_by_library`)."""
     path = Path(path)
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"):
+    for folder in path.parent.glob(
+        f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"
+    ):
         pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):  # of a killed process of this machine
             shutil.rmtree(folder, ignore_errors=True)
@@ -72,18 +76,22 @@ def write_jsonl(path: Path, records: Iterable[object]) -> None:
 
 
 def _temporary_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}@{_process_namespace()}.{uuid.uuid4().hex}.tmp")
+    return path.with_name(
+        f".{path.name}.{os.getpid()}@{_process_namespace()}.{uuid.uuid4().hex}.tmp"
+    )
 
 
 def _process_namespace() -> str:
-    """The name of the machine, and of the container in it, within which a process id names one process."""
+    """The name of the machine, and of the container in it, within which a process id names one
+    process."""
     with suppress(OSError):
         return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove all temporary files and folders of killed processes. The caller must hold the folder's lock."""
+    """Remove all temporary files and folders of killed processes. The caller must hold the folder's
+    lock."""
     for path in folder.rglob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -93,20 +101,28 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def manifested(folder: Path) -> Iterator[None]:
-    """Write a manifest after the block: size and SHA-256 of every file that it added. Raises OSError where the disk is full."""
+    """Write a manifest after the block: size and SHA-256 of every file that it added. Raises
+    OSError where the disk is full."""
     before = set(folder.rglob("*"))
     with written_by_library(folder):
         yield
     added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
-    facts = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in added}
+    facts = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in added
+    }
     with naming(folder / MANIFEST):
         (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def damage(folder: Path) -> str | None:
-    """The first difference between a folder and its manifest, or None if every file has the size and SHA-256 given there."""
+    """The first difference between a folder and its manifest, or None if every file has the size
+    and SHA-256 given there."""
     try:
-        sizes = {name: (int(own["bytes"]), str(own["sha256"])) for name, own in read_json(folder / MANIFEST).items()}
+        sizes = {
+            name: (int(own["bytes"]), str(own["sha256"]))
+            for name, own in read_json(folder / MANIFEST).items()
+        }
     except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
         return f"its {MANIFEST} is missing or damaged"
     for name, (size, checksum) in sizes.items():
@@ -120,7 +136,10 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has changed since it was written"
         except FileNotFoundError:
             return f"{name} is missing"
-        except (OSError, ValueError) as error:  # a disk error, or a damaged manifest with an impossible file name
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a disk error, or a damaged manifest with an impossible file name
             return f"{name} cannot be read ({error})"
     return None
 
@@ -132,14 +151,18 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError` with its holder's host and process. The kernel frees a dead process's lock."""
+    """Hold the folder's lock. Raises `UserError` with its holder's host and process. The kernel
+    frees a dead process's lock."""
     owner = folder / ".lock_owner"
-    lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    # a soft lock would outlive a killed process
+    lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
     try:
         held = lock.acquire()
     except Timeout:
         name = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
-        raise UserError(f"{folder} is in use by {name or 'another process'}: wait for it or stop it") from None
+        raise UserError(
+            f"{folder} is in use by {name or 'another process'}: wait for it or stop it"
+        ) from None
     with held:
         with naming(owner):
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
@@ -147,7 +170,8 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
 
 
 def read_toml(file: Path, flag: str) -> dict:
-    """The table of the TOML file that `flag` names. Raises `UserError` if it does not exist or holds anything else."""
+    """The table of the TOML file that `flag` names. Raises `UserError` if it does not exist or
+    holds anything else."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -157,7 +181,8 @@ def read_toml(file: Path, flag: str) -> dict:
 
 
 def read_json(file: Path) -> dict:
-    """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if it does not exist."""
+    """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if
+    it does not exist."""
     if (value := json_object(file.read_bytes())) is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
     return value
@@ -172,15 +197,16 @@ def json_object(text: bytes | bytearray) -> dict | None:
 
 
 def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
-    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises `UserError` with file and line,
-    where they must `have_steps` also for one without."""
+    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises
+    `UserError` with file and line, where they must `have_steps` also for one without."""
     lines, records = file.read_bytes().split(b"\n") if file.exists() else [], []
     for number, line in enumerate(lines, start=1):
         if (record := json_object(line)) is not None:
             if have_steps and type(record.get("step")) is not int:
                 raise UserError(f"{file}:{number}: has no step; the file is damaged")
             records.append(record)
-        elif number < len(lines):  # a finished line ends with a line break, so that the last one is empty
+        elif number < len(lines):
+            # a finished line ends with a line break, so that the last one is empty
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
     return records
 
@@ -194,12 +220,17 @@ def read_text(file: Path) -> str:
 
 
 def fill_template(file: Path, **facts: object) -> str:
-    """The text of a Jinja template, which must get every fact and may include those beside it. HTML is escaped. Lines of blocks
-    leave no trace, except in plain text, which says itself where a line ends."""
+    """The text of a Jinja template, which must get every fact and may include those beside it. HTML
+    is escaped. Lines of blocks leave no trace, except in plain text, which says itself where a line
+    ends."""
     import jinja2  # here, because few commands fill one
 
-    options = dict.fromkeys(("trim_blocks", "lstrip_blocks"), ".txt." not in file.name) | {"autoescape": ".html." in file.name}
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(file.parent), undefined=jinja2.StrictUndefined, **options)
+    options = dict.fromkeys(("trim_blocks", "lstrip_blocks"), ".txt." not in file.name) | {
+        "autoescape": ".html." in file.name
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(file.parent), undefined=jinja2.StrictUndefined, **options
+    )
     return environment.get_template(file.name).render(facts)
 
 
@@ -214,7 +245,8 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give `path` to an OSError of the block that names no file: a full disk fails the write to a file that is open already."""
+    """Give `path` to an OSError of the block that names no file: a full disk fails the write to a
+    file that is open already."""
     try:
         yield
     except OSError as error:
@@ -225,26 +257,35 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
-    """A block in which a library writes the file `path`, or files in the folder `path`. Raises OSError, which names `shown`
-    (`path`), in place of the errors of safetensors and tokenizers, libraries in Rust, when they cannot write a file.
+    """A block in which a library writes the file `path`, or files in the folder `path`. Raises
+    OSError, which names `shown` (`path`), in place of the errors of safetensors and tokenizers,
+    libraries in Rust, when they cannot write a file.
 
-    Then the files get at least the mode that the umask gives a new file: safetensors makes its own through temporary files,
-    which are their owner's alone (0600)."""
+    Then the files get at least the mode that the umask gives a new file: safetensors makes its own
+    through temporary files, which are their owner's alone (0600)."""
     shown = shown or path
     try:
         with naming(shown):
             yield
-    except OSError as error:  # which may have a file of the hidden folder, or a message that names it
+    except (
+        OSError
+    ) as error:  # which may have a file of the hidden folder, or a message that names it
         if error.errno is None:
             said = str(error).replace(str(path), str(shown))
-            raise OSError(said if shown == path else f"{shown} could not be written: {said}") from None
+            raise OSError(
+                said if shown == path else f"{shown} could not be written: {said}"
+            ) from None
         error.filename = str(error.filename).replace(str(path), str(shown))
         raise
     except Exception as error:
         if is_disk_fault(error):
             raise OSError(f"{shown} could not be written: {error}") from None
         raise
-    files = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()] if path.is_dir() else [path]
+    files = (
+        [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+        if path.is_dir()
+        else [path]
+    )
     mode = mode_of_new_file(path if path.is_dir() else path.parent)
     for file in files:
         present = file.stat().st_mode
@@ -257,15 +298,19 @@ NEEDED_BYTES = 2**20  # without which on a disk nothing is begun
 
 
 def try_writing(folder: Path, name: str = "room") -> None:
-    """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that exists, and remove it. Raises OSError
-    with the folder's name where that fails: it is read-only, its disk is full, or a quota is reached; or with the whole path where
-    a file or folder of that `name` would have too long a one while it is written."""
+    """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that
+    exists, and remove it. Raises OSError with the folder's name where that fails: it is read-only,
+    its disk is full, or a quota is reached; or with the whole path where a file or folder of that
+    `name` would have too long a one while it is written."""
     # A link to nowhere is there, though it does not `exist`: no folder can be made in its place.
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    above = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
+    )
     file = _temporary_path(above / name)
     try:
         with naming(folder):
-            file.write_bytes(os.urandom(NEEDED_BYTES))  # zeros take no room on a disk that compresses
+            # zeros take no room on a disk that compresses
+            file.write_bytes(os.urandom(NEEDED_BYTES))
             flush(file)
     except OSError as error:
         error.filename = str(folder / name if error.errno == errno.ENAMETOOLONG else folder)
@@ -276,15 +321,17 @@ def try_writing(folder: Path, name: str = "room") -> None:
 
 
 def is_disk_fault(error: BaseException) -> bool:
-    """Whether an error is the file system's, such as that of a full disk, also where a library in Rust reports it."""
+    """Whether an error is the file system's, such as that of a full disk, also where a library in
+    Rust reports it."""
     if isinstance(error, OSError):
         return error.errno is not None
     return isinstance(error, SafetensorError) or "(os error" in str(error)
 
 
 def mode_of_new_file(folder: Path) -> int:
-    """The permission bits of a file that is made in `folder` now: a process can read its umask by changing it alone, which would
-    reach other threads, and a folder may have rules of its own (POSIX default ACLs)."""
+    """The permission bits of a file that is made in `folder` now: a process can read its umask by
+    changing it alone, which would reach other threads, and a folder may have rules of its own
+    (POSIX default ACLs)."""
     file = _temporary_path(folder / "mode")
     try:
         file.touch()

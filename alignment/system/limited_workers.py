@@ -1,11 +1,11 @@
-"""Function calls in processes that can be killed. A worker imports its modules once and forks a child
-for each call, whose work and memory it limits: ending a call costs no new imports. Messages are JSON:
-the parent never unpickles what a worker sends.
+"""Function calls in processes that can be killed. A worker imports its modules once and forks a
+child for each call, whose work and memory it limits: ending a call costs no new imports. Messages
+are JSON: the parent never unpickles what a worker sends.
 
 Work is counted in calls of Python functions, so that what is within the limit on an idle machine is
-within it on a busy one. Clocks only guard against what makes no such calls: a computation in C, a wait
-without end. Counting, by `sys.settrace`, doubles the time, so a call first runs uncounted for as short
-a time as even a fast machine needs for the allowed number."""
+within it on a busy one. Clocks only guard against what makes no such calls: a computation in C, a
+wait without end. Counting, by `sys.settrace`, doubles the time, so a call first runs uncounted for
+as short a time as even a fast machine needs for the allowed number."""
 
 import importlib
 import json
@@ -25,38 +25,53 @@ import psutil
 
 from alignment.system.processes import ChildProcess
 
-# Of Python functions in a second of CPU time: more than a processor makes. Sympy made 1 to 3 million.
+# Of Python functions in a second of CPU time: more than a processor makes. Sympy made 1 to 3
+# million.
 CALLS_PER_SECOND = 6_000_000
 # Between two looks at a call; one that sleeps at both and has computed nothing in between is ended.
 LOOK_SECONDS = 0.4
 CLOCK_SECONDS = 300.0  # by the clock, after which a call or a worker is ended whatever it does
 START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
-MEMORY_BYTES = 2 << 30  # address space of a call, of which a worker's imports take about a quarter; Linux only
+# address space of a call, of which a worker's imports take about a quarter; Linux only
+MEMORY_BYTES = 2 << 30
 
 
 class CallFailed(Exception):
-    """A call gave no answer; the argument is "work" (more calls of functions than allowed), "time-out", "memory" or "died"
-    (killed, crashed in C, or an exception)."""
+    """A call gave no answer; the argument is "work" (more calls of functions than allowed),
+    "time-out", "memory" or "died" (killed, crashed in C, or an exception)."""
 
 
 class LimitedWorkers:
-    """At most `size` threads (default: one a core), each with a worker process that starts with its first call. Any thread,
-    daemonic process or pool may use them; a forked child of this process starts workers of its own."""
+    """At most `size` threads (default: one a core), each with a worker process that starts with its
+    first call. Any thread, daemonic process or pool may use them; a forked child of this process
+    starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         self.modules, self.size = tuple(modules), size or cores
         self._start_empty()
-        os.register_at_fork(after_in_child=self._start_empty)  # the workers' pipes belong to the parent
+        # the workers' pipes belong to the parent
+        os.register_at_fork(after_in_child=self._start_empty)
 
     def _start_empty(self) -> None:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
-        self.workers: dict[int, _Worker] = {}  # By thread, which takes notice of an ended one with its next call.
+        self.workers: dict[
+            int, _Worker
+        ] = {}  # By thread, which takes notice of an ended one with its next call.
 
-    def submit(self, function: str, arguments: Sequence, seconds: float, calls: int | None = None) -> Future:
-        """The future answer of `function`, "module:function", or `CallFailed`. It may call `calls` Python functions, of any
-        number if None; `seconds` of CPU time, which begin with the call, are a guard."""
-        return self._threads.submit(lambda: self._worker().call(function, arguments, seconds, calls))
+    def submit(
+        self, function: str, arguments: Sequence, seconds: float, calls: int | None = None
+    ) -> Future:
+        """The future answer of `function`, "module:function", or `CallFailed`. It may call `calls`
+        Python functions, of any number if None; `seconds` of CPU time, which begin with the call,
+        are a guard."""
+        return self._threads.submit(
+            lambda: self._worker().call(function, arguments, seconds, calls)
+        )
 
     def warm_up(self) -> None:
         """Start a worker if there is none, without waiting for its imports."""
@@ -92,7 +107,8 @@ class _Worker(ChildProcess):
         self._send(modules)
 
     def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None):
-        """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or hangs."""
+        """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or
+        hangs."""
         self._send([function, arguments, seconds, calls])
         failure = "time-out"
         try:
@@ -123,7 +139,8 @@ def serve(descriptor: int) -> None:
 
 
 def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
-    """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt made fewer than `calls` calls."""
+    """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt
+    made fewer than `calls` calls."""
     if calls is not None:
         reply = _call_in_fork(function, arguments, max(calls / CALLS_PER_SECOND, 0.001), None)
         if reply != _COMPUTES:
@@ -136,8 +153,8 @@ _TIMED_OUT, _COMPUTES = b'["time-out", null]', b'["computes", null]'
 
 
 def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
-    """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The child is killed when it has
-    answered or a limit is met."""
+    """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The
+    child is killed when it has answered or a limit is met."""
     receiver, sender = Pipe(duplex=False)
     if (child := os.fork()) == 0:
         _answer(function, arguments, seconds, calls, sender)
@@ -153,10 +170,13 @@ def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int
     return reply or endings.get(os.waitstatus_to_exitcode(status), b'["died", null]')
 
 
-def _answer(function: str, arguments: Sequence, seconds: float, calls: int | None, sender: Connection) -> None:
+def _answer(
+    function: str, arguments: Sequence, seconds: float, calls: int | None, sender: Connection
+) -> None:
     """Send the answer of a call, and end this process."""
     try:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process even if all of its parents are gone
+        # ends this process even if all of its parents are gone
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
         with suppress(ValueError, OSError):
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -175,7 +195,8 @@ def _answer(function: str, arguments: Sequence, seconds: float, calls: int | Non
 
 
 def _limit_calls(calls: int, sender: Connection) -> None:
-    """Let this process end, with the reply "work", at the call of a Python function that is one too many."""
+    """Let this process end, with the reply "work", at the call of a Python function that is one too
+    many."""
     left = calls
 
     def count(frame, event, argument) -> None:
@@ -189,8 +210,8 @@ def _limit_calls(calls: int, sender: Connection) -> None:
 
 
 def _wait(receiver: Connection, child: int) -> bool:
-    """Whether a child has answered or ended, once it has; false where it sleeps without end. One that
-    waits for a busy processor does not sleep."""
+    """Whether a child has answered or ended, once it has; false where it sleeps without end. One
+    that waits for a busy processor does not sleep."""
     process, used_before = psutil.Process(child), -1.0
     while not receiver.poll(LOOK_SECONDS):
         times = process.cpu_times()

@@ -1,6 +1,7 @@
-"""Child processes: fresh interpreters that end with their parent and are killed together with everything they started.
-`ChildProcess` calls one of our functions with a pipe to the parent; `start_command` runs one of our commands with a log file.
-Each child has a session of its own: Ctrl-C reaches the parent only, and its process group can be killed."""
+"""Child processes: fresh interpreters that end with their parent and are killed together with
+everything they started. `ChildProcess` calls one of our functions with a pipe to the parent;
+`start_command` runs one of our commands with a log file. Each child has a session of its own:
+Ctrl-C reaches the parent only, and its process group can be killed."""
 
 import ctypes
 import os
@@ -21,8 +22,11 @@ from typing import IO, Any
 from alignment.system.errors import RunStopped, in_one_line
 from alignment.system.signals import deferred_signals
 
-POLL_SECONDS = 0.5  # between two checks whether a child is alive, where it may die without closing its pipe
-START_SECONDS = 1800  # lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
+POLL_SECONDS = (
+    0.5  # between two checks whether a child is alive, where it may die without closing its pipe
+)
+# lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
+START_SECONDS = 1800
 GRACE_SECONDS = 10  # for an engine to free its device before it is killed
 
 ROOT = Path(__file__).parents[2]
@@ -35,32 +39,44 @@ def trim_heap() -> None:
 
 
 class ProcessLost(RunStopped):
-    """A child process died, hung, or failed to answer a request. The argument says how, with its last words."""
+    """A child process died, hung, or failed to answer a request. The argument says how, with its
+    last words."""
 
 
 class ChildProcess:
-    """A process that calls `entry`, "module:function", with the descriptor of its end of the pipe `connection`. Unlike
-    `multiprocessing`'s spawn it does not import the caller's `__main__` again and gets the environment it is given. Closing it,
-    dropping it or the parent's exit sends None through the pipe, and kills the process group after `grace_seconds`; where these
-    are 0 it is killed at once and nothing is sent. With `log` a temporary file keeps its output for `exit_report`; with None it
-    is this process's, else nobody's. `pipe`, with its other end elsewhere, may be given."""
+    """A process that calls `entry`, "module:function", with the descriptor of its end of the pipe
+    `connection`. Unlike `multiprocessing`'s spawn it does not import the caller's `__main__` again
+    and gets the environment it is given. Closing it, dropping it or the parent's exit sends None
+    through the pipe, and kills the process group after `grace_seconds`; where these are 0 it is
+    killed at once and nothing is sent. With `log` a temporary file keeps its output for
+    `exit_report`; with None it is this process's, else nobody's. `pipe`, with its other end
+    elsewhere, may be given."""
 
     timeout_flag = "--sampler_timeout"  # The flag that sets the time limit of `ask`
 
     def __init__(
-        self, name: str, entry: str, environment: Mapping[str, str], log: bool | None = True,
-        grace_seconds: float = GRACE_SECONDS, pipe: Connection | None = None,
-    ):  # fmt: skip
+        self,
+        name: str,
+        entry: str,
+        environment: Mapping[str, str],
+        log: bool | None = True,
+        grace_seconds: float = GRACE_SECONDS,
+        pipe: Connection | None = None,
+    ):
         self.name = name
         self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
         self._log, self._log_start = tempfile.TemporaryFile(), 0
         descriptor = child_end.fileno()
         output = {True: self._log, False: subprocess.DEVNULL, None: None}[log]
-        self.process = _start(["call", entry, str(descriptor)], environment, output, pass_fds=(descriptor,))
+        self.process = _start(
+            ["call", entry, str(descriptor)], environment, output, pass_fds=(descriptor,)
+        )
         if not pipe:
             child_end.close()
-        self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid(), grace_seconds)
+        self._end = weakref.finalize(
+            self, _end, self.process, self.connection, os.getpid(), grace_seconds
+        )
 
     @property
     def is_open(self) -> bool:
@@ -68,21 +84,31 @@ class ChildProcess:
         return self._end.alive
 
     def receive(self) -> object:
-        """The next message. Raises EOFError where the process has ended, even if a fork of it holds its end of the pipe."""
+        """The next message. Raises EOFError where the process has ended, even if a fork of it holds
+        its end of the pipe."""
         while not self.connection.poll(POLL_SECONDS):
-            if self.process.poll() is not None and not self.connection.poll():  # dead, and it has said nothing more
+            # dead, and it has said nothing more
+            if self.process.poll() is not None and not self.connection.poll():
                 raise EOFError
         return self.connection.recv()
 
-    def ask(self, seconds: float, verb: str, *arguments, send: Callable[[Connection], None] = lambda connection: None) -> Any:
-        """The answer of a process that runs `answer_requests`; `send` sends more than the arguments. Raises `ProcessLost` where
-        it fails, dies, or takes longer than `seconds`. After any failure the sides are out of step: the process is ended."""
+    def ask(
+        self,
+        seconds: float,
+        verb: str,
+        *arguments,
+        send: Callable[[Connection], None] = lambda connection: None,
+    ) -> Any:
+        """The answer of a process that runs `answer_requests`; `send` sends more than the
+        arguments. Raises `ProcessLost` where it fails, dies, or takes longer than `seconds`. After
+        any failure the sides are out of step: the process is ended."""
         if not self.is_open:
             raise RuntimeError(f"the {self.name} is closed")
         with self.time_limit(seconds) as hung:
             self._is_asked = True
             try:
-                with suppress(BrokenPipeError):  # where the process ended before, its last message may say why
+                # where the process ended before, its last message may say why
+                with suppress(BrokenPipeError):
                     self.connection.send((verb, arguments))
                     send(self.connection)
                 failure, answer = self.receive()
@@ -101,7 +127,8 @@ class ChildProcess:
         return answer
 
     def close(self) -> None:
-        """End the process and everything it started, at once where it owes an answer. A second call does nothing."""
+        """End the process and everything it started, at once where it owes an answer. A second call
+        does nothing."""
         if self._is_asked:
             self.kill()
         self._end()
@@ -112,9 +139,12 @@ class ChildProcess:
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[threading.Event]:
-        """Kill the process if the block, which may send or receive, takes longer. Yields an event that is set where it did."""
+        """Kill the process if the block, which may send or receive, takes longer. Yields an event
+        that is set where it did."""
         timed_out = threading.Event()
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill()))
+        timer = threading.Timer(
+            min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill())
+        )
         timer.daemon = True
         timer.start()
         try:
@@ -138,14 +168,20 @@ class ChildProcess:
         """Close the process and return how it ended with the last ten lines of its log."""
         self.close()
         code = self.process.returncode
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        end = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
         self._log.seek(self._log_start)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join([f"the {self.name} {end}{hint}", *lines[-10:]])
 
 
-def _end(process: subprocess.Popen, connection: Connection, owner: int, grace_seconds: float) -> None:
+def _end(
+    process: subprocess.Popen, connection: Connection, owner: int, grace_seconds: float
+) -> None:
     """End the child's process group; kill it if it does not end within `grace_seconds`."""
     if os.getpid() != owner:  # a fork of the owner dropped its copy of the `ChildProcess`
         return
@@ -158,10 +194,15 @@ def _end(process: subprocess.Popen, connection: Connection, owner: int, grace_se
     end_command(process)
 
 
-def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Callable[[Exception], str] = lambda _: "") -> None:
-    """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is None. `verbs["start"]` makes the
-    object of the first request's arguments; "stop" and all others take it first, others then the pipe and their arguments. A
-    failure is the error on one line, with what there is to be said of it as `advice`."""
+def answer_requests(
+    descriptor: int,
+    verbs: Mapping[str, Callable],
+    advice: Callable[[Exception], str] = lambda _: "",
+) -> None:
+    """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is
+    None. `verbs["start"]` makes the object of the first request's arguments; "stop" and all others
+    take it first, others then the pipe and their arguments. A failure is the error on one line,
+    with what there is to be said of it as `advice`."""
     connection = Connection(descriptor)
     try:
         _, arguments = connection.recv()
@@ -177,10 +218,15 @@ def answer_requests(descriptor: int, verbs: Mapping[str, Callable], advice: Call
 
 
 def start_command(
-    module: str, flags: Sequence[str], log: Path, folder: Path | None = None, threads: int | None = None
+    module: str,
+    flags: Sequence[str],
+    log: Path,
+    folder: Path | None = None,
+    threads: int | None = None,
 ) -> subprocess.Popen:
-    """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log` gets its output appended.
-    Raises `Interrupted`, with nothing left running, where a signal arrives while it starts."""
+    """Start `python -m module flags` in `folder`, with `threads` OpenMP threads; the file `log`
+    gets its output appended. Raises `Interrupted`, with nothing left running, where a signal
+    arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with log.open("ab") as output, ExitStack() as interrupted:
@@ -207,12 +253,27 @@ def _kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _start(arguments: Sequence[str], environment: Mapping[str, str], output: IO | int | None, **options) -> subprocess.Popen:
-    """Start child.py with these arguments and `Popen`'s options, output and errors in one file. It can import what this process
-    can, such as a module of the user's own that a flag names."""
-    path = filter(None, [str(ROOT), environment.get("PYTHONPATH"), *(folder or os.getcwd() for folder in sys.path)])
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], output: IO | int | None, **options
+) -> subprocess.Popen:
+    """Start child.py with these arguments and `Popen`'s options, output and errors in one file. It
+    can import what this process can, such as a module of the user's own that a flag names."""
+    path = filter(
+        None,
+        [str(ROOT), environment.get("PYTHONPATH"), *(folder or os.getcwd() for folder in sys.path)],
+    )
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), *arguments],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("child.py")),
+            str(os.getpid()),
+            *arguments,
+        ],
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        **options,
+    )

@@ -1,4 +1,5 @@
-"""Named choices: one table of entries for each flag, to which a user adds an entry of their own as `package.module:name`."""
+"""Named choices: one table of entries for each flag, to which a user adds an entry of their own as
+`package.module:name`."""
 
 import difflib
 import importlib
@@ -11,28 +12,46 @@ from alignment.system.errors import PACKAGE, USERS_PACKAGES, UserError
 Entry = TypeVar("Entry")
 
 
-def find(flag: str, name: str, table: Mapping[str, Entry], wrap: Callable[[Callable], Entry] | None = None) -> Entry:
-    """The entry `name` of `table`, or the object that `name` imports, as `package.module:name`: one of the class of the table's
-    entries (any callable where these are functions) or, with `wrap`, a callable that becomes one. Raises `UserError`, beginning
-    with `flag`, for an unknown name, a module that cannot be imported, and any other object."""
+def find(
+    flag: str,
+    name: str,
+    table: Mapping[str, Entry],
+    wrap: Callable[[Callable], Entry] | None = None,
+) -> Entry:
+    """The entry `name` of `table`, or the object that `name` imports, as `package.module:name`: one
+    of the class of the table's entries (any callable where these are functions) or, with `wrap`, a
+    callable that becomes one. Raises `UserError`, beginning with `flag`, for an unknown name, a
+    module that cannot be imported, and any other object."""
     if name in table:
         return table[name]
     kind = type(next(iter(table.values())))
     takes_functions = wrap is not None or kind is FunctionType
     if not name.rpartition(":")[0]:
-        own = "a function as package.module:function" if takes_functions else "one of your own as package.module:name"
+        own = (
+            "a function as package.module:function"
+            if takes_functions
+            else "one of your own as package.module:name"
+        )
         noun, hint = flag.strip("-").removesuffix("s").replace("_", " "), did_you_mean(name, table)
-        raise UserError(f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name {own}{hint}")
+        raise UserError(
+            f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name"
+            f" {own}{hint}"
+        )
     found = import_object(flag, name)
     if isinstance(found, kind) and (wrap is None or kind is not FunctionType):
         return found
     if not (takes_functions and callable(found)):
         wanted = "a function" if takes_functions else kind.__name__
-        raise UserError(f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__}, not {wanted})")
+        raise UserError(
+            f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__},"
+            f" not {wanted})"
+        )
     try:
         return wrap(found) if wrap else found
     except (TypeError, ValueError) as error:  # such as a callable without a signature
-        raise UserError(f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})"
+        ) from None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -42,11 +61,14 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def import_object(flag: str, path: str) -> object:
-    """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that begins with `flag`."""
+    """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that
+    begins with `flag`."""
     module, _, attribute = path.rpartition(":")
     if not module.startswith(f"{PACKAGE.name}."):
         USERS_PACKAGES.add(module.partition(".")[0])
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise UserError(f"{flag} {path}: cannot be imported ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{flag} {path}: cannot be imported ({type(error).__name__}: {error})"
+        ) from None

@@ -1,6 +1,7 @@
-"""Child processes on other machines, where a rank starts them with the connection from rank 0's machine as their pipe. Here, a
-child process passes the bytes on, and is asked, closed and killed like any other; when it ends, so does the remote. Both sides
-prove that they know a key, which torchrun's store hands to rank 0; then they exchange pickles, unencrypted."""
+"""Child processes on other machines, where a rank starts them with the connection from rank 0's
+machine as their pipe. Here, a child process passes the bytes on, and is asked, closed and killed
+like any other; when it ends, so does the remote. Both sides prove that they know a key, which
+torchrun's store hands to rank 0; then they exchange pickles, unencrypted."""
 
 import json
 import os
@@ -19,7 +20,9 @@ from typing import NamedTuple
 from alignment.system.processes import POLL_SECONDS, ChildProcess
 
 CONNECT_SECONDS = 10
-TORCHRUN = re.compile(r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+TORCHRUN = re.compile(
+    r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+)
 
 
 class Machine(NamedTuple):
@@ -32,15 +35,22 @@ class Machine(NamedTuple):
     seconds: float  # After which a machine that does not acknowledge what it is sent is lost.
 
     def start(self, name: str, entry: str, environment: Mapping[str, str]) -> ChildProcess:
-        """As `ChildProcess`, but on this machine, whose own environment gets the variables that differ from this process's."""
+        """As `ChildProcess`, but on this machine, whose own environment gets the variables that
+        differ from this process's."""
         process = json.dumps([self, entry, dict(environment.items() - os.environ.items())])
-        return ChildProcess(name, f"{__name__}:forward", {**os.environ, "ALIGNMENT_REMOTE_PROCESS": process})
+        return ChildProcess(
+            name, f"{__name__}:forward", {**os.environ, "ALIGNMENT_REMOTE_PROCESS": process}
+        )
 
 
 def forward(descriptor: int) -> None:
-    """Pass on what this process's parent and a process on another machine write, until that one closes its end."""
-    (name, address, port, key, seconds), *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
-    pipe = socket.socket(fileno=os.dup(descriptor))  # `descriptor` itself stays open until the exit code is there to be read
+    """Pass on what this process's parent and a process on another machine write, until that one
+    closes its end."""
+    (name, address, port, key, seconds), *request = json.loads(
+        os.environ["ALIGNMENT_REMOTE_PROCESS"]
+    )
+    # `descriptor` itself stays open until the exit code is there to be read
+    pipe = socket.socket(fileno=os.dup(descriptor))
     try:
         remote = socket.create_connection((address, port), CONNECT_SECONDS)
         connection = Connection(os.dup(remote.fileno()))
@@ -52,15 +62,23 @@ def forward(descriptor: int) -> None:
     except (OSError, EOFError, AuthenticationError) as error:
         sys.exit(f"{name} does not answer at {address}, port {port}: {error}")
     probe = max(1, int(seconds / 3))
-    for option, value in {"NODELAY": 1, "USER_TIMEOUT": int(1000 * seconds), "KEEPIDLE": probe, "KEEPINTVL": probe}.items():
+    for option, value in {
+        "NODELAY": 1,
+        "USER_TIMEOUT": int(1000 * seconds),
+        "KEEPIDLE": probe,
+        "KEEPINTVL": probe,
+    }.items():
         remote.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     remote.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # The end of this process resets the connection: it must not wait behind what a process that hangs has not read.
+    # The end of this process resets the connection: it must not wait behind what a process that
+    # hangs has not read.
     remote.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.send(request)
     threading.Thread(target=_copy, args=(pipe, remote), daemon=True).start()
     _copy(remote, pipe)
-    sys.exit(f"the connection to {name} has ended, or it was silent for {seconds:g} s (--rank_timeout)")
+    sys.exit(
+        f"the connection to {name} has ended, or it was silent for {seconds:g} s (--rank_timeout)"
+    )
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -72,7 +90,8 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine:
-    """Start processes for those who know the returned machine's key, at that of its addresses from which it reaches `store`."""
+    """Start processes for those who know the returned machine's key, at that of its addresses from
+    which it reaches `store`."""
     with socket.create_connection(store) as route:
         server = socket.create_server((route.getsockname()[0], 0), family=route.family)
     machine = Machine(name, *server.getsockname()[:2], secrets.token_hex(), seconds)
@@ -80,20 +99,33 @@ def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine
     def accept() -> None:
         while True:
             connection = Connection(server.accept()[0].detach())
-            threading.Thread(target=_host, args=(connection, machine.key.encode()), daemon=True).start()
+            threading.Thread(
+                target=_host, args=(connection, machine.key.encode()), daemon=True
+            ).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return machine
 
 
 def _host(connection: Connection, key: bytes) -> None:
-    """Start the process that the other side asks for; kill it when that hangs up. One that ends first sends its exit report."""
+    """Start the process that the other side asks for; kill it when that hangs up. One that ends
+    first sends its exit report."""
     with connection, suppress(OSError, EOFError, AuthenticationError):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         entry, changes = connection.recv()
-        own = {variable: value for variable, value in os.environ.items() if not TORCHRUN.fullmatch(variable)}
-        child = ChildProcess("process", entry, own | changes, grace_seconds=0, pipe=Connection(os.dup(connection.fileno())))
+        own = {
+            variable: value
+            for variable, value in os.environ.items()
+            if not TORCHRUN.fullmatch(variable)
+        }
+        child = ChildProcess(
+            "process",
+            entry,
+            own | changes,
+            grace_seconds=0,
+            pipe=Connection(os.dup(connection.fileno())),
+        )
         caller = select.poll()
         caller.register(connection, select.POLLRDHUP)
         while child.process.poll() is None and not caller.poll(1000 * POLL_SECONDS):

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first signal stops a command where nothing is half done, the second one at once."""
+"""Ctrl-C and SIGTERM: the first signal stops a command where nothing is half done, the second one
+at once."""
 
 import os
 import signal
@@ -9,14 +10,18 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REPEAT_SECONDS = 1.0  # `uv run` passes on the signal that its process group has got already: both are one request
-# Whether signals are held back; the number of the first that has arrived, or None, and when it did; for how long one is held
-# back at most, and whether that time is over.
-_state = SimpleNamespace(deferred=False, received=None, received_at=0.0, grace=None, is_overdue=False)
+# `uv run` passes on the signal that its process group has got already: both are one request
+REPEAT_SECONDS = 1.0
+# Whether signals are held back; the number of the first that has arrived, or None, and when it did;
+# for how long one is held back at most, and whether that time is over.
+_state = SimpleNamespace(
+    deferred=False, received=None, received_at=0.0, grace=None, is_overdue=False
+)
 
 
 class Interrupted(BaseException):
-    """A signal ended the command. No subclass of Exception, so that code that handles errors does not catch it."""
+    """A signal ended the command. No subclass of Exception, so that code that handles errors does
+    not catch it."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -25,7 +30,8 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second one ends the process."""
+    """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second
+    one ends the process."""
     _state.deferred, _state.received, _state.grace, _state.is_overdue = False, None, None, False
     previous = {}
     with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
@@ -38,13 +44,15 @@ def interruptible() -> Iterator[None]:
 
 
 def defer_signals() -> None:
-    """Hold signals back until `deliver_signals`, because the work that begins must not stop half done."""
+    """Hold signals back until `deliver_signals`, because the work that begins must not stop half
+    done."""
     _state.deferred = True
 
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived within; not in an inner block."""
+    """Hold signals back during the block. Raises `Interrupted` at its end if one arrived within;
+    not in an inner block."""
     if _state.deferred:  # by an outer block, which another thread may end meanwhile
         yield
         return
@@ -59,8 +67,8 @@ def deferred_signals() -> Iterator[None]:
 
 @contextmanager
 def deferred_signals_for(seconds: float) -> Iterator[None]:
-    """As `deferred_signals`, but a signal that arrives within the block is delivered after so many seconds if it has not ended
-    by then."""
+    """As `deferred_signals`, but a signal that arrives within the block is delivered after so many
+    seconds if it has not ended by then."""
     _state.grace = seconds
     try:
         with deferred_signals():

@@ -8,18 +8,31 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 
 
 def make_console() -> Console:
-    """The console that a command prints to. It leaves words between colons, such as :three:, as they are."""
+    """The console that a command prints to. It leaves words between colons, such as :three:, as
+    they are."""
     return Console(emoji=False)
 
 
-def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence], numbers: Sequence[str] = ()) -> Table:
+def make_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence], numbers: Sequence[str] = ()
+) -> Table:
     """A table, whose columns with a heading among `numbers` are aligned to the right."""
-    columns = [Column(heading, justify="right" if heading in numbers else "left", overflow="fold") for heading in headings]
+    columns = [
+        Column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+        for heading in headings
+    ]
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*row)
@@ -27,13 +40,23 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence], nu
 
 
 @contextmanager
-def progress_line(name: str, total: int, console: Console, unit: str = "step") -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar with the time left. Yields the function that advances it to a step with a short text. If the output
-    is no terminal, that function prints a plain line after every tenth of the steps, and after every minute."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+def progress_line(
+    name: str, total: int, console: Console, unit: str = "step"
+) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar with the time left. Yields the function that advances it to a step with a
+    short text. If the output is no terminal, that function prints a plain line after every tenth of
+    the steps, and after every minute."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
     columns += (TextColumn("ETA"), TimeRemainingColumn(compact=True))
     hour = 3600.0  # of history: by rich's 30 seconds a long step would have no time left
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=hour) as progress:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, speed_estimate_period=hour
+    ) as progress:
         bar = progress.add_task(name, total=total, printed=(0, 0))
 
         def advance(step: int, text: str) -> None:
@@ -41,17 +64,28 @@ def progress_line(name: str, total: int, console: Console, unit: str = "step") -
             task = progress.tasks[bar]
             due = step * 10 // max(1, step, total), task.elapsed // 60
             if not console.is_terminal and due != task.fields["printed"]:
-                time = str(timedelta(seconds=round(task.time_remaining or 0))).removeprefix("0:").removeprefix("0")
+                time = (
+                    str(timedelta(seconds=round(task.time_remaining or 0)))
+                    .removeprefix("0:")
+                    .removeprefix("0")
+                )
                 left = f", ETA {time}" if task.time_remaining else ""
-                console.print(f"{name}, {unit} {step} of {total}{text and ', '}{text}{left}", markup=False, soft_wrap=True)
+                console.print(
+                    f"{name}, {unit} {step} of {total}{text and ', '}{text}{left}",
+                    markup=False,
+                    soft_wrap=True,
+                )
                 progress.update(bar, printed=due)
 
         yield advance
 
 
 @contextmanager
-def count_parts(name: str, total: int, console: Console, unit: str) -> Iterator[Callable[..., None]]:
-    """As `progress_line`, but yields a function to be called whenever another part is done, with whatever arguments."""
+def count_parts(
+    name: str, total: int, console: Console, unit: str
+) -> Iterator[Callable[..., None]]:
+    """As `progress_line`, but yields a function to be called whenever another part is done, with
+    whatever arguments."""
     with progress_line(name, total, console, unit) as advance:
         done = itertools.count(1)
         yield lambda *_: advance(next(done), "")

@@ -15,8 +15,8 @@ LOGGED = {"ratio", "clipped", "kl", "weight"}  # what `micro_batch_loss` sums ov
 
 @dataclass(frozen=True)
 class MadeUp:
-    """Made-up responses: lengths [B] of prompts and of responses in tokens, and how far the policy is from the one that sampled,
-    in nats a token."""
+    """Made-up responses: lengths [B] of prompts and of responses in tokens, and how far the policy
+    is from the one that sampled, in nats a token."""
 
     what: str
     prompts: Sequence[int]
@@ -26,19 +26,30 @@ class MadeUp:
 
 TRIALS = (
     MadeUp("four responses", (1, 2, 3, 1), (5, 3, 1, 4), 0.3),
-    MadeUp("four responses to which the policy gives the old probability", (1, 2, 3, 1), (5, 3, 1, 4), 0.0),
+    MadeUp(
+        "four responses to which the policy gives the old probability",
+        (1, 2, 3, 1),
+        (5, 3, 1, 4),
+        0.0,
+    ),
     MadeUp("one response", (2,), (3,), 0.3),
 )
 
 
 def try_loss(name: str, config: LossConfig) -> None:
-    """Compute the loss that --loss_type `name` names on made-up responses, with its gradient. Raises `UserError`, with the line
-    of the user's file where there is one, if it raises an exception or returns what no update can be made of."""
+    """Compute the loss that --loss_type `name` names on made-up responses, with its gradient.
+    Raises `UserError`, with the line of the user's file where there is one, if it raises an
+    exception or returns what no update can be made of."""
     loss = config.loss
     if loss.weight not in WEIGHTS:
-        raise UserError(f"--loss_type {name}: its weight is {loss.weight!r}, and must be one of {WEIGHTS}")
+        raise UserError(
+            f"--loss_type {name}: its weight is {loss.weight!r}, and must be one of {WEIGHTS}"
+        )
     if loss.at_ratio_one not in ("", *LOSSES):
-        raise UserError(f"--loss_type {name}: its at_ratio_one {loss.at_ratio_one!r} is none of {', '.join(LOSSES)}")
+        raise UserError(
+            f"--loss_type {name}: its at_ratio_one {loss.at_ratio_one!r} is none of"
+            f" {', '.join(LOSSES)}"
+        )
     for trial in TRIALS:
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -48,34 +59,55 @@ def try_loss(name: str, config: LossConfig) -> None:
             fault = in_one_line(error)
         if fault:
             raise UserError(
-                f"--loss_type {name}: {fault}. This was for {trial.what}, made up; docs/extending.md says what a loss returns"
+                f"--loss_type {name}: {fault}. This was for {trial.what}, made up;"
+                " docs/extending.md says what a loss returns"
             )
 
 
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
     """What is wrong with the loss of made-up responses, as words that follow its name."""
     inputs = made_up_inputs(config, trial)
-    before = {name: value.detach().clone() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    before = {
+        name: value.detach().clone()
+        for name, value in vars(inputs).items()
+        if isinstance(value, torch.Tensor)
+    }
     returned = config.loss.function(inputs)
     # Other losses, later steps and what is logged read the same tensors.
     for name, value in before.items():
         if not torch.equal(getattr(inputs, name), value):
             yield f"it writes into its inputs ({name}): give what it computes a tensor of its own"
     if not isinstance(returned, tuple) or len(returned) != 2:
-        yield f"it returns {described(returned)}, not (loss of every token, what to log of every token)"
+        yield (
+            f"it returns {described(returned)}, not (loss of every token, what to log of every"
+            " token)"
+        )
     loss_BT, logged = returned
     shape = tuple(inputs.log_probs.shape)
-    if not isinstance(loss_BT, torch.Tensor) or tuple(loss_BT.shape) != shape or not loss_BT.is_floating_point():
-        yield f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for every token"
+    if (
+        not isinstance(loss_BT, torch.Tensor)
+        or tuple(loss_BT.shape) != shape
+        or not loss_BT.is_floating_point()
+    ):
+        yield (
+            f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for"
+            " every token"
+        )
     if not isinstance(logged, Mapping):
         yield f"what it logs is {described(logged)}, and must be a dict of tensors"
     for key in LOGGED & logged.keys():
         if not isinstance(logged[key], torch.Tensor) or tuple(logged[key].shape) != shape:
-            yield f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of {list(shape)}"
+            yield (
+                f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of"
+                f" {list(shape)}"
+            )
     if ("ratio" in logged) != ("clipped" in logged):
         yield "it logs one of 'ratio' and 'clipped', which go together"
     if "clipped" in logged and logged["clipped"].dtype != torch.bool:
-        yield f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or false for every token"
+        yield (
+            f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or"
+            " false for every token"
+        )
     if not torch.isfinite(loss_BT[inputs.mask]).all():
         yield "its loss is not finite"
     if not loss_BT.requires_grad:
@@ -91,13 +123,21 @@ def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
 
 
 def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
-    """What a micro-batch gives a loss: log-probs are 0 outside the mask, rewards are 1 and 0 in turn."""
+    """What a micro-batch gives a loss: log-probs are 0 outside the mask, rewards are 1 and 0 in
+    turn."""
     generator = torch.Generator().manual_seed(0)
-    number, width = len(trial.responses), max(map(sum, zip(trial.prompts, trial.responses, strict=True))) - 1
+    number, width = (
+        len(trial.responses),
+        max(map(sum, zip(trial.prompts, trial.responses, strict=True))) - 1,
+    )
     place_T = torch.arange(width)
-    first_B1, length_B1 = (torch.tensor(lengths)[:, None] for lengths in (trial.prompts, trial.responses))
+    first_B1, length_B1 = (
+        torch.tensor(lengths)[:, None] for lengths in (trial.prompts, trial.responses)
+    )
     mask_BT = (place_T >= first_B1 - 1) & (place_T < first_B1 - 1 + length_B1)
-    log_probs_BT = torch.empty(number, width).uniform_(0.05, 0.95, generator=generator).log().where(mask_BT, 0)
+    log_probs_BT = (
+        torch.empty(number, width).uniform_(0.05, 0.95, generator=generator).log().where(mask_BT, 0)
+    )
 
     def near() -> torch.Tensor:
         """Log-probs of another policy."""
@@ -108,7 +148,14 @@ def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
     reference_BT = near() if config.beta else None
     rewards_B1 = (torch.arange(number)[:, None] % 2 == 0).float()
     return LossInputs(
-        config, log_probs_BT.requires_grad_(), mask_BT, rewards_B1, rewards_B1 - 0.5, old_BT, reference_BT, sampler_BT
+        config,
+        log_probs_BT.requires_grad_(),
+        mask_BT,
+        rewards_B1,
+        rewards_B1 - 0.5,
+        old_BT,
+        reference_BT,
+        sampler_BT,
     )
 
 

@@ -1,1 +1,2 @@
-"""Checks of losses, grader, policy and sampler against the papers, known answers, plain models and predictions."""
+"""Checks of losses, grader, policy and sampler against the papers, known answers, plain models and
+predictions."""

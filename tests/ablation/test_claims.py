@@ -30,7 +30,7 @@ def run_claims(monkeypatch, *flags: str) -> int:
     return exit_code(monkeypatch, claims.main, "alignment/claims.py", *flags)
 
 
-# --- the files ------------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 def test_there_are_enough_claims():
@@ -47,10 +47,19 @@ def test_a_claim_states_what_a_trial_needs(name):
         assert set(about) == {"claim", "paper", "cannot"} and not arms
         assert about["cannot"].startswith("cannot be shown here: ")
         return
-    assert not [key for key, value in about.items() if USUAL.get(key) == value]  # which would be said twice
+    # which would be said twice
+    assert not [key for key, value in about.items() if USUAL.get(key) == value]
     about = USUAL | about
-    assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {"above", "why"}
-    assert about["measure"] in MEASURES and about["tie"] > 0 and about["hours"] > 0 and len(about["seeds"]) >= 2
+    assert {"claim", "paper", "equal", "measure", "tie", "seeds", "hours"} == set(about) - {
+        "above",
+        "why",
+    }
+    assert (
+        about["measure"] in MEASURES
+        and about["tie"] > 0
+        and about["hours"] > 0
+        and len(about["seeds"]) >= 2
+    )
     assert about.get("above") in (None, *arms) and len(arms) >= 2
 
 
@@ -60,7 +69,9 @@ def test_the_arms_of_a_claim_are_arms_and_differ(name, preset):
     made = trial(name, preset)
     assert all(isinstance(arm, RLArgs) for arm in made.design.arms.values())
     assert len(made.design.arms) == len(made.runs) == len(FILES[name]["arms"])
-    assert made.design.seeds == (0, 1, 2, 3, 4) and made.design.tie == FILES[name]["about"].get("tie", 0.03)
+    assert made.design.seeds == (0, 1, 2, 3, 4) and made.design.tie == FILES[name]["about"].get(
+        "tie", 0.03
+    )
     assert [warning for warning in made.design.warnings if "also changes" not in warning] == []
 
 
@@ -70,40 +81,60 @@ def test_equal_arms_of_different_claims_have_one_name_and_others_have_others(pre
     by_name: dict[str, RLArgs] = {}
     for name in TRIED:
         for arm, args in trial(name, preset).design.arms.items():
-            assert by_name.setdefault(arm, args) == args or args.max_sampler_mismatch != by_name[arm].max_sampler_mismatch
+            assert (
+                by_name.setdefault(arm, args) == args
+                or args.max_sampler_mismatch != by_name[arm].max_sampler_mismatch
+            )
             assert re.fullmatch(r"[\w.+-]+", arm) and len(f"{arm}_seed10") < 150
-    assert [warning for warning in lint(by_name, (0, 1)) if "mathematically the same" in warning] == []
+    assert [
+        warning for warning in lint(by_name, (0, 1)) if "mathematically the same" in warning
+    ] == []
     assert len(by_name) < sum(len(FILES[name]["arms"]) for name in TRIED)
     assert sum("baseline" in trial(name, preset).design.arms for name in TRIED) >= 5
 
 
 def test_runs_of_other_arguments_are_in_another_folder():
-    plain, short = trial("kl_penalty").design, trial("kl_penalty", "tiny", "--num_steps", "2", "--max_problems", "16").design
+    plain, short = (
+        trial("kl_penalty").design,
+        trial("kl_penalty", "tiny", "--num_steps", "2", "--max_problems", "16").design,
+    )
     assert set(plain.arms) == set(short.arms) == {"baseline", "beta0.04"}
     assert (plain.folder.name, short.folder.name) == ("tiny", "tiny_max_problems16_num_steps2")
-    assert trial("dynamic_sampling", "tiny", "--num_steps", "2").design.arms["num_steps80"].num_steps == 80
+    assert (
+        trial("dynamic_sampling", "tiny", "--num_steps", "2").design.arms["num_steps80"].num_steps
+        == 80
+    )
 
 
 def test_a_claims_file_is_a_sweeps(monkeypatch, capsys):
     from alignment import sweep
 
     file = str(CLAIMS["clip_higher"])
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--sweep_file", file, "--seed", "0", "1", "--dry_run"])
+    monkeypatch.setattr(
+        sys, "argv", ["sweep.py", "--sweep_file", file, "--seed", "0", "1", "--dry_run"]
+    )
     monkeypatch.setattr("alignment.sweep.print_power", lambda *_: None)
     sweep.main()
     assert "2 arms x 2 seeds = 4 runs" in capsys.readouterr().out
 
 
-# --- what runs say of them --------------------------------------------------------------------------------------------
+# --- what runs say of them ------------------------------------------------------------------------
 
 
-def make_runs(folder, arms: dict[str, float], noise: float = 0.0, preset: str = "tiny", seeds: int = 5) -> None:
+def make_runs(
+    folder, arms: dict[str, float], noise: float = 0.0, preset: str = "tiny", seeds: int = 5
+) -> None:
     rng = np.random.default_rng(0)
     for arm, accuracy in arms.items():
         for seed in range(seeds):
             at = accuracy + noise * rng.standard_normal()
-            run = make_run(folder / "claims" / preset / f"{arm}_seed{seed}", seed, at, questions=400)
-            evals = [json.loads(line) | {"seconds": 1.0} for line in (run / "evals.jsonl").read_text().splitlines()]
+            run = make_run(
+                folder / "claims" / preset / f"{arm}_seed{seed}", seed, at, questions=400
+            )
+            evals = [
+                json.loads(line) | {"seconds": 1.0}
+                for line in (run / "evals.jsonl").read_text().splitlines()
+            ]
             (run / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evals))
 
 
@@ -118,7 +149,12 @@ def of_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("free", "penalised", "noise", "verdict"),
-    [(0.7, 0.5, 0, "holds"), (0.5, 0.7, 0, "fails"), (0.6, 0.605, 0, "tie"), (0.6, 0.62, 0.1, "undecided")],
+    [
+        (0.7, 0.5, 0, "holds"),
+        (0.5, 0.7, 0, "fails"),
+        (0.6, 0.605, 0, "tie"),
+        (0.6, 0.62, 0.1, "undecided"),
+    ],
 )
 def test_what_is_said_where_one_arm_is_expected_above(of_runs, free, penalised, noise, verdict):
     assert of_runs("kl_penalty", {"baseline": free, "beta0.04": penalised}, noise) == verdict
@@ -126,10 +162,18 @@ def test_what_is_said_where_one_arm_is_expected_above(of_runs, free, penalised, 
 
 @pytest.mark.parametrize(
     ("fresh", "stale", "noise", "verdict"),
-    [(0.7, 0.5, 0, "fails"), (0.5, 0.7, 0, "fails"), (0.6, 0.605, 0, "holds"), (0.6, 0.62, 0.1, "undecided")],
+    [
+        (0.7, 0.5, 0, "fails"),
+        (0.5, 0.7, 0, "fails"),
+        (0.6, 0.605, 0, "holds"),
+        (0.6, 0.62, 0.1, "undecided"),
+    ],
 )
 def test_what_is_said_where_no_difference_is_expected(of_runs, fresh, stale, noise, verdict):
-    assert of_runs("one_step_stale", {"baseline": fresh, "async_max_staleness1": stale}, noise) == verdict
+    assert (
+        of_runs("one_step_stale", {"baseline": fresh, "async_max_staleness1": stale}, noise)
+        == verdict
+    )
 
 
 def test_without_runs_or_arms_nothing_is_said(tmp_path):
@@ -144,7 +188,10 @@ def test_the_arm_expected_above_is_compared_with_every_other_one(tmp_path):
     names = trial("sampler_mismatch").design.arms
     make_runs(tmp_path, dict(zip(names, (0.8, 0.6, 0.6), strict=True)))
     verdict, comparisons = decide(trial("sampler_mismatch", "tiny", "--output_dir", str(tmp_path)))
-    assert verdict == "holds" and [(c.a, c.b) for c in comparisons] == [("weighted", "recomputed"), ("weighted", "sampler")]
+    assert verdict == "holds" and [(c.a, c.b) for c in comparisons] == [
+        ("weighted", "recomputed"),
+        ("weighted", "sampler"),
+    ]
     for name in list(names)[1:2]:  # one arm that is as good is enough for no "holds"
         for seed in range(5):
             folder = tmp_path / "claims/tiny" / f"{name}_seed{seed}"
@@ -160,16 +207,28 @@ def test_entropy_and_lengths_are_measured_by_run(tmp_path):
         for seed in range(5):
             file = tmp_path / "claims/tiny" / f"{arm}_seed{seed}" / "metrics.jsonl"
             records = [json.loads(line) for line in file.read_text().splitlines()]
-            entropies = [9.0, None, entropy, entropy + 0.001 * seed]  # a step without an update has none
-            lines = [r | {"step": s + 1, "entropy": e} for s, (r, e) in enumerate(zip(records, entropies, strict=True))]
+            # a step without an update has none
+            entropies = [
+                9.0,
+                None,
+                entropy,
+                entropy + 0.001 * seed,
+            ]
+            lines = [
+                r | {"step": s + 1, "entropy": e}
+                for s, (r, e) in enumerate(zip(records, entropies, strict=True))
+            ]
             file.write_text("".join(json.dumps(line) + "\n" for line in [lines[0]] + lines[1:] * 4))
     (comparison,) = decide(found := trial("clip_higher", "tiny", "--output_dir", str(tmp_path)))[1]
     assert decide(found)[0] == "holds" and comparison.difference == pytest.approx(0.3)
-    assert 0 <= comparison.high - comparison.low < 0.003  # no rounding error of a share of few questions
+    # no rounding error of a share of few questions
+    assert 0 <= comparison.high - comparison.low < 0.003
     # 400 questions of 1 to 400 tokens, of which the first 240 are right.
     run = found.runs["higher"][0]
     assert MEASURES["length of wrong answers"](run) == pytest.approx(np.mean(range(241, 401)))
-    assert MEASURES["mean accuracy of all evaluations"](run).mean() == pytest.approx((0.1 + 0.6) / 2)
+    assert MEASURES["mean accuracy of all evaluations"](run).mean() == pytest.approx(
+        (0.1 + 0.6) / 2
+    )
 
 
 def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys):
@@ -179,9 +238,13 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
     text = (tmp_path / "claims.md").read_text()
     assert set(re.findall(r"^## (\w+)$", text, re.M)) == set(CLAIMS)
     assert re.search(
-        r"\| \[The KL penalty can go.*\]\(#kl_penalty\) \| DAPO, .* \| holds \+0\.2 \(.* to .*\) \| not run \|", text
+        r"\| \[The KL penalty can go.*\]\(#kl_penalty\) \| DAPO, .* \| holds \+0\.2 \(.* to .*\) \|"
+        r" not run \|",
+        text,
     )
-    assert "| tiny | none - k3 | +0.2 | +" in text and "- k3: `--beta 0.04 --kl_estimator k3`" in text
+    assert (
+        "| tiny | none - k3 | +0.2 | +" in text and "- k3: `--beta 0.04 --kl_estimator k3`" in text
+    )
     assert "- dr_grpo: `--no_normalize_by_std --loss_normalization constant`" in text
     assert "This cannot be shown here: the models of these tasks are dense." in text
     assert "All arms have" not in text
@@ -191,7 +254,18 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
 
 
 def test_the_page_names_what_all_arms_were_given(tmp_path, monkeypatch):
-    assert run_claims(monkeypatch, "--num_steps", "2", "--output_dir", str(tmp_path), "--report", str(tmp_path)) == 0
+    assert (
+        run_claims(
+            monkeypatch,
+            "--num_steps",
+            "2",
+            "--output_dir",
+            str(tmp_path),
+            "--report",
+            str(tmp_path),
+        )
+        == 0
+    )
     assert "All arms have\n`--num_steps 2`, but for" in (tmp_path / "claims.md").read_text()
 
 
@@ -202,7 +276,7 @@ def test_with_all_claims_less_is_decided(tmp_path):
     assert decide(made, 0.05)[0] == "holds" and decide(made, 0.0001)[0] == "undecided"
 
 
-# --- the runs -------------------------------------------------------------------------------------------------------------
+# --- the runs -------------------------------------------------------------------------------------
 
 
 def test_a_run_that_claims_share_is_trained_once(tmp_path, monkeypatch, capsys):
@@ -212,22 +286,40 @@ def test_a_run_that_claims_share_is_trained_once(tmp_path, monkeypatch, capsys):
         begun.append(state.name)
         make_run(design.folder / state.name, state.seed, 0.7 if state.arm == "baseline" else 0.6)
         run = design.folder / state.name
-        records = [json.loads(line) | {"seconds": 1.0} for line in (run / "evals.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) | {"seconds": 1.0}
+            for line in (run / "evals.jsonl").read_text().splitlines()
+        ]
         (run / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         schedule.is_done(design, state)
 
     monkeypatch.setattr(schedule, "submit", finish)
     monkeypatch.setattr(schedule, "warm_up", lambda *_: None)
     monkeypatch.setattr(claims, "refuse_missing_warm_start", lambda arm: None)
-    flags = ["--run", "kl_penalty", "token_mean", "--preset", "tiny", "--seed", "0", "1", "--executor", "local"]
+    flags = [
+        "--run",
+        "kl_penalty",
+        "token_mean",
+        "--preset",
+        "tiny",
+        "--seed",
+        "0",
+        "1",
+        "--executor",
+        "local",
+    ]
     assert run_claims(monkeypatch, *flags, "--output_dir", str(tmp_path)) == 0
-    assert sorted(begun) == [f"{arm}_seed{seed}" for arm in ("baseline", "beta0.04", "token_mean") for seed in (0, 1)]
+    assert sorted(begun) == [
+        f"{arm}_seed{seed}" for arm in ("baseline", "beta0.04", "token_mean") for seed in (0, 1)
+    ]
     assert run_claims(monkeypatch, *flags, "--output_dir", str(tmp_path)) == 0
     assert len(begun) == 6 and "6 of" not in capsys.readouterr().err
 
 
 def test_an_unknown_claim_and_a_sweep_of_values_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="--run clip_high: choose one of .*did you mean clip_higher"):
+    with pytest.raises(
+        UserError, match="--run clip_high: choose one of .*did you mean clip_higher"
+    ):
         parse(ClaimsArgs, ["--run", "clip_high"])
     with pytest.raises(UserError, match="--group_size: .* give one value"):
         trial("kl_penalty", "tiny", "--group_size", "4", "8")

@@ -30,11 +30,24 @@ def arm(**values) -> RLArgs:
 
 
 def test_the_grid_is_the_product():
-    arms = grid(sweep("--loss_type", "no_baseline", "grpo_clip", "--learning_rate", "1e-4", "2e-4", "--num_steps", "7"))
+    arms = grid(
+        sweep(
+            "--loss_type",
+            "no_baseline",
+            "grpo_clip",
+            "--learning_rate",
+            "1e-4",
+            "2e-4",
+            "--num_steps",
+            "7",
+        )
+    )
     assert list(arms) == [
-        "no_baseline_learning_rate0.0001", "no_baseline_learning_rate0.0002",
-        "grpo_clip_learning_rate0.0001", "grpo_clip_learning_rate0.0002",
-    ]  # fmt: skip
+        "no_baseline_learning_rate0.0001",
+        "no_baseline_learning_rate0.0002",
+        "grpo_clip_learning_rate0.0001",
+        "grpo_clip_learning_rate0.0002",
+    ]
     assert {(a.loss_type, a.learning_rate) for a in arms.values()} == {
         (loss, rate) for loss in ("no_baseline", "grpo_clip") for rate in (1e-4, 2e-4)
     }
@@ -43,9 +56,20 @@ def test_the_grid_is_the_product():
 
 def test_both_forms_of_group_size():
     held = {a.group_size: a for a in grid(sweep("--group_size", "4", "16")).values()}
-    assert {size: a.prompts_per_rollout for size, a in held.items()} == {4: 64, 16: 16}  # 256 responses each
-    free = {a.group_size: a for a in grid(sweep("--group_size", "4", "16", "--hold", "prompts")).values()}
-    assert {size: a.rollout_size for size, a in free.items()} == {4: 128, 16: 512}  # 32 prompts each
+    # 256 responses each
+    assert {size: a.prompts_per_rollout for size, a in held.items()} == {
+        4: 64,
+        16: 16,
+    }
+    free = {
+        a.group_size: a
+        for a in grid(sweep("--group_size", "4", "16", "--hold", "prompts")).values()
+    }
+    # 32 prompts each
+    assert {size: a.rollout_size for size, a in free.items()} == {
+        4: 128,
+        16: 512,
+    }
 
 
 def test_group_sizes_that_do_not_divide_are_refused():
@@ -55,7 +79,10 @@ def test_group_sizes_that_do_not_divide_are_refused():
 
 def test_booleans_and_names():
     arms = grid(sweep("--normalize_by_std", "True", "False"))
-    assert {name: a.normalize_by_std for name, a in arms.items()} == {"normalize_by_std": True, "no_normalize_by_std": False}
+    assert {name: a.normalize_by_std for name, a in arms.items()} == {
+        "normalize_by_std": True,
+        "no_normalize_by_std": False,
+    }
 
 
 def test_an_arm_that_cannot_work_is_refused():
@@ -64,16 +91,21 @@ def test_an_arm_that_cannot_work_is_refused():
 
 
 def test_stale_rollouts_are_another_thing():
-    """The ratio is to older weights: with one update a clipped loss is no REINFORCE. k = 0 is the synchronous run."""
+    """The ratio is to older weights: with one update a clipped loss is no REINFORCE. k = 0 is the
+    synchronous run."""
     plain, stale = arm(train_mini_batch_size=0), arm(train_mini_batch_size=0, rollouts="async")
-    assert canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
+    assert (
+        canonical(plain)["loss_type"] == "reinforce_with_baseline" != canonical(stale)["loss_type"]
+    )
     assert canonical(arm(rollouts="async", max_staleness=0)) == canonical(arm())
     assert canonical(arm(rollouts="async", max_staleness=1)) == canonical(arm(rollouts="async"))
 
 
 def test_flags_of_adapters_play_no_part_without_them():
     assert canonical(arm(lora_alpha=8, lora_targets="q_proj")) == canonical(arm())
-    assert canonical(arm(lora_rank=2, lora_alpha=8)) != canonical(arm(lora_rank=2)) != canonical(arm())
+    assert (
+        canonical(arm(lora_rank=2, lora_alpha=8)) != canonical(arm(lora_rank=2)) != canonical(arm())
+    )
 
 
 def test_refills_cost_samples():
@@ -82,31 +114,47 @@ def test_refills_cost_samples():
 
 
 def test_every_arm_survives_its_command_line():
-    for args in grid(sweep("--loss_type", "no_baseline", "grpo_clip", "--normalize_by_std", "True", "False")).values():
-        placed = dataclasses.replace(args, run_name="x", resume=True, policy_devices=("cuda:0", "cuda:1"))
+    for args in grid(
+        sweep("--loss_type", "no_baseline", "grpo_clip", "--normalize_by_std", "True", "False")
+    ).values():
+        placed = dataclasses.replace(
+            args, run_name="x", resume=True, policy_devices=("cuda:0", "cuda:1")
+        )
         assert parse(RLArgs, command_line(placed)) == placed
 
 
 def test_controls():
     arms = with_controls({"a": arm()})
     assert {name: a.reward for name, a in arms.items()} == {
-        "a": "r1_zero", "control_random": "random", "control_format_only": "format_only", "control_inverted": "inverted",
+        "a": "r1_zero",
+        "control_random": "random",
+        "control_format_only": "format_only",
+        "control_inverted": "inverted",
         "control_no_training": "r1_zero",
-    }  # fmt: skip
+    }
     assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)
-    assert all(args.learning_rate == arms["a"].learning_rate for name, args in arms.items() if name != "control_no_training")
+    assert all(
+        args.learning_rate == arms["a"].learning_rate
+        for name, args in arms.items()
+        if name != "control_no_training"
+    )
 
 
-# --- files of arms ----------------------------------------------------------------------------------------
+# --- files of arms --------------------------------------------------------------------------------
 
 
 def test_named_arms(tmp_path):
     file = tmp_path / "dr.toml"
-    file.write_text('num_steps = 5\n[arms.grpo]\n[arms.dr_grpo]\nnormalize_by_std = false\nloss_normalization = "constant"\n')
+    file.write_text(
+        "num_steps = 5\n[arms.grpo]\n[arms.dr_grpo]\nnormalize_by_std = false\nloss_normalization ="
+        ' "constant"\n'
+    )
     arms = named_arms(sweep("--sweep_file", str(file), "--group_size", "4"))
     assert arms == {
         "grpo": arm(num_steps=5, group_size=4),
-        "dr_grpo": arm(num_steps=5, group_size=4, normalize_by_std=False, loss_normalization="constant"),
+        "dr_grpo": arm(
+            num_steps=5, group_size=4, normalize_by_std=False, loss_normalization="constant"
+        ),
     }
 
 
@@ -139,37 +187,57 @@ def test_no_file_and_several_values_beside_a_file_are_refused(tmp_path):
         named_arms(sweep("--sweep_file", "x.toml", "--group_size", "2", "4"))
 
 
-# --- the linter -------------------------------------------------------------------------------------------
+# --- the linter -----------------------------------------------------------------------------------
 
 
 def said(arms, seeds=(0, 1)) -> dict[str, list[str]]:
     words = {"same": "mathematically the same", "confounded": "also changes", "seeds": "one seed"}
-    found = {kind: [warning for warning in lint(arms, seeds) if said in warning] for kind, said in words.items()}
+    found = {
+        kind: [warning for warning in lint(arms, seeds) if said in warning]
+        for kind, said in words.items()
+    }
     assert sum(map(len, found.values())) == len(lint(arms, seeds))
     return {kind: warnings for kind, warnings in found.items() if warnings}
 
 
 def test_clipping_without_a_second_update_is_reinforce():
     once = {"train_mini_batch_size": 0}
-    arms = {"a": arm(loss_type="grpo_clip", **once), "b": arm(loss_type="reinforce_with_baseline", **once)}
+    arms = {
+        "a": arm(loss_type="grpo_clip", **once),
+        "b": arm(loss_type="reinforce_with_baseline", **once),
+    }
     (same,) = said(arms)["same"]
     assert same.startswith("a, b: mathematically the same") and "ratio is 1" in same
-    assert "same" not in said({"a": arm(loss_type="grpo_clip"), "b": arm(loss_type="reinforce_with_baseline")})
+    assert "same" not in said(
+        {"a": arm(loss_type="grpo_clip"), "b": arm(loss_type="reinforce_with_baseline")}
+    )
 
 
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
-        ({"loss_type": "no_baseline"}, {"loss_type": "no_baseline", "normalize_by_std": False}, True),
+        (
+            {"loss_type": "no_baseline"},
+            {"loss_type": "no_baseline", "normalize_by_std": False},
+            True,
+        ),
         ({"loss_type": "grpo_clip"}, {"loss_type": "grpo_clip", "normalize_by_std": False}, False),
-        ({"loss_type": "reinforce_with_baseline"}, {"loss_type": "reinforce_with_baseline", "cliprange": 0.3}, True),
+        (
+            {"loss_type": "reinforce_with_baseline"},
+            {"loss_type": "reinforce_with_baseline", "cliprange": 0.3},
+            True,
+        ),
         ({"normalize_by_std": False}, {"normalize_by_std": False, "advantage_eps": 0.1}, True),
         ({"advantage_eps": 1e-6}, {"advantage_eps": 0.1}, False),
         ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 256}, True),
         ({"train_mini_batch_size": 0}, {"train_mini_batch_size": 255}, False),
         ({}, {"micro_batch_tokens": 99}, True),
         ({"loss_type": "grpo_clip"}, {"loss_type": "grpo_clip", "old_log_probs": "sampler"}, False),
-        ({"loss_type": "no_baseline"}, {"loss_type": "no_baseline", "old_log_probs": "sampler"}, True),
+        (
+            {"loss_type": "no_baseline"},
+            {"loss_type": "no_baseline", "old_log_probs": "sampler"},
+            True,
+        ),
         ({}, {"learning_rate": 1e-3}, False),
     ],
 )
@@ -182,7 +250,9 @@ def test_group_size_is_confounded_either_way():
     (held,) = said(grid(sweep("--group_size", "4", "16")))["confounded"]
     assert held.endswith("--group_size also changes prompts a step")
     (free,) = said(grid(sweep("--group_size", "4", "16", "--hold", "prompts")))["confounded"]
-    assert free.endswith("--group_size also changes responses a step, responses in all, optimiser updates")
+    assert free.endswith(
+        "--group_size also changes responses a step, responses in all, optimiser updates"
+    )
 
 
 def test_losses_alone_are_not_confounded():
@@ -190,10 +260,17 @@ def test_losses_alone_are_not_confounded():
 
 
 def test_other_ways_of_evaluating_are_warned_of():
-    for field, values in (("reward", ("r1_zero", "r1_zero_strict")), ("sampling_temperature", (0.5, 1.0))):
-        (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})["confounded"]
+    for field, values in (
+        ("reward", ("r1_zero", "r1_zero_strict")),
+        ("sampling_temperature", (0.5, 1.0)),
+    ):
+        (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})[
+            "confounded"
+        ]
         assert "how the evaluation samples or scores" in warning
-    assert {name: task.rules[0] for name, task in TASKS.items()} == {name: arm(task=name).evaluation_rule for name in TASKS}
+    assert {name: task.rules[0] for name, task in TASKS.items()} == {
+        name: arm(task=name).evaluation_rule for name in TASKS
+    }
     assert "confounded" not in said(with_controls({"a": arm()}))  # controls are scored by r1_zero
     assert "confounded" in said(with_controls({"a": arm(reward="r1_zero_strict")}))
 
@@ -206,29 +283,56 @@ def test_a_single_seed_is_warned_of():
     assert "one seed" in said({"a": arm()}, seeds=(0,))["seeds"][0]
 
 
-@pytest.mark.parametrize(("hold", "said"), [("rollouts", "--hold rollouts: --prompts_per_rollout is 32 16;"), ("prompts", "")])
+@pytest.mark.parametrize(
+    ("hold", "said"),
+    [("rollouts", "--hold rollouts: --prompts_per_rollout is 32 16;"), ("prompts", "")],
+)
 def test_the_design_says_how_many_prompts_each_arm_has(hold, said, capsys):
     """8 prompts of the preset's 8 responses are 64 responses a step: 32 prompts of 2, 16 of 4."""
-    args = sweep("--prompts_per_rollout", "8", "--group_size", "2", "4", "--sft_base", "", "--hold", hold)
+    args = sweep(
+        "--prompts_per_rollout", "8", "--group_size", "2", "4", "--sft_base", "", "--hold", hold
+    )
     print_design(make_design(args), args, Console(width=200))
     printed = capsys.readouterr().out
     assert said in printed if said else "--hold" not in printed
 
 
 def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
-    facts = lambda *flags: make_design(sweep("--loss_type", "no_baseline", "grpo_clip", *flags)).facts()
+    facts = lambda *flags: make_design(
+        sweep("--loss_type", "no_baseline", "grpo_clip", *flags)
+    ).facts()
     before = facts()
-    older = {**before, "arms": {name: dict(args, reference_url="") for name, args in before["arms"].items()}}
+    older = {
+        **before,
+        "arms": {name: dict(args, reference_url="") for name, args in before["arms"].items()},
+    }
     for args in older["arms"].values():
         del args["trackers"], args["preview"]
-    assert schedule._fixed(older) == schedule._fixed(before) == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
+    assert (
+        schedule._fixed(older)
+        == schedule._fixed(before)
+        == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
+    )
     assert schedule._fixed(before) != schedule._fixed(facts("--num_steps", "3"))
-    assert schedule._fixed(before) == schedule._fixed({name: value for name, value in before.items() if name != "match"})
+    assert schedule._fixed(before) == schedule._fixed(
+        {name: value for name, value in before.items() if name != "match"}
+    )
     assert schedule._fixed(before) != schedule._fixed(facts("--match", "tokens"))
     assert schedule._fixed({}) != schedule._fixed(before)
 
 
-TWO_LOSSES = ("--loss_type", "no_baseline", "grpo_clip", "--sft_base", "", "--num_steps", "40", "--seed", "0", "1")
+TWO_LOSSES = (
+    "--loss_type",
+    "no_baseline",
+    "grpo_clip",
+    "--sft_base",
+    "",
+    "--num_steps",
+    "40",
+    "--seed",
+    "0",
+    "1",
+)
 
 
 @pytest.mark.parametrize(("every", "most"), [("40", 5), ("20", 5)])
@@ -240,16 +344,27 @@ def test_too_few_evaluations_for_equal_amounts_are_refused_before_training(every
     reason = f"--eval_interval {every}: no_baseline is evaluated {times} times"
     with pytest.raises(UserError, match=f"{reason} .*give --eval_interval {most}"):
         make_design(sweep(*flags, "--match", "tokens"))
-    for match in ("steps", "samples"):  # equal steps of equal responses: all last evaluations come at equal amounts
+    # equal steps of equal responses: all last evaluations come at equal amounts
+    for match in (
+        "steps",
+        "samples",
+    ):
         assert make_design(sweep(*flags, "--match", match)).warnings == ()
     with pytest.raises(UserError, match="--match samples"):
-        make_design(sweep(*flags, "--match", "samples", "--loss_type", "grpo_clip", "--max_refills", "0", "2"))
+        make_design(
+            sweep(
+                *flags, "--match", "samples", "--loss_type", "grpo_clip", "--max_refills", "0", "2"
+            )
+        )
 
 
 def test_evaluations_far_apart_are_warned_of_where_arms_are_compared_between_them():
     flags = (*TWO_LOSSES, "--match", "seconds")
     (warning,) = make_design(sweep(*flags, "--eval_interval", "10")).warnings
-    assert warning.startswith("no_baseline, grpo_clip: --match seconds") and "--eval_interval 5 or less" in warning
+    assert (
+        warning.startswith("no_baseline, grpo_clip: --match seconds")
+        and "--eval_interval 5 or less" in warning
+    )
     assert make_design(sweep(*flags, "--eval_interval", "5")).warnings == ()
     with pytest.raises(UserError, match="--strict: .*--eval_interval 5"):
         make_design(sweep(*flags, "--eval_interval", "10", "--strict"))

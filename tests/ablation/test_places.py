@@ -1,4 +1,5 @@
-"""Runs that end in two places: what is found, what is said of it, and what so few seeds may hide."""
+"""Runs that end in two places: what is found, what is said of it, and what so few seeds may
+hide."""
 
 import math
 
@@ -17,7 +18,7 @@ def scores(*means: float, questions: int = 400) -> dict[int, np.ndarray]:
     return {seed: mean + sides for seed, mean in enumerate(means)}
 
 
-# --- one arm ------------------------------------------------------------------------------------------------------------
+# --- one arm --------------------------------------------------------------------------------------
 
 
 def test_the_cut_is_where_the_gap_is_largest_beside_the_spread_within():
@@ -52,15 +53,15 @@ def test_normal_noise_seldom_ends_in_two_places():
     for seeds in (3, 5, 10):
         named = 0
         for _ in range(tables):
-            means = {
-                str(arm): rng.normal(0.5, 10.0**-arm, seeds) for arm in range(4)
-            }  # arms of very different noise
+            # arms of very different noise
+            means = {str(arm): rng.normal(0.5, 10.0**-arm, seeds) for arm in range(4)}
             named += bool(arms_in_two_places(means, dict.fromkeys(means, 0.0), 0.0))
         assert named / tables < 0.02 + 2.5 * math.sqrt(0.02 * 0.98 / tables)
 
 
 def test_all_arms_together_show_what_each_alone_does_not():
-    """Two runs in one place and one elsewhere: each arm's two gaps differ by 30, as those of 1 in 20 normal samples."""
+    """Two runs in one place and one elsewhere: each arm's two gaps differ by 30, as those of 1 in
+    20 normal samples."""
     means = {arm: [0.15, 0.85, 0.85 + 0.7 / 30] for arm in "abcd"}
     floors = dict.fromkeys(means, 0.0)
     assert set(arms_in_two_places(means, floors, 0.03)) == set("abcd")
@@ -73,7 +74,7 @@ def test_places_within_a_tie_are_one():
     assert set(arms_in_two_places(means, {"a": 0.0}, 0.01)) == {"a"}
 
 
-# --- what is said of it -------------------------------------------------------------------------------------------------
+# --- what is said of it ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", [0.95, 0.65, 0.10])
@@ -118,7 +119,8 @@ def test_a_verdict_is_firm_where_enough_seeds_show_no_other_place():
 
 
 def test_a_tie_is_firm_only_with_many_seeds():
-    """Both at 0.5, where a run can lose or gain 0.5: of 300 seeds 1.2 % of runs go unseen, which shift it by less than 0.03."""
+    """Both at 0.5, where a run can lose or gain 0.5: of 300 seeds 1.2 % of runs go unseen, which
+    shift it by less than 0.03."""
 
     def of(seeds: int):
         a, b = (
@@ -141,7 +143,7 @@ def test_a_measure_without_bounds_has_no_firm_verdict():
     assert c.verdict == "long > short in runs like these" and math.isinf(c.hidden)
 
 
-# --- what few seeds may hide --------------------------------------------------------------------------------------------
+# --- what few seeds may hide ----------------------------------------------------------------------
 
 
 def test_the_share_that_goes_unseen():
@@ -157,7 +159,8 @@ def test_a_hidden_shift_is_the_largest_of_all_that_go_unseen():
     assert hidden_shift([0.85], 5, 0.025) == pytest.approx(0.85 * unseen_share(5, 0.025))
     assert hidden_shift([], 5, 0.025) == hidden_shift([0.0], 5, 0.025) == 0.0
     rooms, seeds, chance = np.array([0.85, 0.5, 0.2]), 6, 0.0125
-    # Every third probability follows from the other two: (1 - p) (1 - q) (1 - r) = chance ** (1 / seeds).
+    # Every third probability follows from the other two: (1 - p) (1 - q) (1 - r) = chance ** (1 /
+    # seeds).
     kept = np.linspace(chance ** (1 / seeds), 1, 400)
     p, q = np.meshgrid(kept, kept)
     r = chance ** (1 / seeds) / (p * q)
@@ -165,7 +168,7 @@ def test_a_hidden_shift_is_the_largest_of_all_that_go_unseen():
     assert hidden_shift(rooms, seeds, chance) == pytest.approx(shifts.max(), abs=1e-4)
 
 
-# --- rates --------------------------------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 NOISE = (0.02,) * 2
 SETTINGS = {

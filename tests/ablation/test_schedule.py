@@ -12,8 +12,8 @@ from alignment.ablation.schedule import LOST, State, settle
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch):
-    """A function that notes the end of a run with this exit code and log; returns its state, what is printed, and whether it is
-    started again."""
+    """A function that notes the end of a run with this exit code and log; returns its state, what
+    is printed, and whether it is started again."""
     again = []
     monkeypatch.setattr(schedule, "submit", lambda design, executor, state: again.append(state))
 
@@ -35,22 +35,40 @@ TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: a bug
 @pytest.mark.parametrize(
     ("code", "log", "reason", "again"),
     [
-        (2, "RL, step 1\nerror: KeyError: 'rare' (/own/loss.py:8)\n", "KeyError: 'rare' (/own/loss.py:8)", False),
-        (2, "error: --reward x: there is no such reward\n", "--reward x: there is no such reward", False),
+        (
+            2,
+            "RL, step 1\nerror: KeyError: 'rare' (/own/loss.py:8)\n",
+            "KeyError: 'rare' (/own/loss.py:8)",
+            False,
+        ),
+        (
+            2,
+            "error: --reward x: there is no such reward\n",
+            "--reward x: there is no such reward",
+            False,
+        ),
         (1, "error: the sampler was lost [cuda:1]\n", "the sampler was lost [cuda:1]", True),
         (1, TRACEBACK, "RuntimeError: a bug of ours", True),
         (-9, "RL, step 3 of 8\n", "RL, step 3 of 8", True),
         (1, "", "it said nothing", True),
     ],
 )
-def test_the_reason_is_shown_and_what_would_fail_again_is_not_tried_again(code, log, reason, again, ended):
+def test_the_reason_is_shown_and_what_would_fail_again_is_not_tried_again(
+    code, log, reason, again, ended
+):
     state, printed, tried_again = ended(code, log)
     assert tried_again is again
     assert (state.status, state.note, state.reason) == ("failed", f"exit code {code}", reason)
-    assert printed.startswith(f"a_seed0: exit code {code}{'; trying again' * again} (") and printed.endswith(f"): {reason}")
+    assert printed.startswith(
+        f"a_seed0: exit code {code}{'; trying again' * again} ("
+    ) and printed.endswith(f"): {reason}")
     assert not ended(code, log, attempts=2)[2]
 
 
 def test_a_machine_that_is_gone_has_no_reason_in_the_log(ended):
     state, printed, again = ended(LOST, "RL, step 3 of 8\n")
-    assert again and state.reason == "" and printed.startswith("a_seed0: its worker or machine is gone; trying again (")
+    assert (
+        again
+        and state.reason == ""
+        and printed.startswith("a_seed0: its worker or machine is gone; trying again (")
+    )

@@ -1,4 +1,5 @@
-"""`plan` for policies of several processes: what each holds, whether that fits, and the command that trains so."""
+"""`plan` for policies of several processes: what each holds, whether that fits, and the command
+that trains so."""
 
 import io
 import json
@@ -19,7 +20,9 @@ def planned(tiny_folder, monkeypatch, capsys, tmp_path):
 
     def run(*flags: str) -> str:
         monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr("sys.argv", ["plan", "--model", str(tiny_folder), "--sampler", "transformers", *flags])
+        monkeypatch.setattr(
+            "sys.argv", ["plan", "--model", str(tiny_folder), "--sampler", "transformers", *flags]
+        )
         plan.main()
         return capsys.readouterr().out
 
@@ -28,9 +31,16 @@ def planned(tiny_folder, monkeypatch, capsys, tmp_path):
 
 def test_several_machines_are_started_by_torchrun(planned):
     said = planned("--num_gpus", "8", "--machines", "2", "--policy_parallelism", "sharded")
-    start = "torchrun --nnodes 2 --nproc_per_node 5 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m alignment.train_rl"
+    start = (
+        "torchrun --nnodes 2 --nproc_per_node 5 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m"
+        " alignment.train_rl"
+    )
     command = said.splitlines()[-1]
-    assert command.startswith(start) and "--policy_parallelism sharded" in command and "--policy_ranks" not in command
+    assert (
+        command.startswith(start)
+        and "--policy_parallelism sharded" in command
+        and "--policy_ranks" not in command
+    )
 
 
 def test_ranks_on_a_cpu_share_the_hosts_memory(planned):
@@ -55,26 +65,49 @@ def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
 
 
 def test_a_policy_of_one_process_needs_one_machine(planned):
-    with pytest.raises(UserError, match="--machines 2: a policy that is layer_split is one process"):
+    with pytest.raises(
+        UserError, match="--machines 2: a policy that is layer_split is one process"
+    ):
         planned("--machines", "2", "--policy_parallelism", "layer_split", "--num_gpus", "8")
 
 
 def test_the_reference_recipe_is_planned_for_other_numbers_of_gpus(planned):
     """Its roles take the last GPUs, of eight as of four."""
     said = planned("--preset", "qwen2.5_math_1.5b_gsm8k_8gpu", "--num_gpus", "4")
-    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in said.splitlines() if line.startswith("│ cuda")}
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in said.splitlines()
+        if line.startswith("│ cuda")
+    }
     assert rows == {"cuda:0": "policy", "cuda:1": "eval", "cuda:2": "reference", "cuda:3": "sample"}
     with pytest.raises(UserError, match="--sample_device cuda:6"):
-        planned("--preset", "qwen2.5_math_1.5b_gsm8k_8gpu", "--num_gpus", "4", "--sample_device", "cuda:6")
+        planned(
+            "--preset",
+            "qwen2.5_math_1.5b_gsm8k_8gpu",
+            "--num_gpus",
+            "4",
+            "--sample_device",
+            "cuda:6",
+        )
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"), [("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)]
+    ("model", "parameters"),
+    [("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)],
 )
 def test_a_published_model_is_planned_without_the_hub(model, parameters, planned, monkeypatch):
     monkeypatch.setattr(prediction, "resolve_model", None)  # which would ask it
     said = planned(
-        "--model", model, "--num_gpus", "8", "--policy_parallelism", "sharded", "--gpu_memory", "80", "--dtype", "float32"
+        "--model",
+        model,
+        "--num_gpus",
+        "8",
+        "--policy_parallelism",
+        "sharded",
+        "--gpu_memory",
+        "80",
+        "--dtype",
+        "float32",
     )
     reference = next(line for line in said.splitlines() if "reference" in line)
     assert f"{4 * parameters / 1e9:.2f}" in reference
@@ -82,28 +115,74 @@ def test_a_published_model_is_planned_without_the_hub(model, parameters, planned
 
 def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):
     """Of one GPU-hour for 10 dollars, so that dollars are 10 times the GPU-hours."""
-    said = planned("--hardware", "2x8xA100-40GB", "--policy_parallelism", "sharded", "--price", "10", "--json", "plan.json")
-    title = " ".join(said.partition("┏")[0].split())  # of several lines where the model's path is long
-    assert "tiny" in title and "on 2x8xA100-40GB, policy sharded" in title and said.count("of 40 GB, fits") == 7
+    said = planned(
+        "--hardware",
+        "2x8xA100-40GB",
+        "--policy_parallelism",
+        "sharded",
+        "--price",
+        "10",
+        "--json",
+        "plan.json",
+    )
+    # of several lines where the model's path is long
+    title = " ".join(said.partition("┏")[0].split())
+    assert (
+        "tiny" in title
+        and "on 2x8xA100-40GB, policy sharded" in title
+        and said.count("of 40 GB, fits") == 7
+    )
     assert said.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 5")
     facts = json.loads((tmp_path / "plan.json").read_text())
-    assert set(facts) == {"run", "machine", "peaks", "fits", "remedies", "seconds", "dollars", "off", "best", "command"}
-    assert facts["command"] == said.splitlines()[-1] and facts["run"]["policy_parallelism"] == "sharded"
+    assert set(facts) == {
+        "run",
+        "machine",
+        "peaks",
+        "fits",
+        "remedies",
+        "seconds",
+        "dollars",
+        "off",
+        "best",
+        "command",
+    }
+    assert (
+        facts["command"] == said.splitlines()[-1]
+        and facts["run"]["policy_parallelism"] == "sharded"
+    )
     assert facts["machine"]["gpus"] == 8 and facts["machine"]["card"]["bandwidth"] == 1555
-    assert [peak["device"] for peak in facts["peaks"]] == [f"cuda:{gpu}" for gpu in (0, 1, 2, 3, 4, 5, 7)]  # no reference
+    # no reference
+    assert [peak["device"] for peak in facts["peaks"]] == [
+        f"cuda:{gpu}" for gpu in (0, 1, 2, 3, 4, 5, 7)
+    ]
     assert facts["peaks"][0]["excess"] < 0 < facts["peaks"][0]["phases"]["update"]["weights"]
     seconds = facts["seconds"]
-    assert set(seconds["phases"]) == {"sampling", "old_log_probs", "update", "sync", "evaluation", "checkpoint"}
+    assert set(seconds["phases"]) == {
+        "sampling",
+        "old_log_probs",
+        "update",
+        "sync",
+        "evaluation",
+        "checkpoint",
+    }
     hours = seconds["gpu_hours"]
-    assert hours == pytest.approx([16 * end for end in seconds["hours"]]) and facts["dollars"] == [10 * end for end in hours]
+    assert hours == pytest.approx([16 * end for end in seconds["hours"]]) and facts["dollars"] == [
+        10 * end for end in hours
+    ]
     line = next(line for line in said.splitlines() if line.startswith("the whole run"))
     assert f"{span(hours)} GPU-hours, {span([10 * end for end in hours])} dollars; " in line
     step = next(line for line in said.splitlines() if line.startswith("seconds"))
-    assert step.startswith(f"seconds (not calibrated, hence wide): a step {span(seconds['step'])}, and by phase: sampling ")
+    assert step.startswith(
+        f"seconds (not calibrated, hence wide): a step {span(seconds['step'])}, and by phase:"
+        " sampling "
+    )
 
 
 def test_seconds_are_of_any_card_where_none_is_named(planned):
-    any_card = "seconds (not calibrated, hence wide; of any card, where there are GPUs: name yours with --hardware): a step "
+    any_card = (
+        "seconds (not calibrated, hence wide; of any card, where there are GPUs: name yours with"
+        " --hardware): a step "
+    )
     assert any_card in planned("--num_gpus", "8", "--gpu_memory", "80")
     with pytest.raises(UserError, match="--hardware 8xT4: says all that"):
         planned("--hardware", "8xT4", "--num_gpus", "8")
@@ -112,24 +191,49 @@ def test_seconds_are_of_any_card_where_none_is_named(planned):
 
 
 def test_the_best_is_printed_with_its_rank(planned):
-    """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on two, by three kinds."""
+    """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on
+    two, by three kinds."""
     said = planned("--hardware", "3xL4", "--best").splitlines()[-6:]
-    assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == ["1.", "2.", "3.", "4.", "5."]
-    assert all("GPU-hours: uv run -m alignment.train_rl --preset tiny" in line for line in said[1:]) and len(set(said)) == 6
+    assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == [
+        "1.",
+        "2.",
+        "3.",
+        "4.",
+        "5.",
+    ]
+    assert (
+        all("GPU-hours: uv run -m alignment.train_rl --preset tiny" in line for line in said[1:])
+        and len(set(said)) == 6
+    )
 
 
 def test_flags_that_would_make_a_run_fit_are_tried(planned):
-    """16 bytes a parameter less with adapters; fewer tokens at a time; a smaller share for an engine that is awake, while it
-    samples. Not: a known optimizer; nor that share where the update is the peak, for the engine sleeps then."""
-    flags = ("--preset", "single_gpu_gsm8k_kl", "--model", "Qwen/Qwen2.5-1.5B-Instruct", "--sampler", "vllm", "--num_gpus", "1")
+    """16 bytes a parameter less with adapters; fewer tokens at a time; a smaller share for an
+    engine that is awake, while it samples. Not: a known optimizer; nor that share where the update
+    is the peak, for the engine sleeps then."""
+    flags = (
+        "--preset",
+        "single_gpu_gsm8k_kl",
+        "--model",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "--sampler",
+        "vllm",
+        "--num_gpus",
+        "1",
+    )
     said = planned(*flags, "--gpu_memory", "30")
     assert "does not fit by 2.3 GB" in said and "; sampling " in said
     assert "with --micro_batch_tokens 1024 it would fit: 27.1 GB on the fullest device" in said
     assert "with --lora_rank 16 it would fit: 19.5 GB on the fullest device" in said
-    assert "adamw_cpu_offload it would fit" not in said and "with --gpu_memory_utilization" not in said
-    assert "with --micro_batch_tokens 0 --lora_rank 16 it would fit" in planned(*flags, "--gpu_memory", "20")
+    assert (
+        "adamw_cpu_offload it would fit" not in said and "with --gpu_memory_utilization" not in said
+    )
+    assert "with --micro_batch_tokens 0 --lora_rank 16 it would fit" in planned(
+        *flags, "--gpu_memory", "20"
+    )
     said = planned(*flags, "--gpu_memory", "40", "--gpu_memory_utilization", "0.9")
-    # Weights 6.2, reference 3.6, two contexts 1.6, and 36 of 40 GB; with 0.4 the update is the peak.
+    # Weights 6.2, reference 3.6, two contexts 1.6, and 36 of 40 GB; with 0.4 the update is the
+    # peak.
     assert "47.5 of 40 GB, does not fit by 9.5 GB (sampling: " in said
     assert "with --gpu_memory_utilization 0.4 it would fit: 30.8 GB on the fullest device" in said
     assert "no flag, and no two of them, would make it fit" in planned(*flags, "--gpu_memory", "6")
@@ -137,14 +241,17 @@ def test_flags_that_would_make_a_run_fit_are_tried(planned):
 
 
 def test_a_run_that_will_not_fit_is_warned_of(tiny_folder, monkeypatch):
-    """0.8 GB for Python with its libraries do not fit 0.5; and a run whose model is not there is not predicted."""
+    """0.8 GB for Python with its libraries do not fit 0.5; and a run whose model is not there is
+    not predicted."""
     console = Console(record=True, width=300, file=io.StringIO())
     args = from_preset(RLArgs, "tiny", sft_base=str(tiny_folder))
     monkeypatch.setattr(prediction, "total_bytes", lambda device: int(0.5e9))
     assert prediction.expected_peaks(args, console).keywords["expected"](0)[0].name == "cpu"
     assert "warning: cpu will lack" in (said := console.export_text()) and said.count("\n") == 1
     assert (
-        prediction.expected_peaks(from_preset(RLArgs, "tiny", model="/nowhere", sft_base=""), console).keywords["expected"](0)
+        prediction.expected_peaks(
+            from_preset(RLArgs, "tiny", model="/nowhere", sft_base=""), console
+        ).keywords["expected"](0)
         == []
     )
 
@@ -156,12 +263,17 @@ def test_what_was_not_counted_neither_fits_nor_lacks_memory(planned, tmp_path):
     assert facts["fits"] is None and facts["peaks"] == facts["remedies"] == [] and "fit" not in said
 
 
-def test_a_model_that_transformers_cannot_make_is_one_clear_line(planned, tiny_folder, tmp_path, monkeypatch):
-    """A configuration whose attention heads do not divide its width, say: the class itself raises."""
+def test_a_model_that_transformers_cannot_make_is_one_clear_line(
+    planned, tiny_folder, tmp_path, monkeypatch
+):
+    """A configuration whose attention heads do not divide its width, say: the class itself
+    raises."""
 
     def fail(config):
         raise AssertionError("no such layers")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
-    with pytest.raises(UserError, match="--model: transformers makes no qwen2 of its config.json .*no such layers"):
+    with pytest.raises(
+        UserError, match="--model: transformers makes no qwen2 of its config.json .*no such layers"
+    ):
         planned("--num_gpus", "0")

@@ -53,7 +53,10 @@ def published(monkeypatch, capsys, run, *flags: str) -> tuple[int, str, str]:
 def test_a_dry_run_lists_the_files_of_the_manifest_and_calls_nothing(run, monkeypatch, capsys, hub):
     code, out, _ = published(monkeypatch, capsys, run, "--repo", "me/tiny", "--dry_run")
     assert code == 0 and hub.calls == []
-    assert out.splitlines()[:2] == ["              4  README.md", "              7  model.safetensors"]
+    assert out.splitlines()[:2] == [
+        "              4  README.md",
+        "              7  model.safetensors",
+    ]
     assert out.splitlines()[2].endswith("  manifest.sha256.json") and "notes.txt" not in out
 
 
@@ -75,7 +78,9 @@ def test_what_the_hub_refuses_is_one_line(run, monkeypatch, capsys):
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
     code, _, error = published(monkeypatch, capsys, run, "--repo", "me/tiny")
-    assert code == 2 and error == "error: --repo me/tiny: no token; `hf auth login` stores a token\n"
+    assert (
+        code == 2 and error == "error: --repo me/tiny: no token; `hf auth login` stores a token\n"
+    )
 
 
 def test_a_connection_that_fails_is_one_line(run, monkeypatch, capsys):
@@ -87,15 +92,25 @@ def test_a_connection_that_fails_is_one_line(run, monkeypatch, capsys):
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
     code, _, error = published(monkeypatch, capsys, run, "--repo", "me/tiny")
-    assert code == 2 and error.startswith("error: --repo me/tiny: no route") and error.count("\n") == 1
+    assert (
+        code == 2 and error.startswith("error: --repo me/tiny: no route") and error.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "repo", "message"),
     [
-        (lambda run: (run / "final" / "model.safetensors").write_bytes(b"weighty"), "me/a", "model.safetensors has changed"),
+        (
+            lambda run: (run / "final" / "model.safetensors").write_bytes(b"weighty"),
+            "me/a",
+            "model.safetensors has changed",
+        ),
         (lambda run: (run / "final" / "README.md").unlink(), "me/a", "README.md is missing"),
-        (lambda run: (run / "summary.json").unlink(), "me/a", "must be the folder of a finished run"),
+        (
+            lambda run: (run / "summary.json").unlink(),
+            "me/a",
+            "must be the folder of a finished run",
+        ),
         (lambda run: shutil.rmtree(run / "final"), "me/a", "must be the folder of a finished run"),
         (lambda run: shutil.rmtree(run), "me/a", "must be the folder of a finished run"),
         (lambda run: None, "me/a/b", "--repo me/a/b"),

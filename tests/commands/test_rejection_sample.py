@@ -1,4 +1,5 @@
-"""What is kept of a model's answers, what is not and why, and demonstrations read back from files."""
+"""What is kept of a model's answers, what is not and why, and demonstrations read back from
+files."""
 
 import json
 
@@ -18,9 +19,15 @@ GOOD = " two and three </think> <answer> 5 </answer>"
 def group(*answers, problem=PROBLEM):
     completions = tuple(
         Completion((1,), (2,), (-0.1,), text, finish, 0)
-        for text, finish in (answer if isinstance(answer, tuple) else (answer, "stop") for answer in answers)
+        for text, finish in (
+            answer if isinstance(answer, tuple) else (answer, "stop") for answer in answers
+        )
     )
-    return Group(problem, completions, tuple(RULES["r1_zero"](c.text, problem.ground_truth) for c in completions))
+    return Group(
+        problem,
+        completions,
+        tuple(RULES["r1_zero"](c.text, problem.ground_truth) for c in completions),
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,9 @@ def group(*answers, problem=PROBLEM):
 )
 def test_each_reason(answer, reason):
     rows, against = select([group(GOOD, answer)], "all", 0.95)
-    assert [row["response"] for row in rows] == [GOOD] and against == {reason: 1} and reason in REASONS
+    assert (
+        [row["response"] for row in rows] == [GOOD] and against == {reason: 1} and reason in REASONS
+    )
 
 
 def test_all_or_the_shortest_are_kept_with_their_problem():
@@ -46,7 +55,9 @@ def test_all_or_the_shortest_are_kept_with_their_problem():
     other = Problem("b", "What is 1 + 1?", "", "2")
     groups = [group(longer, GOOD), group("</think> <answer> 3 </answer>", problem=other)]
     rows, against = select(groups, "best", 0.95)
-    assert rows == [{"id": "a", "question": "What is 2 + 3?", "ground_truth": "5", "response": GOOD}]
+    assert rows == [
+        {"id": "a", "question": "What is 2 + 3?", "ground_truth": "5", "response": GOOD}
+    ]
     assert against == {"wrong": 1, "not the best": 1}
     assert [row["response"] for row in select(groups, "all", 0.95)[0]] == [longer, GOOD]
 
@@ -57,11 +68,19 @@ def write(path, *rows):
 
 
 def test_demonstrations_are_read_shuffled_and_one_in_twenty_is_held_out(tmp_path):
-    file = write(tmp_path / "rows.jsonl", *({"question": f"q{i}", "response": f"r{i}"} for i in range(40)))
+    file = write(
+        tmp_path / "rows.jsonl", *({"question": f"q{i}", "response": f"r{i}"} for i in range(40))
+    )
     general = write(tmp_path / "general.jsonl", {"prompt": "Hello,", "response": " world"})
-    train, test = (own_data.of_split(own_data.read_demonstrations(file, general), split, 0) for split in ("train", "test"))
+    train, test = (
+        own_data.of_split(own_data.read_demonstrations(file, general), split, 0)
+        for split in ("train", "test")
+    )
     assert len(test) == 2 and len(train) == 39
-    assert {response for _, response in (*train, *test)} == {*(f"r{i}" for i in range(40)), " world"}
+    assert {response for _, response in (*train, *test)} == {
+        *(f"r{i}" for i in range(40)),
+        " world",
+    }
     assert [response for _, response in train] != [f"r{i}" for i in range(39)]
     (whole,) = [problem for problem, response in (*train, *test) if response == " world"]
     assert (whole.question, whole.prompt) == ("", "Hello,")
@@ -89,7 +108,15 @@ def test_examples_come_before_each_question(tmp_path):
 
 def test_nothing_kept_is_said_in_words(tmp_path, monkeypatch):
     wrong = GOOD.replace("5", "6")
-    monkeypatch.setattr(rejection_sample, "sample_groups", lambda *_: [group((GOOD, "length"), wrong, wrong)])
-    monkeypatch.setattr("sys.argv", ["rejection_sample", "--output", str(tmp_path / "kept.jsonl"), "--num_samples", "3"])
-    with pytest.raises(UserError, match="^nothing was kept of 3 answers: 2 wrong, 1 unfinished; nothing is written$"):
+    monkeypatch.setattr(
+        rejection_sample, "sample_groups", lambda *_: [group((GOOD, "length"), wrong, wrong)]
+    )
+    monkeypatch.setattr(
+        "sys.argv",
+        ["rejection_sample", "--output", str(tmp_path / "kept.jsonl"), "--num_samples", "3"],
+    )
+    with pytest.raises(
+        UserError,
+        match="^nothing was kept of 3 answers: 2 wrong, 1 unfinished; nothing is written$",
+    ):
         rejection_sample.main()

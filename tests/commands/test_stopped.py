@@ -1,4 +1,5 @@
-"""What is paid for is kept: a signal leaves the answers to the first problems, and a folder that cannot be written is found first."""
+"""What is paid for is kept: a signal leaves the answers to the first problems, and a folder that
+cannot be written is found first."""
 
 import errno
 import json
@@ -21,7 +22,8 @@ SIZES = ["--max_new_tokens", "4", "--prompt", "tiny", "--trackers"]
 
 @pytest.fixture
 def sigterm_at(monkeypatch):
-    """A function that has SIGTERM sent when so many responses have ended, of pieces of 4, 4, 8, 16 responses, and so on."""
+    """A function that has SIGTERM sent when so many responses have ended, of pieces of 4, 4, 8, 16
+    responses, and so on."""
     monkeypatch.setattr(models, "FIRST_PIECE", {"cpu": 4, "cuda": 4})
     sample, ended = TransformersSampler.sample, []
 
@@ -46,11 +48,20 @@ def sigterm_at(monkeypatch):
 
 @pytest.fixture
 def run(tiny_folder, tmp_path, monkeypatch, capsys):
-    """A function that evaluates the tiny model; returns the exit code, what was printed, and the folders that were made."""
+    """A function that evaluates the tiny model; returns the exit code, what was printed, and the
+    folders that were made."""
 
     def running(*flags: str):
         monkeypatch.setenv("COLUMNS", "200")
-        words = ["alignment.evaluate", "--model", str(tiny_folder), "--output_dir", str(tmp_path / "out"), *SIZES, *flags]
+        words = [
+            "alignment.evaluate",
+            "--model",
+            str(tiny_folder),
+            "--output_dir",
+            str(tmp_path / "out"),
+            *SIZES,
+            *flags,
+        ]
         code = exit_code(monkeypatch, evaluate.main, *words)
         return code, capsys.readouterr(), sorted((tmp_path / "out").glob("*"))
 
@@ -66,7 +77,9 @@ def run(tiny_folder, tmp_path, monkeypatch, capsys):
         (5, 60, 2, 4),  # problems of two responses: pieces of 2, 2, 4 problems
     ],
 )
-def test_sigterm_leaves_what_an_evaluation_of_the_first_problems_gives(number, grace, samples, kept, sigterm_at, run, monkeypatch):
+def test_sigterm_leaves_what_an_evaluation_of_the_first_problems_gives(
+    number, grace, samples, kept, sigterm_at, run, monkeypatch
+):
     each = ["--num_samples", str(samples)]
     with monkeypatch.context():
         sigterm_at(number, grace)
@@ -81,7 +94,9 @@ def test_sigterm_leaves_what_an_evaluation_of_the_first_problems_gives(number, g
     sigterm_at(-1, 60)
     _, _, (whole, _) = run("--max_problems", str(kept), "--run_name", "first", *each)
     (expected,) = read_jsonl(whole / "evals.jsonl")
-    measured = {key: value for key, value in record.items() if key not in ("seconds", "left_out", "step")}
+    measured = {
+        key: value for key, value in record.items() if key not in ("seconds", "left_out", "step")
+    }
     assert measured == {key: expected[key] for key in measured}
     written = [(path / "completions" / "eval_000000.jsonl").read_text() for path in (folder, whole)]
     assert written[0] == written[1]
@@ -97,13 +112,22 @@ def test_a_signal_after_the_last_response_leaves_a_finished_evaluation(sigterm_a
 def test_a_signal_before_the_first_piece_ends_leaves_nothing(sigterm_at, run):
     sigterm_at(2, 0.05)
     code, printed, folders = run("--max_problems", "8")
-    assert code == 128 + signal.SIGTERM and printed.err.splitlines()[-1] == "interrupted by SIGTERM" and not folders
+    assert (
+        code == 128 + signal.SIGTERM
+        and printed.err.splitlines()[-1] == "interrupted by SIGTERM"
+        and not folders
+    )
 
 
 def test_the_second_of_two_models_leaves_the_first(sigterm_at, run, tiny_folder):
     sigterm_at(20 + 6, 60)
-    code, printed, (folder,) = run("--max_problems", "20", "--compare", str(tiny_folder), str(tiny_folder))
-    assert code == 128 + signal.SIGTERM and "was evaluated on the first 8 of 20 problems" in printed.out
+    code, printed, (folder,) = run(
+        "--max_problems", "20", "--compare", str(tiny_folder), str(tiny_folder)
+    )
+    assert (
+        code == 128 + signal.SIGTERM
+        and "was evaluated on the first 8 of 20 problems" in printed.out
+    )
     assert [record.get("left_out") for record in read_jsonl(folder / "evals.jsonl")] == [None, 12]
 
 
@@ -114,17 +138,40 @@ def test_a_disk_that_is_full_after_sampling_leaves_the_printed_table(run, monkey
     monkeypatch.setattr(RunFolder, "log_eval", full)
     code, printed, (folder,) = run("--max_problems", "8")
     assert code == 2 and "8 problems in" in printed.out and "avg_all_rewards" not in printed.err
-    assert printed.err.splitlines()[-1] == f"error: {folder / 'evals.jsonl'}: no space left on device"
+    assert (
+        printed.err.splitlines()[-1] == f"error: {folder / 'evals.jsonl'}: no space left on device"
+    )
 
 
-def test_rejection_sampling_keeps_the_answers_to_the_first_problems(sigterm_at, tiny_folder, tmp_path, monkeypatch, capsys):
+def test_rejection_sampling_keeps_the_answers_to_the_first_problems(
+    sigterm_at, tiny_folder, tmp_path, monkeypatch, capsys
+):
     right = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
     monkeypatch.setattr(rejection_sample, "find_rule", lambda *given: lambda response, truth: right)
     monkeypatch.setattr(rejection_sample, "rejection_reason", lambda *given: None)
     sigterm_at(6, 60)
-    flags = ["--model", str(tiny_folder), "--num_problems", "20", "--num_samples", "2", "--output_dir", str(tmp_path)]
-    words = ["alignment.rejection_sample", *flags, "--output", str(tmp_path / "kept.jsonl"), "--max_new_tokens", "4"]
-    assert exit_code(monkeypatch, rejection_sample.main, *words, "--prompt", "tiny") == 128 + signal.SIGTERM
+    flags = [
+        "--model",
+        str(tiny_folder),
+        "--num_problems",
+        "20",
+        "--num_samples",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    words = [
+        "alignment.rejection_sample",
+        *flags,
+        "--output",
+        str(tmp_path / "kept.jsonl"),
+        "--max_new_tokens",
+        "4",
+    ]
+    assert (
+        exit_code(monkeypatch, rejection_sample.main, *words, "--prompt", "tiny")
+        == 128 + signal.SIGTERM
+    )
     # A pipeline takes kept.jsonl for that of a finished stage.
     assert not (tmp_path / "kept.jsonl").exists()
     rows = [json.loads(line) for line in (tmp_path / "kept.jsonl.stopped").read_text().splitlines()]
@@ -143,7 +190,9 @@ COMMANDS = {
 
 @pytest.mark.parametrize("fault", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_cannot_be_written_is_found_before_a_model_loads(command, fault, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_found_before_a_model_loads(
+    command, fault, tmp_path, monkeypatch, capsys
+):
     main, flags = COMMANDS[command]
     folder = tmp_path / "results" / "mine"
 
@@ -154,14 +203,30 @@ def test_a_folder_that_cannot_be_written_is_found_before_a_model_loads(command, 
     words = [flag.replace("FOLDER", str(folder)) for flag in flags] + ["--output_dir", str(folder)]
     assert exit_code(monkeypatch, main, f"alignment.{command}", *words) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: {folder}") and f": {os.strerror(fault).lower()}: nothing could be saved there" in line
+    assert (
+        line.startswith(f"error: {folder}")
+        and f": {os.strerror(fault).lower()}: nothing could be saved there" in line
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sft_that_is_stopped_in_its_last_evaluation_has_its_model(sigterm_at, tiny_folder, tmp_path, monkeypatch, capsys):
+def test_a_sft_that_is_stopped_in_its_last_evaluation_has_its_model(
+    sigterm_at, tiny_folder, tmp_path, monkeypatch, capsys
+):
     sigterm_at(6, 60)
     sizes = ["--num_steps", "1", "--batch_size", "4", "--max_problems", "20", *SIZES]
-    words = ["alignment.sft", "--model", str(tiny_folder), "--output_dir", str(tmp_path), "--sft_base", str(tmp_path / "sft")]
+    words = [
+        "alignment.sft",
+        "--model",
+        str(tiny_folder),
+        "--output_dir",
+        str(tmp_path),
+        "--sft_base",
+        str(tmp_path / "sft"),
+    ]
     assert exit_code(monkeypatch, sft.main, *words, *sizes) == 128 + signal.SIGTERM
     assert "8 problems, the first of 20, in" in capsys.readouterr().out
-    assert read_json(tmp_path / "sft" / "manifest.sha256.json") and not (tmp_path / "sft" / "summary.json").exists()
+    assert (
+        read_json(tmp_path / "sft" / "manifest.sha256.json")
+        and not (tmp_path / "sft" / "summary.json").exists()
+    )

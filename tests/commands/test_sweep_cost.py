@@ -1,4 +1,5 @@
-"""What a sweep's designs cost, beside what they show: the numbers are those of the statistics and of `duration`."""
+"""What a sweep's designs cost, beside what they show: the numbers are those of the statistics and
+of `duration`."""
 
 import re
 
@@ -21,7 +22,16 @@ def designed(tiny_folder, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*flags: str) -> str:
-        own = ["--model", str(tiny_folder), "--sft_base", "", "--sampler", "transformers", "--loss_type", *LOSSES]
+        own = [
+            "--model",
+            str(tiny_folder),
+            "--sft_base",
+            "",
+            "--sampler",
+            "transformers",
+            "--loss_type",
+            *LOSSES,
+        ]
         monkeypatch.setattr("sys.argv", ["sweep", "--dry_run", *own, *flags])
         sweep.main()
         return capsys.readouterr().out
@@ -33,18 +43,26 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
     said = designed("--seed", "0", "1", "2", "--hardware", "2xL4", "--price", "0.5")
     hardware, hours = hardware_of("2xL4"), {}
     for loss in LOSSES:
-        facts = {"model": str(tiny_folder), "sft_base": "", "sampler": "transformers", "loss_type": loss}
+        facts = {
+            "model": str(tiny_folder),
+            "sft_base": "",
+            "sampler": "transformers",
+            "loss_type": loss,
+        }
         prediction = predict(from_preset(RLArgs, "tiny", **facts), *hardware[:3])
         hours[loss] = duration(prediction, hardware, Known())["gpu_hours"]
         assert f"- {loss}: {span(hours[loss])} GPU-hours a seed" in said
     designs = []
     for seeds in (3, 6):
-        difference = power([1.0, -1.0], 1, range(seeds, seeds + 1), score_std(sweep.SEED_STD, 512), 0.03).difference
+        difference = power(
+            [1.0, -1.0], 1, range(seeds, seeds + 1), score_std(sweep.SEED_STD, 512), 0.03
+        ).difference
         ends = [seeds * sum(each) for each in zip(*hours.values(), strict=True)]
         cost = f"{span(ends)} GPU-hours ({span([0.5 * end for end in ends])} dollars)"
         designs.append(f"{seeds} seeds and 512 questions show {difference:.3f} for {cost}")
     assert "; ".join(designs) in said
-    assert f"chance of 80 %: {designs[0].split()[6]}" in said  # the line that a sweep prints without hardware, too
+    # the line that a sweep prints without hardware, too
+    assert f"chance of 80 %: {designs[0].split()[6]}" in said
 
 
 def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designed):
@@ -53,14 +71,25 @@ def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designe
         r"cheapest that shows 0.03: (\d+) seeds and (\d+) questions show ([\d.]+) for", said
     ).groups()
     of = lambda number: (
-        power([1.0, -1.0], 1, range(number, number + 1), score_std(sweep.SEED_STD, int(questions)), 0.03).difference
+        power(
+            [1.0, -1.0],
+            1,
+            range(number, number + 1),
+            score_std(sweep.SEED_STD, int(questions)),
+            0.03,
+        ).difference
     )
     assert of(int(seeds)) <= 0.03 < of(int(seeds) - 1) and shown == f"{of(int(seeds)):.3f}"
-    assert "no design of up to 64 seeds does" in designed("--hardware", "L4", "--show_difference", "0.001")
+    assert "no design of up to 64 seeds does" in designed(
+        "--hardware", "L4", "--show_difference", "0.001"
+    )
 
 
 def test_without_hardware_a_sweep_says_what_it_said(designed):
-    assert "GPU-hours" not in designed() and "time: --calibrate FOLDER, of a finished run, or --hardware adds it" in designed()
+    assert (
+        "GPU-hours" not in designed()
+        and "time: --calibrate FOLDER, of a finished run, or --hardware adds it" in designed()
+    )
     with pytest.raises(UserError, match="--hardware 8xL5: there is no such machine"):
         designed("--hardware", "8xL5")
     with pytest.raises(UserError, match="--show_difference 1.5: must be 0 .none. or below 1"):

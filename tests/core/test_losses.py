@@ -1,4 +1,5 @@
-"""Advantages and losses against numbers worked by hand, and the properties that micro-batching relies on."""
+"""Advantages and losses against numbers worked by hand, and the properties that micro-batching
+relies on."""
 
 import math
 from typing import get_args, get_type_hints
@@ -42,7 +43,9 @@ def column(*values):
 
 
 def close(actual, expected):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=1e-9
+    )
 
 
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
@@ -58,18 +61,27 @@ def test_names_on_the_command_line_are_the_keys_of_the_tables():
 
 def test_mean_baseline():
     # Groups (1, 0) and (3, 1): means 0.5 and 2.
-    close(group_advantages(column(1, 0, 3, 1), AdvantageConfig(2, normalize_by_std=False)), column(0.5, -0.5, 1, -1))
+    close(
+        group_advantages(column(1, 0, 3, 1), AdvantageConfig(2, normalize_by_std=False)),
+        column(0.5, -0.5, 1, -1),
+    )
 
 
 def test_unbiased_std():
     # Group (1, 0, 0, 0): mean 1/4; unbiased variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
-    close(group_advantages(column(1, 0, 0, 0), AdvantageConfig(4, advantage_eps=0)), column(1.5, -0.5, -0.5, -0.5))
+    close(
+        group_advantages(column(1, 0, 0, 0), AdvantageConfig(4, advantage_eps=0)),
+        column(1.5, -0.5, -0.5, -0.5),
+    )
 
 
 def test_eps_is_added_to_the_std():
     # Group (1, 0): deviations +-1/2, std sqrt(1/2).
     expected = 0.5 / (math.sqrt(0.5) + 0.1)
-    close(group_advantages(column(1, 0), AdvantageConfig(2, advantage_eps=0.1)), column(expected, -expected))
+    close(
+        group_advantages(column(1, 0), AdvantageConfig(2, advantage_eps=0.1)),
+        column(expected, -expected),
+    )
 
 
 def test_equal_rewards_have_no_advantage():
@@ -78,35 +90,49 @@ def test_equal_rewards_have_no_advantage():
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(0, 2**31), st.booleans())
 def test_advantages_sum_to_zero_in_each_group_and_ignore_other_groups(group, prompts, seed, by_std):
-    rewards = torch.rand(prompts * group, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rewards = torch.rand(
+        prompts * group, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     whole = group_advantages(rewards, AdvantageConfig(group, normalize_by_std=by_std))
     close(whole.view(prompts, group).sum(1), torch.zeros(prompts))
-    close(group_advantages(rewards[:group], AdvantageConfig(group, normalize_by_std=by_std)), whole[:group])
+    close(
+        group_advantages(rewards[:group], AdvantageConfig(group, normalize_by_std=by_std)),
+        whole[:group],
+    )
 
 
 def test_leave_one_out():
     # Group (1, 0, 0): the others' means 0, 1/2, 1/2.
     close(
-        group_advantages(column(1, 0, 0), AdvantageConfig(3, normalize_by_std=False, baseline="leave_one_out")),
+        group_advantages(
+            column(1, 0, 0), AdvantageConfig(3, normalize_by_std=False, baseline="leave_one_out")
+        ),
         column(1, -0.5, -0.5),
     )
 
 
 def test_standard_deviation_of_group_population_and_batch():
-    # Groups (2, 0) and (1, 1): deviations +-1 and 0. Unbiased: sqrt(2); population: 1; all four rewards: mean 1, squares
-    # 1, 1, 0, 0, unbiased variance 2/3.
+    # Groups (2, 0) and (1, 1): deviations +-1 and 0. Unbiased: sqrt(2); population: 1; all four
+    # rewards: mean 1, squares 1, 1, 0, 0, unbiased variance 2/3.
     rewards = column(2, 0, 1, 1)
-    for std_of, std in (("group", math.sqrt(2)), ("group_population", 1.0), ("batch", math.sqrt(2 / 3))):
+    for std_of, std in (
+        ("group", math.sqrt(2)),
+        ("group_population", 1.0),
+        ("batch", math.sqrt(2 / 3)),
+    ):
         expected = 1 / (std + 1e-4)
         close(
-            group_advantages(rewards, AdvantageConfig(2, std_of=std_of, advantage_eps=1e-4)), column(expected, -expected, 0, 0)
+            group_advantages(rewards, AdvantageConfig(2, std_of=std_of, advantage_eps=1e-4)),
+            column(expected, -expected, 0, 0),
         )
 
 
 def test_uncounted_responses_enter_no_mean_and_get_no_advantage():
     # Of group (1, 0, 5) the last does not count: mean 1/2. Of (3, 0, 0) one is left alone.
     counted = column(1, 1, 0, 1, 0, 0).bool()
-    advantages = group_advantages(column(1, 0, 5, 3, 0, 0), AdvantageConfig(3, normalize_by_std=False), counted)
+    advantages = group_advantages(
+        column(1, 0, 5, 3, 0, 0), AdvantageConfig(3, normalize_by_std=False), counted
+    )
     close(advantages, column(0.5, -0.5, 0, 0, 0, 0))
     advantages = group_advantages(
         column(1, 0, 5, 3, 0, 0),
@@ -121,7 +147,9 @@ def test_equal_rewards_that_are_no_binary_fractions_have_exactly_no_advantage():
     assert group_advantages(rewards, AdvantageConfig(7)).eq(0).all()
 
 
-@pytest.mark.parametrize(("rewards", "size", "words"), [((1, 0), 1, "at least 2"), ((1, 0, 1), 2, "not whole groups")])
+@pytest.mark.parametrize(
+    ("rewards", "size", "words"), [((1, 0), 1, "at least 2"), ((1, 0, 1), 2, "not whole groups")]
+)
 def test_impossible_groups_are_refused(rewards, size, words):
     with pytest.raises(ValueError, match=words):
         group_advantages(column(*rewards), AdvantageConfig(size, normalize_by_std=False))
@@ -137,9 +165,12 @@ def test_rewards_are_scored_and_normalised():
     assert raw.tolist() == [[1], [0], [1], [1]]
     assert advantages.tolist() == [[0.5], [-0.5], [0], [0]]
     assert metadata == {
-        "reward_mean": 0.75, "reward_std": pytest.approx(math.sqrt(3) / 4), "reward_max": 1, "reward_min": 0,
+        "reward_mean": 0.75,
+        "reward_std": pytest.approx(math.sqrt(3) / 4),
+        "reward_max": 1,
+        "reward_min": 0,
         "flat_groups": 0.5,
-    }  # fmt: skip
+    }
 
 
 def test_group_statistics_of_a_single_sample_a_group():
@@ -155,8 +186,10 @@ def test_reinforce_loss():
 
 def test_clip_loss():
     # Ratios 1.5, 0.5 and 1.1 with range 0.2, for A = 2 and A = -1:
-    #   A =  2: min(3.0, 2.4) = 2.4 clipped; min(1.0, 1.6) = 1.0 free;         min(2.2, 2.2) = 2.2 free
-    #   A = -1: min(-1.5, -1.2) = -1.5 free; min(-0.5, -0.8) = -0.8 clipped;   min(-1.1, -1.1) = -1.1 free
+    # A =  2: min(3.0, 2.4) = 2.4 clipped; min(1.0, 1.6) = 1.0 free;         min(2.2, 2.2) = 2.2
+    # free
+    # A = -1: min(-1.5, -1.2) = -1.5 free; min(-0.5, -0.8) = -0.8 clipped;   min(-1.1, -1.1) = -1.1
+    # free
     new = torch.tensor([[1.5, 0.5, 1.1]] * 2, dtype=torch.float64).log()
     loss, metadata = compute_grpo_clip_loss(column(2, -1), new, torch.zeros_like(new), 0.2)
     close(loss, [[-2.4, -1.0, -2.2], [1.5, 0.8, 1.1]])
@@ -175,24 +208,35 @@ RATIOS = torch.tensor([[1.5, 0.5, 1.1, 4.0]] * 2, dtype=torch.float64)
 
 
 def test_clip_higher():
-    # Range (0.8, 1.4): A = 2: min(3, 2.8), min(1, 1.6), 2.2, min(8, 2.8); A = -1: -1.5, min(-.5, -.8), -1.1, min(-4, -1.4).
-    loss, metadata = compute_grpo_clip_loss(column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, cliprange_high=0.4)
+    # Range (0.8, 1.4): A = 2: min(3, 2.8), min(1, 1.6), 2.2, min(8, 2.8); A = -1: -1.5, min(-.5,
+    # -.8), -1.1, min(-4, -1.4).
+    loss, metadata = compute_grpo_clip_loss(
+        column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, cliprange_high=0.4
+    )
     close(loss, [[-2.8, -1.0, -2.2, -2.8], [1.5, 0.8, 1.1, 4.0]])
     assert metadata["clipped"].tolist() == [[True, False, False, True], [False, True, False, False]]
 
 
 def test_dual_clip():
     # As above with range 0.2; a surrogate of A = -1 is at least 3 * -1.
-    loss, metadata = compute_grpo_clip_loss(column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, dual_clip=3.0)
+    loss, metadata = compute_grpo_clip_loss(
+        column(2, -1), RATIOS.log(), torch.zeros_like(RATIOS), 0.2, dual_clip=3.0
+    )
     close(loss, [[-2.4, -1.0, -2.2, -2.4], [1.5, 0.8, 1.1, 3.0]])
     assert metadata["clipped"].tolist() == [[True, False, False, True], [False, True, False, True]]
 
 
 def worked(loss_type, **options):
-    """Loss and gradient at log-probs (ln 2, ln 1/2, garbage) with old ones 0, of which the last is no response's."""
+    """Loss and gradient at log-probs (ln 2, ln 1/2, garbage) with old ones 0, of which the last is
+    no response's."""
     new = torch.tensor([[2.0, 0.5, 9.0]], dtype=torch.float64).log().requires_grad_()
     mask = torch.tensor([[True, True, False]])
-    options = {"cliprange": 0.2, "response_mask": mask, "old_log_probs": torch.zeros_like(new), **options}
+    options = {
+        "cliprange": 0.2,
+        "response_mask": mask,
+        "old_log_probs": torch.zeros_like(new),
+        **options,
+    }
     loss, metadata = compute_policy_gradient_loss(new, loss_type, advantages=column(3), **options)
     loss[mask].sum().backward()
     return loss[mask], new.grad, metadata
@@ -205,7 +249,8 @@ def test_grpo_without_clipping():
 
 
 def test_gspo_has_one_ratio_a_response():
-    # s = exp((ln 2 + ln 1/2) / 2) = 1, so each token's loss is -A, and its gradient, of both tokens, -A * s / 2 each.
+    # s = exp((ln 2 + ln 1/2) / 2) = 1, so each token's loss is -A, and its gradient, of both
+    # tokens, -A * s / 2 each.
     loss, gradient, metadata = worked("gspo")
     close(loss, [-3.0, -3.0])
     close(gradient, [[-3.0, -3.0, 0]])
@@ -224,7 +269,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     close(loss, [-3.6 * math.log(2), -2.4 * math.log(0.5)])
     close(gradient, [[-3.6, -2.4, 0]])
     assert metadata["clipped"].tolist()[0][:2] == [True, True]
-    close(worked("cispo", cliprange=1.0, cliprange_high=5.0)[1], [[-6.0, -1.5, 0]])  # bounded from above only
+    # bounded from above only
+    close(worked("cispo", cliprange=1.0, cliprange_high=5.0)[1], [[-6.0, -1.5, 0]])
 
 
 @pytest.mark.parametrize(
@@ -241,10 +287,16 @@ def test_kl_estimators(estimator, expected):
 def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
     """Over three actions, weighed by their probabilities: no sampling."""
     logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
-    policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    policy, reference = (
+        logits.log_softmax(0),
+        torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log(),
+    )
     divergence = (policy.exp() * (policy - reference)).sum()
     for estimator in ("k1", "k3"):
-        close((policy.exp() * kl_penalty(policy, reference, estimator)).sum().detach(), divergence.detach())
+        close(
+            (policy.exp() * kl_penalty(policy, reference, estimator)).sum().detach(),
+            divergence.detach(),
+        )
     (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     for estimator, gradient in (("k2", true), ("k1", torch.zeros(3))):
         penalty = (policy.exp().detach() * kl_penalty(policy, reference, estimator)).sum()
@@ -253,7 +305,8 @@ def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
 
 @pytest.mark.parametrize(
     ("correction", "expected"),
-    # Trainer's over sampler's: 3 and 1/2 of the response's tokens, 1.5 together; the last token is no response's.
+    # Trainer's over sampler's: 3 and 1/2 of the response's tokens, 1.5 together; the last token is
+    # no response's.
     [
         ("token_truncate", [2, 0.5, 1]),
         ("token_mask", [0, 0.5, 1]),
@@ -272,14 +325,24 @@ def test_importance_weights_of_the_samplers_distribution(correction, expected):
 
 
 def test_weights_and_divergence_enter_the_step():
-    # Tokens' losses -A * 1 weighed by 2 and 1/2, plus 0.1 * k3 of 1/2 and 1/4: (2 + 1/2) / 2 + 0.1 * (ln 2 - 1/2).
+    # Tokens' losses -A * 1 weighed by 2 and 1/2, plus 0.1 * k3 of 1/2 and 1/4: (2 + 1/2) / 2 + 0.1
+    # * (ln 2 - 1/2).
     new = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log().requires_grad_()
     old = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
     loss, sums = grpo_microbatch_train_step(
-        new, torch.ones(1, 2, dtype=torch.bool), 1, "grpo_clip", advantages=column(-1), old_log_probs=old, cliprange=0.2,
-        beta=0.1, reference_log_probs=old - math.log(2), sampler_correction="token_truncate", correction_cap=2.0,
+        new,
+        torch.ones(1, 2, dtype=torch.bool),
+        1,
+        "grpo_clip",
+        advantages=column(-1),
+        old_log_probs=old,
+        cliprange=0.2,
+        beta=0.1,
+        reference_log_probs=old - math.log(2),
+        sampler_correction="token_truncate",
+        correction_cap=2.0,
         sampler_log_probs=torch.tensor([[0.125, 1.0]], dtype=torch.float64).log(),
-    )  # fmt: skip
+    )
     close(loss, 1.25 + 0.1 * (math.log(2) - 0.5))
     close(sums["kl_sum"], 2 * (math.log(2) - 0.5))
     close(sums["weight_sum"], 2.5)
@@ -287,7 +350,10 @@ def test_weights_and_divergence_enter_the_step():
     close(new.grad, [[(2 + 0.1 * 0.5) / 2, (0.5 + 0.1 * 0.5) / 2]])
 
 
-@pytest.mark.parametrize(("length", "buffer", "expected"), [(10, 4, 0), (16, 4, 0), (18, 4, -0.5), (20, 4, -1), (20, 0, 0)])
+@pytest.mark.parametrize(
+    ("length", "buffer", "expected"),
+    [(10, 4, 0), (16, 4, 0), (18, 4, -0.5), (20, 4, -1), (20, 0, 0)],
+)
 def test_overlong_penalty(length, buffer, expected):
     assert overlong_penalty(length, 20, buffer) == expected
 
@@ -301,10 +367,17 @@ def test_each_loss_uses_its_own_weights():
         "cliprange": 0.2,
         "response_mask": torch.tensor([[True]]),
     }
-    losses = {name: compute_policy_gradient_loss(log_probs, name, **inputs)[0].item() for name in LOSSES}
+    losses = {
+        name: compute_policy_gradient_loss(log_probs, name, **inputs)[0].item() for name in LOSSES
+    }
     assert losses == {
-        "no_baseline": 5, "reinforce_with_baseline": 7, "grpo_clip": -7, "grpo_no_clip": -7, "gspo": -7, "cispo": 7,
-    }  # fmt: skip
+        "no_baseline": 5,
+        "reinforce_with_baseline": 7,
+        "grpo_clip": -7,
+        "grpo_no_clip": -7,
+        "gspo": -7,
+        "cispo": 7,
+    }
 
 
 @pytest.mark.parametrize(
@@ -313,8 +386,16 @@ def test_each_loss_uses_its_own_weights():
         ("no_baseline", {}, "raw_rewards"),
         ("reinforce_with_baseline", {}, "advantages"),
         ("grpo_clip", {"advantages": torch.ones(1, 1)}, "old_log_probs"),
-        ("grpo_clip", {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1)}, "cliprange"),
-        ("gspo", {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1), "cliprange": 0.2}, "mask"),
+        (
+            "grpo_clip",
+            {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1)},
+            "cliprange",
+        ),
+        (
+            "gspo",
+            {"advantages": torch.ones(1, 1), "old_log_probs": torch.zeros(1, 1), "cliprange": 0.2},
+            "mask",
+        ),
     ],
 )
 def test_a_missing_input_is_named(loss_type, given_inputs, missing):
@@ -334,9 +415,14 @@ def test_normalisations(normalization, expected):
     log_probs = torch.tensor([[-1.0] * 4, [-2.0] + [-99.0] * 3], requires_grad=True)
     denominator = loss_denominator(normalization, [4, 1], max_new_tokens=10)
     loss, sums = grpo_microbatch_train_step(
-        log_probs, MASK, 1, "no_baseline", raw_rewards=torch.tensor([[1.0], [2.0]]),
-        loss_normalization=normalization, denominator=denominator,
-    )  # fmt: skip
+        log_probs,
+        MASK,
+        1,
+        "no_baseline",
+        raw_rewards=torch.tensor([[1.0], [2.0]]),
+        loss_normalization=normalization,
+        denominator=denominator,
+    )
     assert loss.item() == pytest.approx(expected)
     assert sums["response_tokens"].item() == 5
     assert log_probs.grad[~MASK].eq(0).all()
@@ -345,9 +431,9 @@ def test_normalisations(normalization, expected):
 def test_default_denominators_split_evenly_over_accumulation_steps():
     def loss(steps, **options):
         log_probs = torch.full((2, 4), -1.0, requires_grad=True)
-        return grpo_microbatch_train_step(log_probs, MASK, steps, "no_baseline", raw_rewards=torch.ones(2, 1), **options)[
-            0
-        ].item()
+        return grpo_microbatch_train_step(
+            log_probs, MASK, steps, "no_baseline", raw_rewards=torch.ones(2, 1), **options
+        )[0].item()
 
     assert loss(1) == pytest.approx(1)
     assert loss(4) == pytest.approx(1 / 4)
@@ -360,7 +446,13 @@ def test_ratio_sums_cover_response_tokens_only():
     new = torch.tensor([[1.5, 0.5, 9.0]]).log().requires_grad_()
     mask = torch.tensor([[True, True, False]])
     _, sums = grpo_microbatch_train_step(
-        new, mask, 1, "grpo_clip", advantages=torch.tensor([[1.0]]), old_log_probs=torch.zeros(1, 3), cliprange=0.2
+        new,
+        mask,
+        1,
+        "grpo_clip",
+        advantages=torch.tensor([[1.0]]),
+        old_log_probs=torch.zeros(1, 3),
+        cliprange=0.2,
     )
     assert sums["ratio_sum"].item() == pytest.approx(2.0)
     assert sums["ratio_max"].item() == pytest.approx(1.5)
@@ -374,7 +466,9 @@ def test_ratio_sums_cover_response_tokens_only():
     st.integers(0, 2**31),
     st.data(),
 )
-def test_any_cut_into_micro_batches_gives_the_same_gradient(lengths, normalization, loss_type, seed, data):
+def test_any_cut_into_micro_batches_gives_the_same_gradient(
+    lengths, normalization, loss_type, seed, data
+):
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(lengths), max(lengths)
     mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
@@ -387,14 +481,25 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient(lengths, normalizati
         leaf, total = new.clone().requires_grad_(), 0
         for piece in pieces:
             loss, _ = grpo_microbatch_train_step(
-                leaf[piece], mask[piece], 1, loss_type, weights[piece], weights[piece], old[piece], 0.2,
-                normalization, denominator,
-            )  # fmt: skip
+                leaf[piece],
+                mask[piece],
+                1,
+                loss_type,
+                weights[piece],
+                weights[piece],
+                old[piece],
+                0.2,
+                normalization,
+                denominator,
+            )
             total += loss.item()
         return leaf.grad, total
 
     cut = data.draw(st.integers(1, rows - 1))
-    (whole, loss), (parts, summed) = gradient([list(range(rows))]), gradient([list(range(cut)), list(range(cut, rows))])
+    (whole, loss), (parts, summed) = (
+        gradient([list(range(rows))]),
+        gradient([list(range(cut)), list(range(cut, rows))]),
+    )
     close(parts, whole)
     assert summed == pytest.approx(loss)
 
@@ -408,9 +513,16 @@ def test_at_ratio_one_losses_with_a_ratio_have_the_gradient_of_reinforce(normali
     def gradient(loss_type):
         leaf = new.clone().requires_grad_()
         grpo_microbatch_train_step(
-            leaf, MASK, 1, loss_type, advantages=column(0.7, -1.3), old_log_probs=new, cliprange=0.2,
-            loss_normalization=normalization, denominator=3.0,
-        )  # fmt: skip
+            leaf,
+            MASK,
+            1,
+            loss_type,
+            advantages=column(0.7, -1.3),
+            old_log_probs=new,
+            cliprange=0.2,
+            loss_normalization=normalization,
+            denominator=3.0,
+        )
         return leaf.grad
 
     close(gradient(loss_type), gradient("reinforce_with_baseline"))

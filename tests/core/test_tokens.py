@@ -65,11 +65,16 @@ def test_rows_survive_collating_and_taking(rows, data):
         prompt, response = rows[i]
         mask = part.response_mask[line]
         assert part.labels[line][mask].tolist() == response
-        assert part.input_ids[line][: len(prompt) + len(response) - 1].tolist() == (prompt + response)[:-1]
+        assert (
+            part.input_ids[line][: len(prompt) + len(response) - 1].tolist()
+            == (prompt + response)[:-1]
+        )
         assert int(mask.nonzero()[0]) == len(prompt) - 1
 
 
-rows_of_few_prompts = st.lists(st.tuples(st.sampled_from([(1,), (1, 2), (3,) * 9, (4,) * 20]), st.integers(0, 30)), max_size=40)
+rows_of_few_prompts = st.lists(
+    st.tuples(st.sampled_from([(1,), (1, 2), (3,) * 9, (4,) * 20]), st.integers(0, 30)), max_size=40
+)
 
 
 @given(rows_of_few_prompts, st.integers(1, 200))
@@ -87,7 +92,8 @@ def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(shape, most):
 def test_a_shared_prompt_counts_once():
     rows = [((1, 2, 3), (4,)), ((1, 2, 3), (5, 6)), ((1, 2), (3, 4))]
     assert packed_tokens(rows) == 3 + 1 + 2 + 2 + 2
-    # The first prompt's rows together take 6: with a budget of 6 the other prompt has a micro-batch of its own.
+    # The first prompt's rows together take 6: with a budget of 6 the other prompt has a micro-batch
+    # of its own.
     assert sorted(map(sorted, cut_by_tokens(rows, 6))) == [[0, 1], [2]]
     # With 5 the prompt is computed twice.
     assert sorted(map(sorted, cut_by_tokens(rows, 5))) == [[0], [1], [2]]

@@ -1,4 +1,5 @@
-"""The embedded task and its tokenizer: what is held out, what the teacher writes, and that text survives."""
+"""The embedded task and its tokenizer: what is held out, what the teacher writes, and that text
+survives."""
 
 import random
 
@@ -18,7 +19,11 @@ def test_no_held_out_problem_is_ever_trained_on():
     held_out = {arithmetic.key(problem) for problem in arithmetic.problems("test")}
     assert len(held_out) == len(arithmetic.problems("test")) == 627
     assert not held_out & {arithmetic.key(problem) for problem in arithmetic.problems("train")}
-    assert not held_out & {arithmetic.key(p) for seed in (0, 1) for p, _ in arithmetic.demonstrations("train", seed=seed)}
+    assert not held_out & {
+        arithmetic.key(p)
+        for seed in (0, 1)
+        for p, _ in arithmetic.demonstrations("train", seed=seed)
+    }
     assert {arithmetic.key(problem) for problem, _ in arithmetic.demonstrations("test")} <= held_out
 
 
@@ -29,8 +34,16 @@ def test_the_split_does_not_depend_on_anything_but_the_problem():
 
 
 def test_one_operation_at_a_time():
-    assert solve(EXPRESSION, by_precedence=True) == [(3, "*", 4, 12), (2, "+", 12, 14), (14, "-", 1, 13)]
-    assert solve(EXPRESSION, by_precedence=False) == [(2, "+", 3, 5), (5, "*", 4, 20), (20, "-", 1, 19)]
+    assert solve(EXPRESSION, by_precedence=True) == [
+        (3, "*", 4, 12),
+        (2, "+", 12, 14),
+        (14, "-", 1, 13),
+    ]
+    assert solve(EXPRESSION, by_precedence=False) == [
+        (2, "+", 3, 5),
+        (5, "*", 4, 20),
+        (20, "-", 1, 19),
+    ]
 
 
 def test_a_problem():
@@ -43,7 +56,11 @@ def test_a_problem():
     ("habits", "text", "reward"),
     [
         ({}, " 3 * 4 = 12 ; 2 + 12 = 14 ; 14 - 1 = 13 </think> <answer> 13 </answer>", 1),
-        ({"by_precedence": False}, " 2 + 3 = 5 ; 5 * 4 = 20 ; 20 - 1 = 19 </think> <answer> 19 </answer>", 0),
+        (
+            {"by_precedence": False},
+            " 2 + 3 = 5 ; 5 * 4 = 20 ; 20 - 1 = 19 </think> <answer> 19 </answer>",
+            0,
+        ),
         ({"shows_work": False}, " </think> <answer> 13 </answer>", 1),
         ({"in_format": False}, " 3 * 4 = 12 ; 2 + 12 = 14 ; 14 - 1 = 13 </think> 13 .", 0),
     ],
@@ -57,7 +74,10 @@ def test_the_teacher_is_careful_at_first_and_careless_in_the_end():
     pairs = arithmetic.demonstrations("train")
 
     def rewards(some):
-        return sum(r1_zero_reward_fn(response, problem.ground_truth)["reward"] for problem, response in some) / len(some)
+        return sum(
+            r1_zero_reward_fn(response, problem.ground_truth)["reward"]
+            for problem, response in some
+        ) / len(some)
 
     assert rewards(pairs[:2000]) == 1
     # Half keep the format, and of these some 70 to 80 % are right whatever the order of operations.
@@ -71,11 +91,16 @@ def test_intermediate_results_stay_small():
         assert all(abs(result) <= 20 for *_, result in solve(expression, by_precedence=True))
 
 
-TOKENIZER = tiny_tokenizer(problem.prompt + response for problem, response in arithmetic.demonstrations("test"))
+TOKENIZER = tiny_tokenizer(
+    problem.prompt + response for problem, response in arithmetic.demonstrations("test")
+)
 
 
 def test_digits_are_single_tokens_and_tags_are_whole():
-    pieces = [TOKENIZER.decode([token]) for token in TOKENIZER(" 12 + 3 </think> <answer> -4 </answer>")["input_ids"]]
+    pieces = [
+        TOKENIZER.decode([token])
+        for token in TOKENIZER(" 12 + 3 </think> <answer> -4 </answer>")["input_ids"]
+    ]
     assert pieces == [" 1", "2", " +", " 3", " </think>", " <answer>", " -", "4", " </answer>"]
 
 

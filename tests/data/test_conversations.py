@@ -18,9 +18,8 @@ LOOP = "{% for m in messages %}"
 PLAIN = LOOP + TURN + "{% endfor %}" + PROMPT
 # As Qwen3's: thoughts of the last turn alone, in front of its content.
 THINKS = (
-    LOOP
-    + "[{{ m.role }}]{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|endoftext|>{% endfor %}" + PROMPT
+    LOOP + "[{{ m.role }}]{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content"
+    " }}\n</think>\n\n{% endif %}{{ m.content }}<|endoftext|>{% endfor %}" + PROMPT
 )
 # As Qwen3-Thinking's: the generation prompt opens the thought.
 OPENS = THINKS.replace(PROMPT, "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}")
@@ -118,7 +117,10 @@ def test_an_empty_thought_is_none(shown):
         (
             PLAIN,
             THOUGHTFUL,
-            'rows.jsonl:1: the chat template of this model does not render "reasoning_content" at all: write it',
+            (
+                'rows.jsonl:1: the chat template of this model does not render "reasoning_content"'
+                " at all: write it"
+            ),
         ),
         (
             OPENS_ONLY,
@@ -190,7 +192,11 @@ def test_what_would_be_lost_is_refused(template, row, message, shown):
         ("P:<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n22", "22"),  # where thinking is off
         ("P:<think>\n\n</think>\n\n", "<think>\nI add.\n</think>22", "<think>\nI add.\n</think>22"),
         ("P: <|think|>", "<|think|>I add.", "I add."),
-        ("P: \u25c1think\u25b7", "\u25c1think\u25b7I add.\u25c1/think\u25b7", "I add.\u25c1/think\u25b7"),
+        (
+            "P: \u25c1think\u25b7",
+            "\u25c1think\u25b7I add.\u25c1/think\u25b7",
+            "I add.\u25c1/think\u25b7",
+        ),
         ("<|start|><|channel|>analysis<|message|>", "<|channel|>analysis<|message|>I", "I"),
         ("<think>I add.</think> <answer>", "<answer> 5", " 5"),
     ],
@@ -242,22 +248,42 @@ def test_messages_of_weight_0_are_context_only(shown, tmp_path, capsys):
     ("row", "line"),
     [
         (
-            {"messages": [ASKED, said("assistant", "R", train=False), ASKED, said("assistant", "R2")]},
+            {
+                "messages": [
+                    ASKED,
+                    said("assistant", "R", train=False),
+                    ASKED,
+                    said("assistant", "R2"),
+                ]
+            },
             'messages have "train": not read, and no message is left out for it',
         ),
         (
-            {"messages": [said("user", "Q", name="A"), said("assistant", "R", loss_mask=0, weight=1)]},
+            {
+                "messages": [
+                    said("user", "Q", name="A"),
+                    said("assistant", "R", loss_mask=0, weight=1),
+                ]
+            },
             'messages have "loss_mask", "name": not read, and no message is left out for it',
         ),
         (
             {"question": "Q", "response": "R", "reasoning": "I add.", "weight": 0},
-            'rows have "weight", "reasoning": not read, the response is trained as it stands;'
-            " messages can have thoughts and weights",
+            (
+                'rows have "weight", "reasoning": not read, the response is trained as it stands;'
+                " messages can have thoughts and weights"
+            ),
         ),
         (
-            {"prompt": [ASKED], "completion": [said("assistant", "R")], "reasoning_content": "I add."},
-            'rows have "reasoning_content": not read, the response is trained as it stands;'
-            " messages can have thoughts and weights",
+            {
+                "prompt": [ASKED],
+                "completion": [said("assistant", "R")],
+                "reasoning_content": "I add.",
+            },
+            (
+                'rows have "reasoning_content": not read, the response is trained as it stands;'
+                " messages can have thoughts and weights"
+            ),
         ),
         ({"question": "Q", "response": "R", "id": 7, "thinking": None}, None),
     ],
@@ -281,8 +307,10 @@ def test_a_template_without_a_generation_prompt_gives_its_own_header(shown, caps
     assert shown(PLAIN, TWO) == expected
     assert capsys.readouterr().err == ""
     assert shown(NO_PROMPT, TWO) == expected
-    assert capsys.readouterr().err == (
-        "the chat template of this model has no generation prompt: prompts end with '[assistant]', as its answers begin\n"
+    assert (
+        capsys.readouterr().err
+        == "the chat template of this model has no generation prompt: prompts end with"
+        " '[assistant]', as its answers begin\n"
     )
 
 

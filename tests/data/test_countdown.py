@@ -1,4 +1,5 @@
-"""Countdown: expressions that are right, what else earns, and problems that can all be solved and are split for good."""
+"""Countdown: expressions that are right, what else earns, and problems that can all be solved and
+are split for good."""
 
 import itertools
 from fractions import Fraction
@@ -36,7 +37,9 @@ TRUTH = "14 = 3 4 2"
         ("(3, 4, 2)", False),
     ],
 )
-def test_an_expression_is_right_if_it_uses_each_number_once_and_reaches_the_target(expression, right):
+def test_an_expression_is_right_if_it_uses_each_number_once_and_reaches_the_target(
+    expression, right
+):
     assert is_right(expression, TRUTH) is right
 
 
@@ -46,7 +49,10 @@ def test_quotients_are_exact_and_close_is_close_enough():
     assert is_right("-(3 - 5)", "2 = 3 5")
     assert is_right("7 / 1000000", "0 = 7 1000000") and not is_right("7 / 100000", "0 = 7 100000")
     assert value_of("1 / (2 - 2)") is None
-    assert value_of("(" * 90 + "1" + ")" * 90) is not None and value_of("(" * 120 + "1" + ")" * 120) is None
+    assert (
+        value_of("(" * 90 + "1" + ")" * 90) is not None
+        and value_of("(" * 120 + "1" + ")" * 120) is None
+    )
     assert value_of("9" * 150 + "*" + "9" * 40) is None
 
 
@@ -71,7 +77,10 @@ def test_no_text_breaks_it(text):
 )
 def test_graded_format_and_answer(response, format_reward, answer_reward):
     score = countdown_reward_fn(response, TRUTH)
-    assert score["format_reward"] == pytest.approx(format_reward) and score["answer_reward"] == answer_reward
+    assert (
+        score["format_reward"] == pytest.approx(format_reward)
+        and score["answer_reward"] == answer_reward
+    )
     assert score["reward"] == answer_reward
 
 
@@ -103,7 +112,10 @@ def test_every_problem_can_be_solved_and_none_is_in_both_splits(size):
             assert 1 <= int(target) <= size.target and Fraction(target) in values(numbers)
             assert seen.setdefault((tuple(sorted(numbers)), target), split) == split
     assert len({problem.id for problem in made["train"]}) > 700
-    assert countdown.problems("train", "", size)[5 << 40] == countdown.problems("train", "", size)[5 << 40]
+    assert (
+        countdown.problems("train", "", size)[5 << 40]
+        == countdown.problems("train", "", size)[5 << 40]
+    )
 
 
 def test_the_teacher_is_careful_at_first_and_forgets_the_target_in_the_end():
@@ -112,7 +124,10 @@ def test_the_teacher_is_careful_at_first_and_forgets_the_target_in_the_end():
     def rewards(some):
         return [countdown_reward_fn(response, problem.ground_truth) for problem, response in some]
 
-    assert all(score == {"reward": 1, "format_reward": 1, "answer_reward": 1} for score in rewards(shown[:500]))
+    assert all(
+        score == {"reward": 1, "format_reward": 1, "answer_reward": 1}
+        for score in rewards(shown[:500])
+    )
     careless = rewards(shown[-500:])
     assert all(score["format_reward"] == 1 for score in careless)
     assert 0.3 < sum(score["answer_reward"] for score in careless) / 500 < 0.5
@@ -128,16 +143,17 @@ def parquet(folder, name, nums, target):
 
 def test_parquet_files(tmp_path):
     nums, target = [[3, 4, 2], [5, 6], [1, 2, 3, 4]] * 20, [14, 11, 10] * 20
-    folder = parquet(tmp_path, "rows.parquet", [[n + i for n in ns] for i, ns in enumerate(nums)], target)
+    folder = parquet(
+        tmp_path, "rows.parquet", [[n + i for n in ns] for i, ns in enumerate(nums)], target
+    )
     train, test = (countdown.problems(split, folder) for split in ("train", "test"))
     assert len(train) + len(test) == 60 and 0 < len(test) < 20
     assert as_problem([3, 4, 2], 14) in [*train, *test]
     parquet(tmp_path, "test-0.parquet", [[9, 9]], [18])
     (tmp_path / "rows.parquet").rename(tmp_path / "latest.parquet")
     both = {split: set(map(str, countdown.problems(split, folder))) for split in ("train", "test")}
-    assert (
-        not both["train"] & both["test"] and len(both["train"] | both["test"]) == 61
-    )  # one split is named, so none is by name
+    # one split is named, so none is by name
+    assert not both["train"] & both["test"] and len(both["train"] | both["test"]) == 61
     (tmp_path / "latest.parquet").rename(tmp_path / "train-00000-of-00001.parquet")
     assert countdown.problems("test", folder) == [as_problem([9, 9], 18)]
     assert len(countdown.problems("train", folder)) == 60
@@ -148,7 +164,10 @@ def test_parquet_files(tmp_path):
     [
         (lambda f: None, "holds no .parquet file"),
         (lambda f: (f / "a.parquet").write_bytes(b"PAR1"), "a.parquet: cannot be read as Parquet"),
-        (lambda f: parquet(f, "a.parquet", [[1, 2], []], [3, 4]), "a.parquet: row 2: nums must be whole numbers"),
+        (
+            lambda f: parquet(f, "a.parquet", [[1, 2], []], [3, 4]),
+            "a.parquet: row 2: nums must be whole numbers",
+        ),
         (lambda f: parquet(f, "a.parquet", [["1"]], [3]), "row 1: nums must be"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Problems and demonstrations from rows of the user's own: files of four formats, folders through `datasets`, conversations."""
+"""Problems and demonstrations from rows of the user's own: files of four formats, folders through
+`datasets`, conversations."""
 
 import csv
 import dataclasses
@@ -53,8 +54,12 @@ def written(folder: Path, kind: str) -> Path:
 def test_each_format_gives_the_same_problems(kind, tmp_path):
     task = find_task(f"file:{written(tmp_path, kind)}")
     train, test = (task.problems(split, "") for split in ("train", "test"))
-    assert {p.question for p in test} == {row["question"] for row in ROWS if split_of(row["question"].lower()) == "test"}
-    assert sorted((p.question, p.ground_truth) for p in [*train, *test]) == sorted((r["question"], r["answer"]) for r in ROWS)
+    assert {p.question for p in test} == {
+        row["question"] for row in ROWS if split_of(row["question"].lower()) == "test"
+    }
+    assert sorted((p.question, p.ground_truth) for p in [*train, *test]) == sorted(
+        (r["question"], r["answer"]) for r in ROWS
+    )
     number = ROWS.index({"question": train[3].question, "answer": train[3].ground_truth}) + 1
     places = {"jsonl": f":{number}", "csv": f":{number + 1}"}
     assert train[3].id == f"{tmp_path}/rows.{kind}" + places.get(kind, f": row {number}")
@@ -63,31 +68,55 @@ def test_each_format_gives_the_same_problems(kind, tmp_path):
 
 def test_two_files_or_the_splits_of_a_folder_are_taken_as_they_are(tmp_path):
     (tmp_path / "data").mkdir()
-    train, test = write(tmp_path / "data/train.jsonl", *ROWS[:30]), write(tmp_path / "data/test.jsonl", *ROWS[30:])
+    train, test = (
+        write(tmp_path / "data/train.jsonl", *ROWS[:30]),
+        write(tmp_path / "data/test.jsonl", *ROWS[30:]),
+    )
     pytest.importorskip("datasets")
-    for task in (find_task(f"file:{train}", DataConfig(test_split=str(test))), find_task(f"hf:{tmp_path / 'data'}")):
-        assert [p.ground_truth for p in task.problems("train", "")] == [row["answer"] for row in ROWS[:30]]
-        assert [p.ground_truth for p in task.problems("test", "")] == [row["answer"] for row in ROWS[30:]]
+    for task in (
+        find_task(f"file:{train}", DataConfig(test_split=str(test))),
+        find_task(f"hf:{tmp_path / 'data'}"),
+    ):
+        assert [p.ground_truth for p in task.problems("train", "")] == [
+            row["answer"] for row in ROWS[:30]
+        ]
+        assert [p.ground_truth for p in task.problems("test", "")] == [
+            row["answer"] for row in ROWS[30:]
+        ]
     assert task.problems("test", "")[1].id == f"{tmp_path}/data test: row 2"
-    with pytest.raises(UserError, match="^--test_split validation: --task hf:.* has the splits train, test$"):
-        find_task(f"hf:{tmp_path / 'data'}", DataConfig(test_split="validation")).problems("test", "")
+    with pytest.raises(
+        UserError, match="^--test_split validation: --task hf:.* has the splits train, test$"
+    ):
+        find_task(f"hf:{tmp_path / 'data'}", DataConfig(test_split="validation")).problems(
+            "test", ""
+        )
     test.unlink()
     (tmp_path / "data").rename(tmp_path / "alone")
     assert 0 < len(find_task(f"hf:{tmp_path / 'alone'}").problems("test", "")) < 15  # by hash
     write(tmp_path / "only/test.jsonl", *ROWS)
-    with pytest.raises(UserError, match="^every one of 40 training problems asks what a test problem asks"):
+    with pytest.raises(
+        UserError, match="^every one of 40 training problems asks what a test problem asks"
+    ):
         check_training_split(find_task(f"hf:{tmp_path / 'only'}"), "")
 
 
 def test_what_datasets_cannot_load_is_one_line(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
-    with pytest.raises(UserError, match=rf"^--task hf:{tmp_path}: cannot be loaded \(EmptyDatasetError: "):
+    with pytest.raises(
+        UserError, match=rf"^--task hf:{tmp_path}: cannot be loaded \(EmptyDatasetError: "
+    ):
         find_task(f"hf:{tmp_path}").problems("train", "")
     (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question": ')
-    with pytest.raises(UserError, match=rf"^{tmp_path}/train.jsonl:2: not a JSON object \(Expecting value at column 14\)$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{tmp_path}/train.jsonl:2: not a JSON object \(Expecting value at column 14\)$",
+    ):
         find_task(f"hf:{tmp_path}").problems("train", "")
     monkeypatch.setattr("alignment.data.rows.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="^--task hf:a/b needs the library datasets: run with `uv run --extra datasets ...`$"):
+    with pytest.raises(
+        UserError,
+        match="^--task hf:a/b needs the library datasets: run with `uv run --extra datasets ...`$",
+    ):
         find_task("hf:a/b").problems("test", "")
 
 
@@ -97,7 +126,12 @@ CELLS = [
     ("It is so.\n#### 1,000 ", "", "1,000", "It is so."),
     ("2 + 3 = <<2+3=5>>5\n#### 5", "", "5", "2 + 3 = 5"),
     ("Is #1 it?\n#### 7\n#### 8", "", "8", "Is #1 it?\n#### 7"),
-    ("#### Step 1\nAdd.\n#### Step 2\nSo 22.\n#### 22", "", "22", "#### Step 1\nAdd.\n#### Step 2\nSo 22."),
+    (
+        "#### Step 1\nAdd.\n#### Step 2\nSo 22.\n#### 22",
+        "",
+        "22",
+        "#### Step 1\nAdd.\n#### Step 2\nSo 22.",
+    ),
     ("Add the numbers, 22.\n####22", "", "22", "Add the numbers, 22."),
     ("Add them.\n#### 22\nI hope this helps.", "", "22", "Add them."),
     ("Add them. ####\n\n 22 \nBye.", "", "22", "Add them."),
@@ -123,9 +157,15 @@ def test_where_the_answer_is_in_its_cell(cell, pattern, answer, steps):
 
 
 def test_a_column_of_solutions_is_what_sft_learns_from():
-    rows = [("f:1", {"problem": "Two?", "solution": "Well, 2.", "final": 2}), ("f:2", {"problem": "3?", "final": 3})]
+    rows = [
+        ("f:1", {"problem": "Two?", "solution": "Well, 2.", "final": 2}),
+        ("f:2", {"problem": "3?", "final": 3}),
+    ]
     pairs = worked_problems(rows, DataConfig("problem", "final"))
-    assert [(problem.question, problem.ground_truth) for problem, _ in pairs] == [("Two?", "2"), ("3?", "3")]
+    assert [(problem.question, problem.ground_truth) for problem, _ in pairs] == [
+        ("Two?", "2"),
+        ("3?", "3"),
+    ]
     assert [response for _, response in pairs] == [" Well, 2. </think> <answer> 2 </answer>", ""]
 
 
@@ -140,32 +180,102 @@ BAD = [  # (file, text, flags, message)
     ("l.jsonl", GOOD + "[1]", {}, "l.jsonl:2: not a JSON object"),
     ("l.json", '[{"question": "a", "answer": "1"}, 5]', {}, "l.json: row 2: not a JSON object"),
     ("q.csv", 'question,answer\n"a\nb",1\n"c,2', {}, "q.csv:4: not CSV"),
-    ("w.csv", 'question,answer\n"a\nb",1\n\nc,2,3\n', {}, "w.csv:5: has more cells than the heading"),
-    ("s.csv", 'question,answer\n"a\nb",1\n\nc\n', {}, 's.csv:5: "answer" must hold text or a number; the row has'),
-    ("c.csv", "ask,reply\na,1\n", {}, 'c.csv:2: "question" must hold .* the row has ask, reply: name --question_column'),
-    ("c.jsonl", GOOD, {"question_column": "Q"}, 'c.jsonl:1: "Q" must hold .* the row has question, answer'),
-    ("d.jsonl", GOOD + '{"question": "b", "final_answer": "1"}', {}, 'd.jsonl:2: "answer" must hold'),
-    ("j.json", '[{"question": "a",\n"answer" "1"}]', {}, "j.json:2: not a JSON object .Expecting ':'"),
+    (
+        "w.csv",
+        'question,answer\n"a\nb",1\n\nc,2,3\n',
+        {},
+        "w.csv:5: has more cells than the heading",
+    ),
+    (
+        "s.csv",
+        'question,answer\n"a\nb",1\n\nc\n',
+        {},
+        's.csv:5: "answer" must hold text or a number; the row has',
+    ),
+    (
+        "c.csv",
+        "ask,reply\na,1\n",
+        {},
+        'c.csv:2: "question" must hold .* the row has ask, reply: name --question_column',
+    ),
+    (
+        "c.jsonl",
+        GOOD,
+        {"question_column": "Q"},
+        'c.jsonl:1: "Q" must hold .* the row has question, answer',
+    ),
+    (
+        "d.jsonl",
+        GOOD + '{"question": "b", "final_answer": "1"}',
+        {},
+        'd.jsonl:2: "answer" must hold',
+    ),
+    (
+        "j.json",
+        '[{"question": "a",\n"answer" "1"}]',
+        {},
+        "j.json:2: not a JSON object .Expecting ':'",
+    ),
     ("o.json", GOOD + "5 6", {}, "o.json:2: not a JSON object .Extra data at column 3"),
     ("o2.json", GOOD.strip() + " 5", {}, "o2.json:1: not a JSON object .Extra data at column 34"),
-    ("k.jsonl", GOOD + '{"question": "a", "answer": "1", "answer": "2"}', {}, 'k.jsonl:2: has the key "answer" twice'),
-    ("k.json", '[{"question": "a", "answer": "1"}, {"a": [{"b": 1, "b": 1}]}]', {}, 'k.json: row 2: has the key "b" twice'),
+    (
+        "k.jsonl",
+        GOOD + '{"question": "a", "answer": "1", "answer": "2"}',
+        {},
+        'k.jsonl:2: has the key "answer" twice',
+    ),
+    (
+        "k.json",
+        '[{"question": "a", "answer": "1"}, {"a": [{"b": 1, "b": 1}]}]',
+        {},
+        'k.json: row 2: has the key "b" twice',
+    ),
     ("k.csv", '"question",answer,answer\na,1,2\n', {}, 'k.csv:1: has two columns "answer"'),
     ("k.tsv", "question\tanswer\tquestion\na\t1\tb\n", {}, 'k.tsv:1: has two columns "question"'),
-    ("f.jsonl", '{"question": "a", "answer": "Yes.\\n####  "}', {}, 'f.jsonl:1: "answer" holds no answer after its last ####$'),
-    ("b2.jsonl", '{"question": "a", "answer": "\\sqrt{2}"}', {}, r"b2.jsonl:1: not a JSON object .*; a backslash is written \\\\$"),
+    (
+        "f.jsonl",
+        '{"question": "a", "answer": "Yes.\\n####  "}',
+        {},
+        'f.jsonl:1: "answer" holds no answer after its last ####$',
+    ),
+    (
+        "b2.jsonl",
+        '{"question": "a", "answer": "\\sqrt{2}"}',
+        {},
+        r"b2.jsonl:1: not a JSON object .*; a backslash is written \\\\$",
+    ),
     ("a.jsonl", '{"question": "a", "answer": NaN}', {}, 'a.jsonl:1: "answer" must hold'),
     ("a2.jsonl", '{"question": "a", "answer": [["1"], "2"]}', {}, 'a2.jsonl:1: "answer" must hold'),
     ("a3.jsonl", '{"question": "a", "answer": -1e400}', {}, 'a3.jsonl:1: "answer" must hold'),
-    ("n.jsonl", '{"question": ["a"], "answer": "1"}', {}, 'n.jsonl:1: "question" must hold text or a number'),
+    (
+        "n.jsonl",
+        '{"question": ["a"], "answer": "1"}',
+        {},
+        'n.jsonl:1: "question" must hold text or a number',
+    ),
     ("t.jsonl", '{"question": "a", "answer": true}', {}, 't.jsonl:1: "answer" must hold'),
     ("u.jsonl", '{"question": "a", "answer": null}', {}, 'u.jsonl:1: "answer" must hold'),
     ("i.jsonl", '{"question": "a", "answer": 1e999}', {}, 'i.jsonl:1: "answer" must hold'),
     ("h.jsonl", f'{{"question": "a", "answer": {"9" * 5000}}}', {}, "h.jsonl:1: cannot be read"),
     ("r.jsonl", '{"question": "\\ud800", "answer": "1"}', {}, 'r.jsonl:1: "question" must hold'),
-    ("x.jsonl", GOOD, {"answer_pattern": "#### (.*)"}, 'x.jsonl:1: "answer" holds no answer where --answer_pattern #### '),
-    ("v.jsonl", GOOD, {"answer_pattern": "("}, r"^--answer_pattern \(: must be a regular expression with a group"),
-    ("v2.jsonl", GOOD, {"answer_pattern": ".*"}, r"^--answer_pattern \.\*: must be a regular expression with a group"),
+    (
+        "x.jsonl",
+        GOOD,
+        {"answer_pattern": "#### (.*)"},
+        'x.jsonl:1: "answer" holds no answer where --answer_pattern #### ',
+    ),
+    (
+        "v.jsonl",
+        GOOD,
+        {"answer_pattern": "("},
+        r"^--answer_pattern \(: must be a regular expression with a group",
+    ),
+    (
+        "v2.jsonl",
+        GOOD,
+        {"answer_pattern": ".*"},
+        r"^--answer_pattern \.\*: must be a regular expression with a group",
+    ),
 ]
 
 
@@ -173,13 +283,19 @@ BAD = [  # (file, text, flags, message)
 def test_what_is_wrong_is_said_with_its_place(name, text, flags, message, tmp_path):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
-        find_task(f"file:{tmp_path / name}", DataConfig(**flags, test_split=str(tmp_path / name))).problems("test", "")
+        find_task(
+            f"file:{tmp_path / name}", DataConfig(**flags, test_split=str(tmp_path / name))
+        ).problems("test", "")
 
 
 @pytest.mark.parametrize(
     ("task", "flags", "message"),
     [
-        ("gsm8k", {"question_column": "q"}, "^--task gsm8k has rows of its own: --question_column, .* go with file:"),
+        (
+            "gsm8k",
+            {"question_column": "q"},
+            "^--task gsm8k has rows of its own: --question_column, .* go with file:",
+        ),
         ("file:{folder}", {}, "is a folder: name a file in it"),
         ("file:{folder}/none.csv", {}, "none.csv does not exist"),
         ("file:{folder}/a.jsonl", {}, "1 rows are too few to hold some out for tests"),
@@ -187,7 +303,10 @@ def test_what_is_wrong_is_said_with_its_place(name, text, flags, message, tmp_pa
     ],
 )
 def test_flags_that_do_not_fit(task, flags, message, tmp_path):
-    write(tmp_path / "a.jsonl", {"question": next(q for q in map(str, range(99)) if split_of(q) == "test"), "answer": "1"})
+    write(
+        tmp_path / "a.jsonl",
+        {"question": next(q for q in map(str, range(99)) if split_of(q) == "test"), "answer": "1"},
+    )
     flags = {name: value.replace("{folder}", str(tmp_path)) for name, value in flags.items()}
     args = EvaluateArgs(task=task.replace("{folder}", str(tmp_path)), **flags)
     with pytest.raises(UserError, match=message):
@@ -196,23 +315,40 @@ def test_flags_that_do_not_fit(task, flags, message, tmp_path):
 
 
 def test_training_questions_that_the_test_split_asks_are_left_out(tmp_path, capsys):
-    train = write(tmp_path / "train.jsonl", *ROWS[:6], {"question": " what IS 0 + 0?", "answer": "0"})
+    train = write(
+        tmp_path / "train.jsonl", *ROWS[:6], {"question": " what IS 0 + 0?", "answer": "0"}
+    )
     test = write(tmp_path / "test.jsonl", ROWS[0], ROWS[0], ROWS[3])
     task, data = f"file:{train}", DataConfig(test_split=str(test))
     check_test_split(find_task(task, data), "", 0)
     assert "1 of 3 questions twice or more" in capsys.readouterr().err
     check_training_split(find_task(task, data), "")
-    assert "3 of 7 training problems ask what a test problem asks: they are left out" in capsys.readouterr().err
-    assert [problem.ground_truth for problem in find_task(task, data).training_problems("")] == ["2", "4", "8", "10"]
+    assert (
+        "3 of 7 training problems ask what a test problem asks: they are left out"
+        in capsys.readouterr().err
+    )
+    assert [problem.ground_truth for problem in find_task(task, data).training_problems("")] == [
+        "2",
+        "4",
+        "8",
+        "10",
+    ]
     worked = write(tmp_path / "worked.jsonl", *({**row, "solution": "so"} for row in ROWS[:6]))
-    shown = check_sft(SFTArgs(task=f"file:{worked}", test_split=str(test), sft_base=str(tmp_path / "x")))
+    shown = check_sft(
+        SFTArgs(task=f"file:{worked}", test_split=str(test), sft_base=str(tmp_path / "x"))
+    )
     assert {problem.ground_truth for problem, _ in shown["train"]} <= {"2", "4", "8", "10"}
-    assert "demonstrations ask what a test problem asks: they are left out" in capsys.readouterr().err
+    assert (
+        "demonstrations ask what a test problem asks: they are left out" in capsys.readouterr().err
+    )
 
 
 def test_sft_needs_worked_solutions(tmp_path):
     task = f"file:{write(tmp_path / 'a.jsonl', *ROWS)}"
-    with pytest.raises(UserError, match="^0 rows are too few to train on: SFT needs --demonstrations, or rows with worked"):
+    with pytest.raises(
+        UserError,
+        match="^0 rows are too few to train on: SFT needs --demonstrations, or rows with worked",
+    ):
         check_sft(SFTArgs(task=task, sft_base=str(tmp_path / "x")))
 
 
@@ -226,11 +362,14 @@ def test_csv_cells_are_read_as_they_were_written(tmp_path_factory, cells):
     except UserError as error:
         assert "a.csv" in str(error)
     else:
-        expected = [cell.encode(errors="replace").decode().replace("\r\n", "\n").replace("\r", "\n") for cell in cells]
+        expected = [
+            cell.encode(errors="replace").decode().replace("\r\n", "\n").replace("\r", "\n")
+            for cell in cells
+        ]
         assert read == expected
 
 
-# --- demonstrations -------------------------------------------------------------------------------------------------------
+# --- demonstrations -------------------------------------------------------------------------------
 
 
 def turns(*texts: str) -> list[dict]:
@@ -267,11 +406,17 @@ TOLD = tuple((turn["role"], turn["content"]) for turn in QUESTIONED)
 )
 def test_each_turn_of_the_assistant_that_is_no_prompt_is_a_demonstration(row, shown, tmp_path):
     file = str(write(tmp_path / "rows.jsonl", row))
-    expected = [(Problem(f"{file}:1", question, "", "", before), response) for question, before, response in shown]
+    expected = [
+        (Problem(f"{file}:1", question, "", "", before), response)
+        for question, before, response in shown
+    ]
     assert read_demonstrations(file) == expected
 
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}{% if"
+    " add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_path):
@@ -279,12 +424,25 @@ def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_p
     from alignment.models import examples
     from alignment.policy.loading import load_tokenizer
 
-    file, tokenizer = str(write(tmp_path / "rows.jsonl", {"messages": QUESTIONED})), load_tokenizer(str(tiny_folder))
-    demonstrations = [*read_demonstrations(file), (Problem("2", "Why?", "", ""), " So."), (Problem("3", "", "P:", ""), " 7")]
-    with pytest.raises(UserError, match=f"^{file}:1: it is a chat, and the tokenizer of this model has no chat template$"):
+    file, tokenizer = (
+        str(write(tmp_path / "rows.jsonl", {"messages": QUESTIONED})),
+        load_tokenizer(str(tiny_folder)),
+    )
+    demonstrations = [
+        *read_demonstrations(file),
+        (Problem("2", "Why?", "", ""), " So."),
+        (Problem("3", "", "P:", ""), " 7"),
+    ]
+    with pytest.raises(
+        UserError,
+        match=f"^{file}:1: it is a chat, and the tokenizer of this model has no chat template$",
+    ):
         examples(SFTArgs(), demonstrations, tokenizer, 256)
     tokenizer.chat_template = TEMPLATE
-    texts = [tuple(map(tokenizer.decode, example)) for example in examples(SFTArgs(), demonstrations, tokenizer, 256)]
+    texts = [
+        tuple(map(tokenizer.decode, example))
+        for example in examples(SFTArgs(), demonstrations, tokenizer, 256)
+    ]
     end = "<|endoftext|>"
     first = f"[system]S{end}[user]Q{end}[assistant]"
     assert texts == [
@@ -297,9 +455,14 @@ def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_p
 
 def test_a_conversation_is_in_one_split_and_an_earlier_turn_counts_as_asked(tmp_path, capsys):
     rows = [{"messages": [*turns(f"Q{i}", "R"), *turns(f"and {i}?", "R2")]} for i in range(10)]
-    shown = [of_split(read_demonstrations(str(write(tmp_path / "a.jsonl", *rows))), s, 0) for s in ("train", "test")]
+    shown = [
+        of_split(read_demonstrations(str(write(tmp_path / "a.jsonl", *rows))), s, 0)
+        for s in ("train", "test")
+    ]
     train, test = ({problem.id for problem, _ in split} for split in shown)
-    assert not train & test and len(train | test) == 10 and [len(split) for split in shown] == [18, 2]
+    assert (
+        not train & test and len(train | test) == 10 and [len(split) for split in shown] == [18, 2]
+    )
     task = find_task("arithmetic")
     tested = task.problems("test", "")[0].question
     problem = Problem("a", "Why?", "", "", (("user", tested), ("assistant", "R"), ("user", "Why?")))
@@ -327,27 +490,53 @@ def test_a_conversation_that_asks_a_test_question_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": turns("Q")}, "turns must be of user and assistant in turn, after one of system or none, not ..user"),
+        (
+            {"messages": turns("Q")},
+            "turns must be of user and assistant in turn, after one of system or none, not ..user",
+        ),
         ({"messages": turns("Q", "R", "Q2")}, "turns must be of user and assistant in turn"),
-        ({"messages": [*turns("Q", "R"), {"role": "system", "content": "S"}]}, "turns must be of user and assistant in turn"),
-        ({"messages": [*turns("Q", "R"), {"role": "tool", "content": "S"}]}, "turns must be of .* 'tool'"),
+        (
+            {"messages": [*turns("Q", "R"), {"role": "system", "content": "S"}]},
+            "turns must be of user and assistant in turn",
+        ),
+        (
+            {"messages": [*turns("Q", "R"), {"role": "tool", "content": "S"}]},
+            "turns must be of .* 'tool'",
+        ),
         ({"messages": ["Q", "R"]}, "turns must be of user and assistant in turn"),
-        ({"messages": []}, '"response" must hold text or a number; the row has messages; a demonstration has'),
+        (
+            {"messages": []},
+            '"response" must hold text or a number; the row has messages; a demonstration has',
+        ),
         ({"messages": turns("Q", "")}, '"content" must hold'),
-        ({"messages": [{"role": "user", "content": ["parts"]}, turns("", "R")[1]]}, '"content" must hold'),
+        (
+            {"messages": [{"role": "user", "content": ["parts"]}, turns("", "R")[1]]},
+            '"content" must hold',
+        ),
         ({"prompt": turns("Q", "R"), "completion": []}, '"completion" must hold'),
-        ({"prompt": turns("Q"), "completion": turns("Q")}, "turns must be of user and assistant in turn"),
+        (
+            {"prompt": turns("Q"), "completion": turns("Q")},
+            "turns must be of user and assistant in turn",
+        ),
         ({"prompt": turns("Q"), "completion": "R"}, '"prompt" must hold'),
-        ({"prompt": "P"}, '"response" must hold text or a number; the row has prompt; a demonstration has a "question" or'),
+        (
+            {"prompt": "P"},
+            (
+                '"response" must hold text or a number; the row has prompt; a demonstration has a'
+                ' "question" or'
+            ),
+        ),
         ({"prompt": ["P"], "completion": "R"}, '"prompt" must hold'),
     ],
 )
 def test_demonstrations_that_are_none(row, message, tmp_path):
     with pytest.raises(UserError, match=f"rows.jsonl:2: {message}"):
-        read_demonstrations(str(write(tmp_path / "rows.jsonl", {"prompt": "a", "response": "b"}, row)))
+        read_demonstrations(
+            str(write(tmp_path / "rows.jsonl", {"prompt": "a", "response": "b"}, row))
+        )
 
 
-# --- templates ------------------------------------------------------------------------------------------------------------
+# --- templates ------------------------------------------------------------------------------------
 
 
 def test_a_template_is_a_file_with_a_place_for_the_question(tmp_path):
@@ -356,25 +545,40 @@ def test_a_template_is_a_file_with_a_place_for_the_question(tmp_path):
     [problem] = prompted([Problem("1", "1 {x}?", "", "")], str(tmp_path / "own.txt"), None)
     assert problem.prompt == "Q: 1 {x}?\nA:"
     (tmp_path / "own.txt").write_text("Q: {problem}")
-    with pytest.raises(UserError, match=r"own.txt: the file has no place for the question; write \{question\}"):
+    with pytest.raises(
+        UserError, match=r"own.txt: the file has no place for the question; write \{question\}"
+    ):
         read_template(str(tmp_path / "own.txt"))
-    with pytest.raises(UserError, match="^--prompt .*none.txt: there is no such template; choose one of countdown_en, "):
+    with pytest.raises(
+        UserError,
+        match="^--prompt .*none.txt: there is no such template; choose one of countdown_en, ",
+    ):
         read_template(str(tmp_path / "none.txt"))
 
 
-# --- real data ------------------------------------------------------------------------------------------------------------
+# --- real data ------------------------------------------------------------------------------------
 
 
 def test_gsm8k_by_flags_is_gsm8k():
     if not (REAL / "gsm8k").is_dir():
         pytest.skip(f"the real GSM8K files are not at {REAL}")
-    task = find_task(f"file:{REAL}/gsm8k/train.jsonl", DataConfig(test_split=f"{REAL}/gsm8k/test.jsonl"))
+    task = find_task(
+        f"file:{REAL}/gsm8k/train.jsonl", DataConfig(test_split=f"{REAL}/gsm8k/test.jsonl")
+    )
     for split in ("train", "test"):
         ours, theirs = task.problems(split, ""), published.problems("gsm8k", split, f"{REAL}/gsm8k")
         for our, their in zip(ours, theirs, strict=True):
-            assert (our.question, our.prompt, our.ground_truth) == (their.question, their.prompt, their.ground_truth)
-    shown = {response for split in ("train", "test") for _, response in task.demonstrations(split, "", 0)}
-    assert shown == {response for _, response in published.demonstrations("gsm8k", "train", f"{REAL}/gsm8k")}
+            assert (our.question, our.prompt, our.ground_truth) == (
+                their.question,
+                their.prompt,
+                their.ground_truth,
+            )
+    shown = {
+        response for split in ("train", "test") for _, response in task.demonstrations(split, "", 0)
+    }
+    assert shown == {
+        response for _, response in published.demonstrations("gsm8k", "train", f"{REAL}/gsm8k")
+    }
     check_training_split(task, "")
 
 
@@ -385,7 +589,15 @@ def test_svamp_by_flags():
     problems = [*json_task.problems("train", ""), *json_task.problems("test", "")]
     assert len(problems) == 1000
     first = next(p for p in problems if p.id.endswith("row 1"))
-    assert (first.question, first.ground_truth) == ("How much do you have to pay to buy each pack?", "51.0")
-    csv_task = find_task(f"file:{REAL}/svamp/mawps-asdiv-a_train.csv", DataConfig("Question", "Answer"))
+    assert (first.question, first.ground_truth) == (
+        "How much do you have to pay to buy each pack?",
+        "51.0",
+    )
+    csv_task = find_task(
+        f"file:{REAL}/svamp/mawps-asdiv-a_train.csv", DataConfig("Question", "Answer")
+    )
     problems = [*csv_task.problems("train", ""), *csv_task.problems("test", "")]
-    assert len(problems) == 3138 and next(p for p in problems if p.id.endswith(":2")).ground_truth == "504.0"
+    assert (
+        len(problems) == 3138
+        and next(p for p in problems if p.id.endswith(":2")).ground_truth == "504.0"
+    )

@@ -19,7 +19,9 @@ from alignment.system.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "dataset"
 SVAMP_TRAIN = "mawps-asdiv-a_train.csv"
-GOOD = json.dumps({"question": "Two and three?", "answer": "2 + 3 = <<2+3=5>>5 eggs.\nSo 5.\n#### 5"})
+GOOD = json.dumps(
+    {"question": "Two and three?", "answer": "2 + 3 = <<2+3=5>>5 eggs.\nSo 5.\n#### 5"}
+)
 
 
 def write(folder: Path, text: str | bytes, name: str = "train.jsonl") -> str:
@@ -37,7 +39,8 @@ def write(folder: Path, text: str | bytes, name: str = "train.jsonl") -> str:
     ],
 )
 def test_every_real_row_parses_and_its_demonstration_earns_the_reward(name, split, count, shown):
-    """SVAMP's rows whose equation, on numbers of four decimals, has another value than the answer show nothing."""
+    """SVAMP's rows whose equation, on numbers of four decimals, has another value than the answer
+    show nothing."""
     if not (REAL / name).is_dir():
         pytest.skip(f"the real files are not at {REAL / name}")
     problems = published.problems(name, split, str(REAL / name))
@@ -58,10 +61,17 @@ def test_no_training_question_of_svamp_is_a_test_question():
 
 
 def test_a_training_question_that_is_a_test_question_is_left_out(tmp_path):
-    rows = "Tom has number0 . How many ?,2.0,number0,2.0\nTom has number0 . How many ?,3.0,number0,3.0\n"
+    rows = (
+        "Tom has number0 . How many ?,2.0,number0,2.0\nTom has number0 . How many"
+        " ?,3.0,number0,3.0\n"
+    )
     write(tmp_path, f"Question,Numbers,Equation,Answer\n{rows}", SVAMP_TRAIN)
     write(
-        tmp_path, json.dumps([{"Body": "Tom has 2.", "Question": "How many?", "Equation": "2.0", "Answer": 2.0}]), "SVAMP.json"
+        tmp_path,
+        json.dumps(
+            [{"Body": "Tom has 2.", "Question": "How many?", "Equation": "2.0", "Answer": 2.0}]
+        ),
+        "SVAMP.json",
     )
     (trained,) = TASKS["svamp"].training_problems(str(tmp_path))
     assert trained.question == "Tom has 3. How many?"
@@ -80,7 +90,8 @@ def test_a_training_row_of_svamp():
         "answer": "950",
         "solution": "56 + 44 = 100 ; 100 * 9.5 = 950",
     }
-    assert svamp_row("f:2", cells | {"Answer": "951.0"})["solution"] == ""  # the published row contradicts itself
+    # the published row contradicts itself
+    assert svamp_row("f:2", cells | {"Answer": "951.0"})["solution"] == ""
 
 
 def test_a_test_row_of_svamp():
@@ -90,12 +101,25 @@ def test_a_test_row_of_svamp():
         "Equation": "( 7.0 * ( 3.0 - 2.0 ) )",
         "Answer": 7.0,
     }
-    wanted = {"question": "Each costs 7 dollars, how much are 3 less 2?", "answer": "7", "solution": "3 - 2 = 1 ; 7 * 1 = 7"}
+    wanted = {
+        "question": "Each costs 7 dollars, how much are 3 less 2?",
+        "answer": "7",
+        "solution": "3 - 2 = 1 ; 7 * 1 = 7",
+    }
     assert svamp_row("row 1", cells) == wanted
-    assert svamp_row("row 1", cells | {"Body": "Each costs 7."})["question"] == "Each costs 7. How much are 3 less 2?"
+    assert (
+        svamp_row("row 1", cells | {"Body": "Each costs 7."})["question"]
+        == "Each costs 7. How much are 3 less 2?"
+    )
 
 
-@given(st.recursive(st.integers(1, 99).map(str), lambda part: st.tuples(st.sampled_from("+-*"), part, part), max_leaves=6))
+@given(
+    st.recursive(
+        st.integers(1, 99).map(str),
+        lambda part: st.tuples(st.sampled_from("+-*"), part, part),
+        max_leaves=6,
+    )
+)
 def test_prefix_form_and_parentheses_are_one_calculation(tree):
     """Both forms of an equation make the same steps, and Python agrees with the value."""
     prefix = lambda t: t if isinstance(t, str) else f"{t[0]} {prefix(t[1])} {prefix(t[2])}"
@@ -109,7 +133,10 @@ def test_prefix_form_and_parentheses_are_one_calculation(tree):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"Equation": "+ number0 number2"}, "f:2: Numbers, Equation and Answer make no calculation .list index out of range"),
+        (
+            {"Equation": "+ number0 number2"},
+            "f:2: Numbers, Equation and Answer make no calculation .list index out of range",
+        ),
         ({"Equation": "/ number0 0"}, "f:2: .*zero"),
         ({"Equation": "+ number0"}, "f:2: .*it breaks off"),
         ({"Equation": "^ number0 number1"}, r"f:2: .*\^"),
@@ -118,7 +145,12 @@ def test_prefix_form_and_parentheses_are_one_calculation(tree):
     ],
 )
 def test_a_bad_row_of_svamp_is_refused_with_its_place(change, message):
-    cells = {"Question": "number0 and number1 ?", "Numbers": "1.0 2.0", "Equation": "+ number0 number1", "Answer": "3.0"}
+    cells = {
+        "Question": "number0 and number1 ?",
+        "Numbers": "1.0 2.0",
+        "Equation": "+ number0 number1",
+        "Answer": "3.0",
+    }
     with pytest.raises(UserError, match=message):
         svamp_row("f:2", cells | change)
 
@@ -141,7 +173,10 @@ def test_line_separators_inside_text_do_not_split_a_row(tmp_path):
     ("content", "message"),
     [
         (GOOD + "\n{oops", r"train\.jsonl:2: not a JSON object"),
-        ('{"question": "?"}', r'train\.jsonl:1: "answer" must hold text or a number; the row has question'),
+        (
+            '{"question": "?"}',
+            r'train\.jsonl:1: "answer" must hold text or a number; the row has question',
+        ),
         ("[1]", r"train\.jsonl:1: not a JSON object"),
         ('{"question": [1], "answer": "#### 5"}', r'train\.jsonl:1: "question" must hold text'),
         ('{"question": "?", "answer": "5"}', r"train\.jsonl:1: .*#### "),
@@ -157,7 +192,11 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path, content, message):
 
 def test_a_missing_file_says_how_to_get_it(tmp_path):
     with pytest.raises(
-        UserError, match=r"test\.jsonl does not exist: download GSM8K with `uv run -m alignment.download --task gsm8k`"
+        UserError,
+        match=(
+            r"test\.jsonl does not exist: download GSM8K with `uv run -m alignment.download --task"
+            r" gsm8k`"
+        ),
     ):
         published.problems("gsm8k", "test", str(tmp_path))
 
@@ -191,9 +230,13 @@ def source(tmp_path, monkeypatch):
     for split in ("train", "test"):
         file = published.PUBLISHED["gsm8k"][split]
         write(folder, (GOOD + "\n") * 2000, file["path"])
-        monkeypatch.setitem(file, "sha256", hashlib.sha256((folder / file["path"]).read_bytes()).hexdigest())
+        monkeypatch.setitem(
+            file, "sha256", hashlib.sha256((folder / file["path"]).read_bytes()).hexdigest()
+        )
     monkeypatch.setattr(_Ranged, "break_after", None)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Ranged, directory=str(folder)))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(_Ranged, directory=str(folder))
+    )
     server.starts = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server, f"http://127.0.0.1:{server.server_port}", folder
@@ -201,7 +244,9 @@ def source(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_the_download_command_takes_a_task_and_puts_files_where_it_looks(source, tmp_path, monkeypatch, capsys):
+def test_the_download_command_takes_a_task_and_puts_files_where_it_looks(
+    source, tmp_path, monkeypatch, capsys
+):
     _, address, _ = source
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["download", "--task", "gsm8k", "--source", address])

@@ -1,4 +1,5 @@
-"""Which problems ask the same question, and that the test split asks each once and training leaves it alone."""
+"""Which problems ask the same question, and that the test split asks each once and training leaves
+it alone."""
 
 import json
 
@@ -22,8 +23,13 @@ def question(text: str, prompt: str = "") -> Problem:
 
 
 def test_case_and_white_space_do_not_make_another_question():
-    first, twin, other = (question(text) for text in ("How many?  Two\neggs.", "how many? two eggs. ", "How many? 2 eggs."))
-    assert question_text(first) == question_text(twin) == "how many? two eggs." != question_text(other)
+    first, twin, other = (
+        question(text)
+        for text in ("How many?  Two\neggs.", "how many? two eggs. ", "How many? 2 eggs.")
+    )
+    assert (
+        question_text(first) == question_text(twin) == "how many? two eggs." != question_text(other)
+    )
     assert question_text(question("", "How  many? two EGGS.")) == question_text(first)
     assert question_text(question("2 * (3 + 4)")) != question_text(question("2 * 3 + 4"))
     assert distinct([first, twin, other], question_text) == [first, other]
@@ -62,19 +68,27 @@ def as_question(signed) -> Problem:
 
 def value(problem: Problem) -> int:
     parts = [int(part) if part.isdigit() else part for part in problem.question[8:-1].split()]
-    return arithmetic.solve(tuple(parts), by_precedence=True)[-1][-1] if len(parts) > 1 else parts[0]
+    return (
+        arithmetic.solve(tuple(parts), by_precedence=True)[-1][-1] if len(parts) > 1 else parts[0]
+    )
 
 
 @given(st.data(), NUMBERS, st.integers(1, 30))
 def test_the_order_of_a_countdown_does_not_count_and_its_target_does(data, numbers, target):
     one = countdown.as_problem(numbers, target)
-    assert countdown.key(one) == countdown.key(countdown.as_problem(data.draw(st.permutations(numbers)), target))
+    assert countdown.key(one) == countdown.key(
+        countdown.as_problem(data.draw(st.permutations(numbers)), target)
+    )
     assert countdown.key(one) != countdown.key(countdown.as_problem(numbers, target + 1))
-    assert countdown.key(one) != countdown.key(countdown.as_problem([*numbers[1:], numbers[0] + 1], target))
+    assert countdown.key(one) != countdown.key(
+        countdown.as_problem([*numbers[1:], numbers[0] + 1], target)
+    )
     assert countdown.key(one) != countdown.key(countdown.as_problem([*numbers, target], target))
 
 
-@pytest.mark.parametrize(("name", "number"), [("arithmetic", 627), ("countdown_small", 212), ("countdown", 1024)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("arithmetic", 627), ("countdown_small", 212), ("countdown", 1024)]
+)
 def test_no_question_is_asked_twice_and_none_of_the_test_split_is_trained_on(name, number):
     task = TASKS[name]
     tested = [task.key(problem) for problem in task.test_problems("")]
@@ -94,16 +108,25 @@ def own_task(**splits) -> Task:
 
 def test_duplicates_and_test_questions_in_users_data_are_left_out_and_counted(capsys):
     task = own_task(
-        train=[question("One?"), question("Two? "), question("One?")], test=[question("two?"), question("TWO?"), question("3?")]
+        train=[question("One?"), question("Two? "), question("One?")],
+        test=[question("two?"), question("TWO?"), question("3?")],
     )
     assert [problem.id for problem in check_test_split(task, "", 0)] == ["two?", "3?"]
-    assert capsys.readouterr().err == "the test split has 1 of 3 questions twice or more: each is asked once\n"
+    assert (
+        capsys.readouterr().err
+        == "the test split has 1 of 3 questions twice or more: each is asked once\n"
+    )
     assert [problem.id for problem in check_test_split(task, "", 5)] == ["two?", "3?"]
     capsys.readouterr()
     check_training_split(task, "")
-    assert capsys.readouterr().err == "1 of 3 training problems ask what a test problem asks: they are left out\n"
+    assert (
+        capsys.readouterr().err
+        == "1 of 3 training problems ask what a test problem asks: they are left out\n"
+    )
     assert [problem.id for problem in task.training_problems("")] == ["One?", "One?"]
-    with pytest.raises(UserError, match="every one of 1 training problems asks what a test problem asks"):
+    with pytest.raises(
+        UserError, match="every one of 1 training problems asks what a test problem asks"
+    ):
         check_training_split(own_task(train=[question("a")], test=[question("A")]), "")
 
 
@@ -115,7 +138,9 @@ def test_nothing_is_said_of_a_task_without_duplicates(capsys):
 
 def test_endless_problems_draw_another_in_the_place_of_a_test_question():
     tested = [question(str(i)) for i in range(0, 10, 2)]
-    endless = own_task(train=Endless(lambda i: question(str(i % 10))), test=tested).training_problems("")
+    endless = own_task(
+        train=Endless(lambda i: question(str(i % 10))), test=tested
+    ).training_problems("")
     drawn = [endless[i].id for i in range(40)]
     assert set(drawn) == set("13579") and drawn == [endless[i].id for i in range(40)]
     assert drawn[1::2] == list("13579") * 4  # the others stay where they were
@@ -127,7 +152,10 @@ def test_endless_problems_draw_another_in_the_place_of_a_test_question():
 def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
     tested = arithmetic.problems("test")[0]  # 1 - 6 - 2 * 4
     rows = [{"question": f"q{i}", "response": "r"} for i in range(30)]
-    rows += [{"question": "What is 1 - 4 * 2 - 6?", "response": "r"}, {"prompt": tested.prompt + "\n", "response": "r"}]
+    rows += [
+        {"question": "What is 1 - 4 * 2 - 6?", "response": "r"},
+        {"prompt": tested.prompt + "\n", "response": "r"},
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [str(tmp_path / "rows.jsonl")]
     for seed in range(3):
@@ -135,12 +163,22 @@ def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
         asked = {problem.question or problem.prompt for problem, _ in splits["train"]}
         assert not asked & {"What is 1 - 4 * 2 - 6?", tested.prompt + "\n"}
         assert len(splits["train"]) + len(splits["test"]) >= 30
-    assert "2 of 31 demonstrations ask what a test problem asks: they are left out" in capsys.readouterr().err
+    assert (
+        "2 of 31 demonstrations ask what a test problem asks: they are left out"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_question_in_other_spacing_is_in_one_split_of_the_demonstrations(tmp_path):
-    rows = [{"question": f"{space}Q {i}", "response": "r"} for i in range(20) for space in ("", " ", "  ")]
+    rows = [
+        {"question": f"{space}Q {i}", "response": "r"}
+        for i in range(20)
+        for space in ("", " ", "  ")
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = str(tmp_path / "rows.jsonl")
-    train, test = (own_data.of_split(own_data.read_demonstrations(file), split, 0) for split in ("train", "test"))
+    train, test = (
+        own_data.of_split(own_data.read_demonstrations(file), split, 0)
+        for split in ("train", "test")
+    )
     assert (len(train), len(test)) == (57, 3)

@@ -1,4 +1,5 @@
-"""Readers of files that anything may have happened to: data or a `UserError`, whatever the bytes."""
+"""Readers of files that anything may have happened to: data or a `UserError`, whatever the
+bytes."""
 
 import json
 
@@ -16,14 +17,31 @@ from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
-ARGS = json.dumps({"args": {"seed": 0, "loss_type": "grpo_clip"}, "command": ["train_rl"], "versions": {}})
-SWEEP = json.dumps(
-    {"arms": {"a": {"x": 1}}, "seeds": [0], "command": ["x"], "tie": 0.03, "hold": "rollouts", "warnings": [], "alpha": 0.05}
+ARGS = json.dumps(
+    {"args": {"seed": 0, "loss_type": "grpo_clip"}, "command": ["train_rl"], "versions": {}}
 )
-FILES = {"args.json": ARGS, "sweep.json": SWEEP, "metrics.jsonl": '{"step": 1}\n', "evals.jsonl": '{"step": 1}\n'}
+SWEEP = json.dumps(
+    {
+        "arms": {"a": {"x": 1}},
+        "seeds": [0],
+        "command": ["x"],
+        "tie": 0.03,
+        "hold": "rollouts",
+        "warnings": [],
+        "alpha": 0.05,
+    }
+)
+FILES = {
+    "args.json": ARGS,
+    "sweep.json": SWEEP,
+    "metrics.jsonl": '{"step": 1}\n',
+    "evals.jsonl": '{"step": 1}\n',
+}
 
 
 @st.composite
@@ -42,7 +60,9 @@ def damaged(draw, text: str) -> bytes:
     return (text[:begin] + text[end:]).encode()
 
 
-fuzzed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzzed = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -95,7 +115,10 @@ def test_an_unfinished_last_line_is_left_out_and_any_other_is_named(tmp_path):
 
 
 @fuzzed
-@given(content=st.binary(max_size=40) | st.sampled_from(["[arms.a]\n", "x = 1\n[arms.b]\nseed = 2\n"]).map(str.encode))
+@given(
+    content=st.binary(max_size=40)
+    | st.sampled_from(["[arms.a]\n", "x = 1\n[arms.b]\nseed = 2\n"]).map(str.encode)
+)
 def test_arms(tmp_path, content):
     file = tmp_path / "arms.toml"
     file.write_bytes(content)
@@ -106,7 +129,12 @@ def test_arms(tmp_path, content):
 
 
 @fuzzed
-@given(field=st.sampled_from(["cliprange", "group_size", "loss_type", "data_seed", "deterministic", "model"]), value=JSON)
+@given(
+    field=st.sampled_from(
+        ["cliprange", "group_size", "loss_type", "data_seed", "deterministic", "model"]
+    ),
+    value=JSON,
+)
 def test_values_of_arms(tmp_path, field, value):
     file = tmp_path / "arms.toml"
     file.write_text(f"[arms.a]\n{field} = {json.dumps(value)}\n")
@@ -139,7 +167,9 @@ def test_a_manifest_is_whole_or_named(tmp_path, content):
     assert wrong is None or "manifest" in wrong or "weights" in wrong or "is missing" in wrong
 
 
-@given(content=st.binary(min_size=1, max_size=200), place=st.integers(0, 10_000), bit=st.integers(0, 7))
+@given(
+    content=st.binary(min_size=1, max_size=200), place=st.integers(0, 10_000), bit=st.integers(0, 7)
+)
 def test_one_changed_bit_is_found(tmp_path_factory, content, place, bit):
     folder = tmp_path_factory.mktemp("folder") / "checkpoint"
     with atomic_folder(folder) as building, manifested(building):

@@ -75,7 +75,8 @@ def test_one_line_for_a_file_names_its_first_row(tmp_path, capsys):
     pairs = worked_problems(read_rows(tmp_path / "a.jsonl"), DataConfig())
     assert [problem.ground_truth for problem, _ in pairs] == ["5", "\frac{22}{7}", "\frac{1}{7}"]
     assert capsys.readouterr().err == (
-        rf'warning: {tmp_path}/a.jsonl:2: "answer" has a form feed before "rac", where \frac was probably meant; '
+        rf'warning: {tmp_path}/a.jsonl:2: "answer" has a form feed before "rac", where \frac was'
+        r" probably meant; "
         'JSON writes that "\\\\frac"; 2 rows of this kind\n'
     )
 
@@ -103,7 +104,8 @@ def test_answers_that_are_none_are_counted(capsys):
     )
     said = capsys.readouterr().err
     assert said.startswith(
-        "warning: 4 of 8 answers say that there is none (proof 1, notfound 1,  Proof 1, N/A 1), the first at f:1: "
+        "warning: 4 of 8 answers say that there is none (proof 1, notfound 1,  Proof 1, N/A 1), the"
+        " first at f:1: "
     )
     assert said.count("\n") == 1
 
@@ -126,8 +128,10 @@ def test_a_question_with_two_answers_is_named(capsys):
         "a ?": ("f:1", "f:7"),
     }
     warn_of_answers(problems)
-    assert capsys.readouterr().err == (
-        "warning: 2 questions come with different answers, as in f:0 (22) and f:4 (23): each row is graded by its own\n"
+    assert (
+        capsys.readouterr().err
+        == "warning: 2 questions come with different answers, as in f:0 (22) and f:4 (23): each row"
+        " is graded by its own\n"
     )
     warn_of_answers(problems[:4])
     assert capsys.readouterr().err == ""

@@ -19,9 +19,30 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 # Texts that a reader which guesses types would change, or take for nothing.
 TEXTS = [
-    "None", "NA", "nan", "null", "True", "false", "007", "1e5", "1E5", "-0.0", "+5", "0.10", "1e400", "9007199254740993",
-    "12345678901234567890.123", "1,000", "2024-01-05", "3/4", "inf", "٣", "0x10", '"7"', "a\\frac{1}{2}",
-]  # fmt: skip
+    "None",
+    "NA",
+    "nan",
+    "null",
+    "True",
+    "false",
+    "007",
+    "1e5",
+    "1E5",
+    "-0.0",
+    "+5",
+    "0.10",
+    "1e400",
+    "9007199254740993",
+    "12345678901234567890.123",
+    "1,000",
+    "2024-01-05",
+    "3/4",
+    "inf",
+    "٣",
+    "0x10",
+    '"7"',
+    "a\\frac{1}{2}",
+]
 
 
 def golds(file: Path) -> list[str]:
@@ -78,10 +99,16 @@ def test_a_right_answer_of_many_digits_is_paid_by_hf_and_a_wrong_one_is_not(tmp_
 
 
 JSON_NUMBERS = {
-    "9007199254740993": "9007199254740993", "12345678901234567890.123": "12345678901234567890.123", "0.10": "0.10",
-    "1E5": "1E5", "-0.0": "-0.0", "5": "5", "123456789012345678901234567890": "123456789012345678901234567890",
-    "1e-7": "1e-7", "22.0": "22.0",
-}  # fmt: skip
+    "9007199254740993": "9007199254740993",
+    "12345678901234567890.123": "12345678901234567890.123",
+    "0.10": "0.10",
+    "1E5": "1E5",
+    "-0.0": "-0.0",
+    "5": "5",
+    "123456789012345678901234567890": "123456789012345678901234567890",
+    "1e-7": "1e-7",
+    "22.0": "22.0",
+}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -90,29 +117,41 @@ def test_numbers_of_json_keep_their_digits(name, tmp_path):
     (tmp_path / name).write_text(f"[{','.join(rows)}]" if name == "a.json" else "\n".join(rows))
     assert golds(tmp_path / name) == list(JSON_NUMBERS.values())
     problem, _ = worked_problems(read_rows(tmp_path / name), DataConfig())[2]
-    assert (
-        problem.columns["answer"] == 0.1 and type(problem.columns["answer"]) is float
-    )  # a plain number for functions
+    # a plain number for functions
+    assert problem.columns["answer"] == 0.1 and type(problem.columns["answer"]) is float
 
 
 @pytest.mark.parametrize(
     ("column", "expected"),
     [
         # 0.1 as float32 is 0.100000001490116...; 0.1 is the shortest decimal that rounds to it.
-        (pyarrow.array([0.1, 22.1, -0.0, 16777216.0, 1e20, 1 / 3], pyarrow.float32()),
-         ["0.1", "22.1", "-0.0", "16777216.0", "1e+20", "0.33333334"]),
-        (pyarrow.array([0.1, 0.5, 2048.0], pyarrow.float32()).cast(pyarrow.float16()), ["0.1", "0.5", "2048.0"]),
+        (
+            pyarrow.array([0.1, 22.1, -0.0, 16777216.0, 1e20, 1 / 3], pyarrow.float32()),
+            ["0.1", "22.1", "-0.0", "16777216.0", "1e+20", "0.33333334"],
+        ),
+        (
+            pyarrow.array([0.1, 0.5, 2048.0], pyarrow.float32()).cast(pyarrow.float16()),
+            ["0.1", "0.5", "2048.0"],
+        ),
         (pyarrow.array([0.1, 1 / 3]), ["0.1", "0.3333333333333333"]),
-        (pyarrow.array([decimal.Decimal("22.10"), decimal.Decimal("-1000000.00")], pyarrow.decimal128(20, 2)),
-         ["22.10", "-1000000.00"]),
+        (
+            pyarrow.array(
+                [decimal.Decimal("22.10"), decimal.Decimal("-1000000.00")],
+                pyarrow.decimal128(20, 2),
+            ),
+            ["22.10", "-1000000.00"],
+        ),
         (pyarrow.array([decimal.Decimal("7")], pyarrow.decimal256(40, 0)), ["7"]),
-        (pyarrow.array([2**53 + 1, -(2**63)], pyarrow.int64()), ["9007199254740993", "-9223372036854775808"]),
+        (
+            pyarrow.array([2**53 + 1, -(2**63)], pyarrow.int64()),
+            ["9007199254740993", "-9223372036854775808"],
+        ),
         (pyarrow.array([2**64 - 1], pyarrow.uint64()), ["18446744073709551615"]),
         (pyarrow.array(["None", "x"]).dictionary_encode(), ["None", "x"]),
         (pyarrow.array(["True"], pyarrow.large_string()), ["True"]),
     ],
     ids=lambda value: str(value.type) if hasattr(value, "type") else "",
-)  # fmt: skip
+)
 def test_numbers_of_parquet_are_read_as_they_were_meant(column, expected, tmp_path):
     questions = [f"Q{number}?" for number in range(len(column))]
     parquet.write_table(
@@ -212,7 +251,7 @@ def test_a_folder_of_compressed_files_is_read_likewise(kind, tmp_path):
         ("column_names: [question, answer]", "Q?,9007199254740993.50\n", "9007199254740993.50"),
         ("names: [question, answer]", "Q?,None\n", "None"),
         ("skiprows: 1", "# sums\nquestion,answer\nQ?,1e5\n", "1e5"),
-        ("quotechar: \"'\"", "question,answer\nQ?,'1,000'\n", "1,000"),
+        ('quotechar: "\'"', "question,answer\nQ?,'1,000'\n", "1,000"),
         ('comment: "#"', "question,answer\n# sums\nQ?,0.10\n", "0.10"),
         # What cells mean is the library's to say.
         ("sep: ';'\n  decimal: ','", "question;answer\nQ?;1,5\n", "1.5"),

@@ -12,24 +12,46 @@ from alignment.system.errors import UserError
 
 
 def test_a_task_is_one_of_the_table_or_the_users_own(monkeypatch):
-    own = Task("sums", lambda split, path: [Problem("1", "1 + 1?", "", "2")], lambda split, path, seed: [], "tiny", ("m:rule",))
+    own = Task(
+        "sums",
+        lambda split, path: [Problem("1", "1 + 1?", "", "2")],
+        lambda split, path, seed: [],
+        "tiny",
+        ("m:rule",),
+    )
     monkeypatch.setitem(sys.modules, "users_task", SimpleNamespace(sums=own, number=7))
     assert find_task("gsm8k") is TASKS["gsm8k"] and find_task("users_task:sums") is own
-    with pytest.raises(UserError, match="--task users_task:number: cannot be imported .*it is of type int, not Task"):
+    with pytest.raises(
+        UserError,
+        match="--task users_task:number: cannot be imported .*it is of type int, not Task",
+    ):
         find_task("users_task:number")
     with pytest.raises(
-        UserError, match="^--task gsm: there is no such task; choose one of arithmetic, gsm8k, svamp, countdown, "
+        UserError,
+        match=(
+            "^--task gsm: there is no such task; choose one of arithmetic, gsm8k, svamp,"
+            " countdown, "
+        ),
     ):
         find_task("gsm")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("stop", "</answer>"), ("stop", ("",)), ("stop", (7,)), ("rules", "r1_zero"), ("rules", ()), ("stop", None)],
+    [
+        ("stop", "</answer>"),
+        ("stop", ("",)),
+        ("stop", (7,)),
+        ("rules", "r1_zero"),
+        ("rules", ()),
+        ("stop", None),
+    ],
 )
 def test_rules_and_stop_strings_are_texts(field, value):
     """Of the text "</answer>" alone each letter would end a response."""
     task = dataclasses.replace(TASKS["arithmetic"], **{field: value})
-    with pytest.raises(UserError, match=f"^--task arithmetic: its {field} are .*, and must be a tuple of texts"):
+    with pytest.raises(
+        UserError, match=f"^--task arithmetic: its {field} are .*, and must be a tuple of texts"
+    ):
         check_fields(task)
     check_fields(dataclasses.replace(TASKS["arithmetic"], stop=(), rules=["r1_zero"]))

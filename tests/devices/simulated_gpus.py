@@ -1,13 +1,17 @@
-"""GPUs without GPUs: tensors of the CPU that count as tensors of "cuda:N", with real values, gradients and kernels.
+"""GPUs without GPUs: tensors of the CPU that count as tensors of "cuda:N", with real values,
+gradients and kernels.
 
-Within `simulated_gpus(number)` every storage has a claimed device. Python code reads it from `tensor.device` and moves tensors
-by `tensor.to(...)`; a kernel whose tensors claim different devices raises `DeviceMismatch` where the kernel of a GPU would
-raise, in forward and in backward passes. Below Python all tensors are ordinary ones of the CPU, so that autograd, gloo and FSDP2
-compute as they do anywhere, while FSDP2 treats a mesh of "cuda" as it treats one of GPUs: it moves a wrapped module's inputs.
+Within `simulated_gpus(number)` every storage has a claimed device. Python code reads it from
+`tensor.device` and moves tensors by `tensor.to(...)`; a kernel whose tensors claim different
+devices raises `DeviceMismatch` where the kernel of a GPU would raise, in forward and in backward
+passes. Below Python all tensors are ordinary ones of the CPU, so that autograd, gloo and FSDP2
+compute as they do anywhere, while FSDP2 treats a mesh of "cuda" as it treats one of GPUs: it moves
+a wrapped module's inputs.
 
-Two modes of torch do this: one of functions for what Python asks of a device, one of kernels (`aten`) for what reaches a device.
-Modes belong to a thread, so every thread that starts within enters them. Another process sees the GPUs if it starts with the
-folder `site` beside this file on its PYTHONPATH, and with their number in the variable SIMULATED_GPUS.
+Two modes of torch do this: one of functions for what Python asks of a device, one of kernels
+(`aten`) for what reaches a device. Modes belong to a thread, so every thread that starts within
+enters them. Another process sees the GPUs if it starts with the folder `site` beside this file on
+its PYTHONPATH, and with their number in the variable SIMULATED_GPUS.
 """
 
 import contextlib
@@ -34,9 +38,21 @@ GIGABYTE = 2**30
 ROOT = Path(__file__).parents[2]
 
 # Kernels that copy from one device to another, and one that asks whether that can be.
-COPIES = {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_has_compatible_shallow_copy_type"}
-# Kernels whose indices may be on the CPU where what they index is on a GPU; not the other way round.
-INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+COPIES = {
+    "aten::copy_",
+    "aten::_to_copy",
+    "aten::_copy_from",
+    "aten::_has_compatible_shallow_copy_type",
+}
+# Kernels whose indices may be on the CPU where what they index is on a GPU; not the other way
+# round.
+INDEXED = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
 # Kernels beside the elementwise ones that take a number as a tensor of the CPU.
 TAKE_NUMBERS = {"aten::fill_", "aten::masked_fill", "aten::masked_fill_"}
 
@@ -46,7 +62,8 @@ class DeviceMismatch(RuntimeError):
 
 
 class Claims:
-    """The claimed device of each storage, and so of every tensor that shares it; without a claim the CPU."""
+    """The claimed device of each storage, and so of every tensor that shares it; without a claim
+    the CPU."""
 
     def __init__(self, number: int):
         self.number = number
@@ -62,7 +79,9 @@ class Claims:
             return device
         index = self.current if device.index is None else device.index
         if index >= self.number:
-            raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {self.number} simulated GPUs")
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal {index} of {self.number} simulated GPUs"
+            )
         return torch.device("cuda", index)
 
     def of(self, tensor: torch.Tensor) -> torch.device:
@@ -117,7 +136,9 @@ class Functions(TorchFunctionMode):
             tensor.is_cpu.__get__: lambda tensor: claims.of(tensor).type == "cpu",
             tensor.get_device: self._index,
             tensor.to: self._to,
-            tensor.cuda: lambda tensor, device="cuda", *_, **__: self._move(tensor, claims.device(device or "cuda")),
+            tensor.cuda: lambda tensor, device="cuda", *_, **__: self._move(
+                tensor, claims.device(device or "cuda")
+            ),
             tensor.cpu: lambda tensor, *_, **__: self._move(tensor, CPU),
             tensor.pin_memory: lambda tensor, *_: tensor,
             tensor.is_pinned: lambda tensor, *_: False,
@@ -157,13 +178,15 @@ class Functions(TorchFunctionMode):
         if self.claims.of(tensor) == device:
             return tensor
         if isinstance(tensor, DTensor):
-            return self.claims.claim(tensor.detach().clone(), device)  # its mesh stays the one that it had
+            # its mesh stays the one that it had
+            return self.claims.claim(tensor.detach().clone(), device)
         if device.type == "meta":
             return torch._C.TensorBase.to(tensor, device)
         return Move.apply(tensor, self.claims, device)
 
     def _to(self, tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """`Tensor.to` by (device, dtype), (dtype) or (other); whether copies wait for the host plays no part here."""
+        """`Tensor.to` by (device, dtype), (dtype) or (other); whether copies wait for the host
+        plays no part here."""
         device = kwargs.get("device")
         dtype = kwargs.get("dtype")
         for argument in args:
@@ -181,7 +204,11 @@ class Functions(TorchFunctionMode):
         if not isinstance(data, torch.Tensor):
             made = torch.as_tensor(data, dtype=dtype)
             return made if device is None else self.claims.claim(made, self.claims.device(device))
-        return self._to(data, *([] if device is None else [device]), **({} if dtype is None else {"dtype": dtype}))
+        return self._to(
+            data,
+            *([] if device is None else [device]),
+            **({} if dtype is None else {"dtype": dtype}),
+        )
 
     def _numpy(self, tensor: torch.Tensor, *args, **kwargs):
         if self.claims.of(tensor).type == "cuda":
@@ -200,22 +227,27 @@ class Functions(TorchFunctionMode):
 
 
 class Kernels(TorchDispatchMode):
-    """Sees every kernel, hands claims on from its inputs to its outputs, and raises `DeviceMismatch`."""
+    """Sees every kernel, hands claims on from its inputs to its outputs, and raises
+    `DeviceMismatch`."""
 
     def __init__(self, claims: Claims):
         super().__init__()
         self.claims = claims
         self.stand_ins = {
             aten._scaled_dot_product_efficient_attention.default: efficient_attention,
-            aten._scaled_dot_product_efficient_attention_backward.default: efficient_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward.default: (
+                efficient_attention_backward
+            ),
         }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types):  # by which torch plans distributed tensors
+        # by which torch plans distributed tensors
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return function(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # for a wrapper, such as a distributed tensor, whose own kernels come here next
+            # for a wrapper, such as a distributed tensor, whose own kernels come here next
+            return NotImplemented
         name = function._schema.name
         if name.startswith(("aten::_foreach", "aten::_fused")):
             devices = self._check_lists(name, args)
@@ -243,18 +275,31 @@ class Kernels(TorchDispatchMode):
         if name in INDEXED:
             for index in _tensors(args[1]):
                 if self.claims.of(index) not in (CPU, first):
-                    raise DeviceMismatch(f"{name}: indices should be either on cpu or on {first}, not {self.claims.of(index)}")
+                    raise DeviceMismatch(
+                        f"{name}: indices should be either on cpu or on {first}, not"
+                        f" {self.claims.of(index)}"
+                    )
             tensors = [tensors[0], *_tensors(args[2:3])]
-        numbers_may_be_on_the_cpu = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS | INDEXED
+        numbers_may_be_on_the_cpu = (
+            torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS | INDEXED
+        )
         if name.startswith("aten::_scaled_dot_product_efficient_attention_backward"):
             tensors = tensors[:-2]  # without the seeds of dropout
-        if numbers_may_be_on_the_cpu and any(self.claims.of(tensor).type == "cuda" for tensor in tensors):
+        if numbers_may_be_on_the_cpu and any(
+            self.claims.of(tensor).type == "cuda" for tensor in tensors
+        ):
             tensors = [t for t in tensors if t.dim() > 0 or self.claims.of(t).type == "cuda"]
         devices = list(dict.fromkeys(map(self.claims.of, tensors)))
         if len(devices) > 1:
-            shapes = ", ".join(f"{list(tensor.shape)} on {self.claims.of(tensor)}" for tensor in tensors)
-            raise DeviceMismatch(f"{name}: expected all tensors to be on the same device, but got {shapes}")
-        if devices[0].type == "cuda" and any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            shapes = ", ".join(
+                f"{list(tensor.shape)} on {self.claims.of(tensor)}" for tensor in tensors
+            )
+            raise DeviceMismatch(
+                f"{name}: expected all tensors to be on the same device, but got {shapes}"
+            )
+        if devices[0].type == "cuda" and any(
+            isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))
+        ):
             raise DeviceMismatch(f"{name} draws on {devices[0]} by a generator of the CPU")
         return devices[0]
 
@@ -268,7 +313,9 @@ class Kernels(TorchDispatchMode):
             tensors = [tensors[place] for tensors in lists if place < len(tensors)] + shared
             devices = set(map(self.claims.of, tensors))
             if len(devices) > 1:
-                raise DeviceMismatch(f"{name}: place {place} of its lists is on {sorted(map(str, devices))}")
+                raise DeviceMismatch(
+                    f"{name}: place {place} of its lists is on {sorted(map(str, devices))}"
+                )
             found.append(devices.pop())
         return found
 
@@ -285,8 +332,11 @@ def _scores(q, k, is_causal: bool, scale: float) -> torch.Tensor:
     return scores
 
 
-def efficient_attention(q, k, v, bias, compute_log_sum, dropout=0.0, is_causal=False, *, scale=None):
-    """What the GPU kernel of this name returns: output, log-sum-exp padded to a multiple of 32 queries, two seeds."""
+def efficient_attention(
+    q, k, v, bias, compute_log_sum, dropout=0.0, is_causal=False, *, scale=None
+):
+    """What the GPU kernel of this name returns: output, log-sum-exp padded to a multiple of 32
+    queries, two seeds."""
     scores = _scores(q, k, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
     log_sum = scores.logsumexp(-1)
     out = (scores - log_sum[..., None]).exp() @ v.float()
@@ -296,8 +346,21 @@ def efficient_attention(q, k, v, bias, compute_log_sum, dropout=0.0, is_causal=F
 
 
 def efficient_attention_backward(
-    gradient, q, k, v, bias, out, log_sum, seed, offset, dropout, wanted, is_causal=False, *, scale=None
-):  # fmt: skip
+    gradient,
+    q,
+    k,
+    v,
+    bias,
+    out,
+    log_sum,
+    seed,
+    offset,
+    dropout,
+    wanted,
+    is_causal=False,
+    *,
+    scale=None,
+):
     """What the GPU kernel of this name returns: gradients by q, k, v and the bias."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     weights = (_scores(q, k, is_causal, scale) - log_sum[..., : q.shape[2], None]).exp()
@@ -338,12 +401,17 @@ class Stream:
 @contextlib.contextmanager
 def simulated_gpus(number: int) -> Iterator[Claims]:
     """Have this thread's torch see so many GPUs, of 8 GiB each, and check where tensors are."""
-    # torch's compiler has a table of torch's functions, which it makes when something first imports it, PEFT for one: here, before
-    # any of these functions is replaced.
+    # torch's compiler has a table of torch's functions, which it makes when something first imports
+    # it, PEFT for one: here, before any of these functions is replaced.
     importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     claims = Claims(number)
     properties = types.SimpleNamespace(
-        name="simulated GPU", total_memory=8 * GIGABYTE, major=9, minor=0, multi_processor_count=1, uuid="0"
+        name="simulated GPU",
+        total_memory=8 * GIGABYTE,
+        major=9,
+        minor=0,
+        multi_processor_count=1,
+        uuid="0",
     )
 
     def set_device(device):
@@ -366,17 +434,42 @@ def simulated_gpus(number: int) -> Iterator[Claims]:
             claims.current = self.before
 
     constants = {
-        "is_available": True, "device_count": number, "is_initialized": True, "is_bf16_supported": True,
-        "is_current_stream_capturing": False, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-        "max_memory_reserved": 0, "mem_get_info": (8 * GIGABYTE, 8 * GIGABYTE), "get_device_capability": (9, 0),
-        "get_device_name": "simulated GPU", "get_device_properties": properties,
-        "get_rng_state": torch.zeros(16, dtype=torch.uint8), "get_rng_state_all": [],
-    }  # fmt: skip
-    quiet = ("init", "_lazy_init", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "ipc_collect")
+        "is_available": True,
+        "device_count": number,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "mem_get_info": (8 * GIGABYTE, 8 * GIGABYTE),
+        "get_device_capability": (9, 0),
+        "get_device_name": "simulated GPU",
+        "get_device_properties": properties,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": [],
+    }
+    quiet = (
+        "init",
+        "_lazy_init",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "manual_seed",
+        "ipc_collect",
+    )
     quiet += ("manual_seed_all", "set_rng_state", "set_rng_state_all")
-    replaced = {name: (lambda *args, _value=value, **kwargs: _value) for name, value in constants.items()}
+    replaced = {
+        name: lambda *args, _value=value, **kwargs: _value for name, value in constants.items()
+    }
     replaced |= dict.fromkeys(quiet, nothing)
-    replaced |= {"Stream": Stream, "Event": Stream, "stream": lambda stream: Stream(), "device": CurrentDevice}
+    replaced |= {
+        "Stream": Stream,
+        "Event": Stream,
+        "stream": lambda stream: Stream(),
+        "device": CurrentDevice,
+    }
     replaced |= {"current_stream": Stream, "default_stream": Stream, "set_device": set_device}
     replaced |= {"current_device": lambda: claims.current}
 
@@ -410,17 +503,21 @@ def simulated_gpus(number: int) -> Iterator[Claims]:
         return str(path) == "/dev/nvidiactl" or own_exists(path, *args, **kwargs)
 
     def run_backward(*args, **kwargs):
-        """Backward passes run Python code too, of hooks and functions of our own, for which the mode of functions is on."""
+        """Backward passes run Python code too, of hooks and functions of our own, for which the
+        mode of functions is on."""
         stack = torch.overrides._get_current_function_mode_stack()
         is_on = any(isinstance(mode, Functions) for mode in stack)
         with contextlib.nullcontext() if is_on else Functions(claims):
             return own_run_backward(*args, **kwargs)
 
     def grouped(lists, with_indices: bool = False):
-        """Lists of tensors cut into those of one device and type, as torch's optimisers and clipping want them."""
+        """Lists of tensors cut into those of one device and type, as torch's optimisers and
+        clipping want them."""
         groups = {}
         for place, first in enumerate(lists[0]):
-            own, places = groups.setdefault((claims.of(first), first.dtype), ([[] for _ in lists], []))
+            own, places = groups.setdefault(
+                (claims.of(first), first.dtype), ([[] for _ in lists], [])
+            )
             places.append(place)
             for into, tensors in zip(own, lists, strict=True):
                 if tensors:
@@ -433,8 +530,14 @@ def simulated_gpus(number: int) -> Iterator[Claims]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **replaced))
-        accelerator = {name: replaced[name] for name in ("is_available", "device_count", "current_stream", "synchronize")}
-        accelerator |= {"current_device_index": replaced["current_device"], "set_device_index": set_device}
+        accelerator = {
+            name: replaced[name]
+            for name in ("is_available", "device_count", "current_stream", "synchronize")
+        }
+        accelerator |= {
+            "current_device_index": replaced["current_device"],
+            "set_device_index": set_device,
+        }
         accelerator |= {"current_accelerator": lambda *_, **__: torch.device("cuda")}
         stack.enter_context(mock.patch.multiple(torch.accelerator, **accelerator))
         patched = (
@@ -458,6 +561,7 @@ def simulated_gpus(number: int) -> Iterator[Claims]:
 
 
 def environment(number: int, root: Path = ROOT) -> dict[str, str]:
-    """Variables of a process that shall see so many GPUs, as its children shall; `root` holds the package."""
+    """Variables of a process that shall see so many GPUs, as its children shall; `root` holds the
+    package."""
     paths = [str(Path(__file__).with_name("site")), str(root)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SIMULATED_GPUS": str(number)}

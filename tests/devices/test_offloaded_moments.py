@@ -27,8 +27,12 @@ def test_offloaded_moments_are_on_the_host_wherever_the_weights_are():
         resumed.step()
         for each in (optimizer, resumed):
             assert [str(parameter.device) for parameter in each.state] == list(DEVICES)
-            assert {tensor.device.type for values in each.state.values() for tensor in values.values()} == {"cpu"}
+            assert {
+                tensor.device.type for values in each.state.values() for tensor in values.values()
+            } == {"cpu"}
         for parameter in model:
-            assert parameter.detach().cpu().flatten().tolist() == pytest.approx(expected.flatten().tolist())
+            assert parameter.detach().cpu().flatten().tolist() == pytest.approx(
+                expected.flatten().tolist()
+            )
         resumed.zero_grad(set_to_none=True)
         assert all(parameter.grad is None for parameter in model)

@@ -1,4 +1,5 @@
-"""Policies, frozen models, sampler, SFT and updates on simulated GPUs: no two devices meet, and the numbers are a CPU's."""
+"""Policies, frozen models, sampler, SFT and updates on simulated GPUs: no two devices meet, and the
+numbers are a CPU's."""
 
 import dataclasses
 
@@ -21,18 +22,29 @@ EXAMPLES = [((1, 2, number), (3 + number, 4, 5)) for number in range(6)]
 SAMPLING = SamplingConfig(n=4, max_new_tokens=12, seed=1, top_k=20)
 
 
-def train(folder, kind: str, devices: tuple[str, ...], others: str, save_to=None, **options) -> dict[str, torch.Tensor]:
-    """What two steps of RL with a KL penalty, several mini-batches and an old policy on `others`, then a step of SFT, change.
+def train(
+    folder, kind: str, devices: tuple[str, ...], others: str, save_to=None, **options
+) -> dict[str, torch.Tensor]:
+    """What two steps of RL with a KL penalty, several mini-batches and an old policy on `others`,
+    then a step of SFT, change.
 
-    `options` are further fields of the policy's configuration. Returns CPU tensors: weights, and log-probs of each step.
+    `options` are further fields of the policy's configuration. Returns CPU tensors: weights, and
+    log-probs of each step.
     """
-    policy = open_policy(kind, PolicyConfig(str(folder), devices, micro_batch_tokens=150, **{"dtype": "float32", **options}))
+    policy = open_policy(
+        kind,
+        PolicyConfig(
+            str(folder), devices, micro_batch_tokens=150, **{"dtype": "float32", **options}
+        ),
+    )
     dtype = getattr(torch, policy.policy_config.dtype)
     sampler_model = load_model(str(folder), (others,), dtype)
     sampler = TransformersSampler(sampler_model, load_tokenizer(str(folder)), context=256)
     reference = FrozenModel(str(folder), others, dtype)
     old_policy = None if options.get("lora_rank") else FrozenModel(str(folder), others, dtype)
-    args = dataclasses.replace(ARGS, beta=0.1, train_mini_batch_size=8, max_sampler_mismatch=5.0, sampling_top_k=20)
+    args = dataclasses.replace(
+        ARGS, beta=0.1, train_mini_batch_size=8, max_sampler_mismatch=5.0, sampling_top_k=20
+    )
     references = References(args.update_config, old_policy, reference.log_probs, Clock())
     found = {}
     for step in (1, 2):
@@ -99,13 +111,19 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("devices", [("cuda:1",), ("cuda:0", "cuda:1")], ids=["one GPU", "two GPUs"])
-def test_every_way_of_training_trains_as_on_a_cpu(options, devices, tiny_folder, on_the_cpu, tmp_path):
+@pytest.mark.parametrize(
+    "devices", [("cuda:1",), ("cuda:0", "cuda:1")], ids=["one GPU", "two GPUs"]
+)
+def test_every_way_of_training_trains_as_on_a_cpu(
+    options, devices, tiny_folder, on_the_cpu, tmp_path
+):
     kind = "single" if len(devices) == 1 else "layer_split"
     with simulated_gpus(3):
         found = train(tiny_folder, kind, devices, "cuda:2", tmp_path / "saved", **options)
     if "dtype" in options:
-        return  # one rounding more moves a draw, after which everything differs; sampler and trainer have been compared
+        # one rounding more moves a draw, after which everything differs; sampler and trainer have
+        # been compared
+        return
     for name, expected in on_the_cpu(**options).items():
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-3, msg=name)
 
@@ -121,7 +139,10 @@ def test_decoding_with_dropped_rows_and_a_window_stays_on_its_device(tmp_path):
     with simulated_gpus(2):
         model = load_model(str(tmp_path / "model"), ("cuda:1",), torch.float32)
         assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda:1")}
-        policy = open_policy("single", PolicyConfig(str(tmp_path / "model"), ("cuda:1",), "float32", micro_batch_tokens=64))
+        policy = open_policy(
+            "single",
+            PolicyConfig(str(tmp_path / "model"), ("cuda:1",), "float32", micro_batch_tokens=64),
+        )
         config = SFTConfig(1, 6, False, 1e-3, 1, 1.0, 1, 0)
         longer = [((1, 2, 3, 4, 5, 6, 7, number), (8, 9, 10, 11, 12)) for number in range(6)]
         fine_tune(policy, SFTData(longer, longer, 1), config, lambda record, words: None)

@@ -1,4 +1,5 @@
-"""The simulation itself: it raises where a GPU would, computes what the CPU computes, and leaves nothing behind."""
+"""The simulation itself: it raises where a GPU would, computes what the CPU computes, and leaves
+nothing behind."""
 
 import copy
 import subprocess
@@ -29,7 +30,9 @@ MIXINGS = {
     "an index of a GPU into the host's": lambda: host()[torch.tensor([0], device="cuda")],
     "a mask of a GPU on the host's": lambda: host()[device() > 1],
     "an index of another GPU": lambda: device(0)[torch.tensor([0], device="cuda:1")],
-    "values of the host put into a GPU's": lambda: device().index_put_((torch.tensor([0]),), torch.ones(3)),
+    "values of the host put into a GPU's": (
+        lambda: device().index_put_((torch.tensor([0]),), torch.ones(3))
+    ),
     "gather": lambda: device().gather(1, torch.zeros(2, 1, dtype=torch.int64)),
     "index_select": lambda: device().index_select(0, torch.tensor([0])),
     "index_add": lambda: device().index_add_(0, torch.tensor([0], device="cuda"), torch.ones(1, 3)),
@@ -55,13 +58,19 @@ ALLOWED = {
     "a number of the host": (lambda: device() * torch.tensor(2.0), "cuda:0"),
     "an index of the host": (lambda: device(1)[torch.tensor([1])], "cuda:1"),
     "a mask of the host": (lambda: device()[host() > 1], "cuda:0"),
-    "a number put by an index of the host": (lambda: device().index_put_((torch.tensor([0]),), torch.tensor(0.0)), "cuda:0"),
+    "a number put by an index of the host": (
+        lambda: device().index_put_((torch.tensor([0]),), torch.tensor(0.0)),
+        "cuda:0",
+    ),
     "a copy between devices": (lambda: host().copy_(device()), "cpu"),
     "a move and back": (lambda: device(1).cpu(), "cpu"),
     "like another": (lambda: torch.zeros_like(device(1)), "cuda:1"),
     "like another, on the host": (lambda: torch.zeros_like(device(1), device="cpu"), "cpu"),
     "a view": (lambda: device(1).T[:1], "cuda:1"),
-    "a copy of an object": (lambda: copy.deepcopy(torch.nn.Linear(2, 2).to("cuda:1")).weight, "cuda:1"),
+    "a copy of an object": (
+        lambda: copy.deepcopy(torch.nn.Linear(2, 2).to("cuda:1")).weight,
+        "cuda:1",
+    ),
 }
 
 
@@ -106,10 +115,14 @@ def test_the_stand_in_of_efficient_attention_is_attention(is_causal):
     gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
     with simulated_gpus(1):
         given = [tensor.detach().cuda() for tensor in (q, k, v)]
-        out, log_sum, *seeds = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, is_causal)
+        out, log_sum, *seeds = aten._scaled_dot_product_efficient_attention(
+            *given, None, True, 0.0, is_causal
+        )
         assert log_sum.shape == (2, 3, 32) and out.is_cuda
         options = (*seeds, 0.0, [True, True, True, False], is_causal)
-        found = aten._scaled_dot_product_efficient_attention_backward(2 * out, *given, None, out, log_sum, *options)
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            2 * out, *given, None, out, log_sum, *options
+        )
         torch.testing.assert_close(out.cpu(), expected.detach())
         for tensor, gradient in zip(found, gradients, strict=False):
             torch.testing.assert_close(tensor.cpu(), gradient, rtol=1e-4, atol=1e-5)
@@ -127,5 +140,11 @@ def test_threads_see_the_gpus_and_nothing_stays_behind():
 
 def test_processes_see_the_gpus_too():
     code = "import torch; print(torch.cuda.device_count(), torch.ones(1, device='cuda:2').device)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(3), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(3),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.split() == ["3", "cuda:2"], done.stderr

@@ -1,4 +1,5 @@
-"""Whole commands on machines with simulated GPUs, every process of which checks where its tensors are."""
+"""Whole commands on machines with simulated GPUs, every process of which checks where its tensors
+are."""
 
 import json
 import shutil
@@ -11,24 +12,62 @@ from simulated_gpus import environment
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "--sampler", "transformers", "--dtype", "float32", "--num_steps", "2", "--eval_interval", "2", "--save_interval", "2",
-    "--max_problems", "8", "--prompts_per_rollout", "4", "--group_size", "4", "--max_new_tokens", "24", "--beta", "0.04",
-    "--max_sampler_mismatch", "0.001", "--reward", "random",
-]  # fmt: skip
+    "--sampler",
+    "transformers",
+    "--dtype",
+    "float32",
+    "--num_steps",
+    "2",
+    "--eval_interval",
+    "2",
+    "--save_interval",
+    "2",
+    "--max_problems",
+    "8",
+    "--prompts_per_rollout",
+    "4",
+    "--group_size",
+    "4",
+    "--max_new_tokens",
+    "24",
+    "--beta",
+    "0.04",
+    "--max_sampler_mismatch",
+    "0.001",
+    "--reward",
+    "random",
+]
 
 
-def run_on(gpus: int, folder: Path, warm_start: Path, *flags: str, root: Path = ROOT) -> subprocess.CompletedProcess:
+def run_on(
+    gpus: int, folder: Path, warm_start: Path, *flags: str, root: Path = ROOT
+) -> subprocess.CompletedProcess:
     """`train_rl` on a machine with so many simulated GPUs, by the package of the folder `root`."""
-    command = [sys.executable, "-m", "alignment.train_rl", "--sft_base", str(warm_start / "sft"), *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "alignment.train_rl",
+        "--sft_base",
+        str(warm_start / "sft"),
+        *SMALL,
+    ]
     variables = {**environment(gpus, root), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, "--output_dir", str(folder), *flags], cwd=root, env=variables, capture_output=True, text=True, timeout=600
+        [*command, "--output_dir", str(folder), *flags],
+        cwd=root,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
 def mixes_devices(done: subprocess.CompletedProcess) -> bool:
     """Whether a command says, in an error or in a warning, that tensors of two devices have met."""
-    return any(words in done.stdout + done.stderr for words in ("DeviceMismatch", "same device", "either on cpu or on"))
+    return any(
+        words in done.stdout + done.stderr
+        for words in ("DeviceMismatch", "same device", "either on cpu or on")
+    )
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -59,7 +98,9 @@ MACHINES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "flags"), MACHINES.values(), ids=MACHINES)
-def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(gpus, flags, one_gpu, warm_start, tmp_path):
+def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(
+    gpus, flags, one_gpu, warm_start, tmp_path
+):
     done = run_on(gpus, tmp_path, warm_start, *flags)
     assert done.returncode == 0 and not mixes_devices(done), done.stdout + done.stderr
     for ours, expected in zip(metrics(tmp_path), one_gpu, strict=True):
@@ -68,36 +109,61 @@ def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(gpus, flags, one_gp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--rollouts", "async", "--max_staleness", "1"], ["--deterministic", "--sampling_top_p", ".9"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rollouts", "async", "--max_staleness", "1"],
+        ["--deterministic", "--sampling_top_p", ".9"],
+    ],
+)
 def test_other_ways_of_sampling_step_on_two_gpus(flags, warm_start, tmp_path):
     done = run_on(2, tmp_path, warm_start, *flags)
     assert done.returncode == 0 and not mixes_devices(done), done.stdout + done.stderr
 
 
-# What a hurried hand might write: file, flags of the run, and the text that stands there with what replaces it.
+# What a hurried hand might write: file, flags of the run, and the text that stands there with what
+# replaces it.
 PLANTS = {
     "tensors through a wrapped module": (
         "policy/sharded.py",
         ["--policy_parallelism", "sharded", "--policy_ranks", "1"],
         {
-            "(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor])": "(model, forward, **planned)",
+            "(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor])": (
+                "(model, forward, **planned)"
+            ),
             "    return forward(model)\n": "    return forward(model, **planned)\n",
             "self.model.compute(forward)": "self.model.compute(forward.func, **forward.keywords)",
         },
     ),
-    "labels on the host": ("policy/log_probs.py", [], {"send(labels[response_mask], device)": "labels[response_mask]"}),
+    "labels on the host": (
+        "policy/log_probs.py",
+        [],
+        {"send(labels[response_mask], device)": "labels[response_mask]"},
+    ),
     "advantages on the host": (
         "training/update.py",
         [],
-        {"send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)": "tensor[rows, : log_probs_bt.shape[1]]"},
+        {
+            "send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)": (
+                "tensor[rows, : log_probs_bt.shape[1]]"
+            )
+        },
     ),
     "a packing's places on the host": (
         "policy/packing.py",
         [],
         {"send(queries, device), send(keys, device), before": "queries, keys, before"},
     ),
-    "random numbers on the host": ("sampling/transformers.py", [], {".flatten(0, 1).to(self._device)": ".flatten(0, 1)"}),
-    "log-probs left on the GPU": ("policy/frozen.py", [], {"self.run(forward).cpu()": "self.run(forward)"}),
+    "random numbers on the host": (
+        "sampling/transformers.py",
+        [],
+        {".flatten(0, 1).to(self._device)": ".flatten(0, 1)"},
+    ),
+    "log-probs left on the GPU": (
+        "policy/frozen.py",
+        [],
+        {"self.run(forward).cpu()": "self.run(forward)"},
+    ),
     "a gradient left on the GPU": (
         "policy/adamw_cpu_offload.py",
         ["--optimizer", "adamw_cpu_offload"],
@@ -106,15 +172,20 @@ PLANTS = {
     "positions of the first GPU": (
         "policy/loading.py",
         ["--policy_parallelism", "layer_split", "--policy_devices", "cuda:0", "cuda:1"],
-        {"{device: packing.to(device).position_ids_1N for device in devices}": "{}", "if tensor.device == torch.device(device):": "if True:"},
+        {
+            "{device: packing.to(device).position_ids_1N for device in devices}": "{}",
+            "if tensor.device == torch.device(device):": "if True:",
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "flags", "changes"), PLANTS.values(), ids=PLANTS)
 def test_a_planted_mixing_of_devices_is_seen(file, flags, changes, warm_start, tmp_path):
-    shutil.copytree(ROOT / "alignment", tmp_path / "alignment", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "alignment", tmp_path / "alignment", ignore=shutil.ignore_patterns("__pycache__")
+    )
     planted = tmp_path / "alignment" / file
     text = planted.read_text()
     for old, new in changes.items():

@@ -12,26 +12,55 @@ import pytest
 
 STEPS = 4
 NAME = "run"
-SMALL = ["--reward", "random", "--prompts_per_rollout", "2", "--group_size", "4", "--train_mini_batch_size", "4"]
-SMALL += ["--max_new_tokens", "16", "--max_problems", "4", "--num_steps", str(STEPS), "--eval_interval", "2"]
+SMALL = [
+    "--reward",
+    "random",
+    "--prompts_per_rollout",
+    "2",
+    "--group_size",
+    "4",
+    "--train_mini_batch_size",
+    "4",
+]
+SMALL += [
+    "--max_new_tokens",
+    "16",
+    "--max_problems",
+    "4",
+    "--num_steps",
+    str(STEPS),
+    "--eval_interval",
+    "2",
+]
 SMALL += ["--save_interval", "1", "--run_name", NAME]
 
 
 class Launcher:
-    """Starts `train_rl` in forks of a process that has imported it (launcher.py), so that fifty starts take little time."""
+    """Starts `train_rl` in forks of a process that has imported it (launcher.py), so that fifty
+    starts take little time."""
 
     def __init__(self):
         script = Path(__file__).with_name("launcher.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
         self.process = subprocess.Popen(
-            [sys.executable, str(script), *SMALL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script), *SMALL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def start(self, output: Path, *flags: str, **request) -> int:
         """Start a run in the folder `output`; returns its process's id."""
         output.mkdir(exist_ok=True)
         argv = [*SMALL, "--output_dir", str(output), *flags]
-        self.process.stdin.write(json.dumps({"argv": argv, "log": str(output / "log"), **request}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"argv": argv, "log": str(output / "log"), **request}) + "\n"
+        )
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())["pid"]
 

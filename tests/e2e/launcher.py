@@ -1,10 +1,12 @@
-"""Runs commands in forks of a process that has imported everything, and kills them wherever it is told to.
+"""Runs commands in forks of a process that has imported everything, and kills them wherever it is
+told to.
 
-It reads requests as JSON lines: {"argv": [...], "log": file} and, to be killed, "phase" and "nth": the command sends itself
-SIGKILL, or "signal", at the nth call that is made in that phase; or "count": a file to write the number of calls in each phase
-to; "workers": start a grading worker too; "file_limit": bytes that a file may have; "pause": seconds before each step;
-"path": a folder to import from.
-It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has ended.
+It reads requests as JSON lines: {"argv": [...], "log": file} and, to be killed, "phase" and "nth":
+the command sends itself SIGKILL, or "signal", at the nth call that is made in that phase; or
+"count": a file to write the number of calls in each phase to; "workers": start a grading worker
+too; "file_limit": bytes that a file may have; "pause": seconds before each step; "path": a folder
+to import from. It answers with {"pid": ...}, and with {"pid": ..., "status": ...} when that has
+ended.
 """
 
 import contextlib
@@ -58,7 +60,9 @@ PHASES = {
     (runs, "write_summary"): "report",
 }
 # Seconds of every start, and nothing that a kill could harm: made once, for all forks.
-TASKS["arithmetic"] = dataclasses.replace(TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems))
+TASKS["arithmetic"] = dataclasses.replace(
+    TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems)
+)
 summary.plot_learning_curve = lambda *arguments: None
 models.encode_problems = lambda *arguments: [[0] * 40]  # all of them fit
 
@@ -74,7 +78,8 @@ class Inside(threading.local):
 
 
 def at_every_call(wanted: Container[str], then: Callable[[str], None]) -> None:
-    """From here on call `then` with the phase at each call that is made in a phase that is wanted."""
+    """From here on call `then` with the phase at each call that is made in a phase that is
+    wanted."""
     inside = Inside()
     ours: dict[object, bool] = {}  # by code object: looked up at every call that Python makes
 
@@ -150,7 +155,14 @@ def run_once(flags: list[str]) -> None:
     """A run in this process: what a run loads late and einx compiles, every fork then has."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         build_tiny(Path(folder))
-        sys.argv = ["alignment.train_rl", *flags, "--sft_base", folder, "--output_dir", f"{folder}/output"]
+        sys.argv = [
+            "alignment.train_rl",
+            *flags,
+            "--sft_base",
+            folder,
+            "--output_dir",
+            f"{folder}/output",
+        ]
         train_rl.main()
 
 

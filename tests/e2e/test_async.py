@@ -1,4 +1,5 @@
-"""Rollouts drawn ahead, in whole runs: the same as drawn between updates, resumed as exactly, and never waited for in vain."""
+"""Rollouts drawn ahead, in whole runs: the same as drawn between updates, resumed as exactly, and
+never waited for in vain."""
 
 import math
 import os
@@ -29,7 +30,11 @@ def test_each_rollout_has_the_oldest_weights_that_it_may_have(staleness, data, s
     version = schedule.version_for(step)
     assert version % every == 0 and 0 <= step - 1 - version <= staleness
     assert version == 0 or step - 1 - (version - every) > staleness  # an older one would be too old
-    assert schedule.version_for(step + 1) in (version, version + every)  # none is skipped, none comes back
+    # none is skipped, none comes back
+    assert schedule.version_for(step + 1) in (
+        version,
+        version + every,
+    )
 
 
 def test_versions_by_hand():
@@ -43,22 +48,33 @@ def test_versions_by_hand():
 
 
 def samplers_of(pid: int) -> list[psutil.Process]:
-    """The process of a run's sampler, which is given its parent's id; one or, when the run is over, none."""
+    """The process of a run's sampler, which is given its parent's id; one or, when the run is over,
+    none."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if (process.info["cmdline"] or [])[3:6] == [str(pid), "call", "alignment.sampling.pool:serve"]
+        if (process.info["cmdline"] or [])[3:6]
+        == [str(pid), "call", "alignment.sampling.pool:serve"]
     ]
 
 
 def test_without_staleness_it_is_the_synchronous_run(warm, launcher, tmp_path):
-    """Several updates a rollout too, which the old policy's log-probs are needed for; and a reference model that is served."""
+    """Several updates a rollout too, which the old policy's log-probs are needed for; and a
+    reference model that is served."""
     flags = ["--sft_base", str(warm), "--num_steps", "3", "--max_refills", "1", "--beta", "0.1"]
     assert launcher.run(tmp_path / "sync", *flags) == 0, said(tmp_path / "sync")
-    assert launcher.run(tmp_path / "async", *flags, *ASYNC, "--max_staleness", "0") == 0, said(tmp_path / "async")
+    assert launcher.run(tmp_path / "async", *flags, *ASYNC, "--max_staleness", "0") == 0, said(
+        tmp_path / "async"
+    )
     ours, theirs = (digests(tmp_path / kind / NAME) for kind in ("async", "sync"))
-    assert {name for name in ours if ours[name] != theirs[name]} == {"metrics", "TensorBoard"}  # which have `staleness`
-    ours, theirs = (read_jsonl(tmp_path / kind / NAME / "metrics.jsonl") for kind in ("async", "sync"))
+    # which have `staleness`
+    assert {name for name in ours if ours[name] != theirs[name]} == {
+        "metrics",
+        "TensorBoard",
+    }
+    ours, theirs = (
+        read_jsonl(tmp_path / kind / NAME / "metrics.jsonl") for kind in ("async", "sync")
+    )
     for one, other in zip(ours, theirs, strict=True):
         assert one.pop("staleness") == 0
         assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
@@ -79,16 +95,28 @@ def test_what_was_sampled_is_trained_on_with_the_log_probs_it_was_sampled_with(s
     assert [step["staleness"] for step in steps] == [0, 1, 2, 1, 2, 1, 2]
     for step in steps:
         drawn = read_jsonl(straight / "completions" / f"rollout_{step['step']:06d}.jsonl")
-        assert {completion["policy_version"] for completion in drawn} == {step["step"] - 1 - step["staleness"]}
-    assert steps[0]["sampler_mismatch"] < 1e-4 < steps[2]["sampler_mismatch"]  # the weights have moved on
-    # The ratio of the first pass is to the sampler's log-probs, which are of older weights than the trainer's.
-    drawn = [each for each in read_jsonl(straight / "completions" / "rollout_000003.jsonl") if each["trainer_log_probs"]]
-    trainer, sampler = ([lp for each in drawn for lp in each[key]] for key in ("trainer_log_probs", "log_probs"))
+        assert {completion["policy_version"] for completion in drawn} == {
+            step["step"] - 1 - step["staleness"]
+        }
+    # the weights have moved on
+    assert steps[0]["sampler_mismatch"] < 1e-4 < steps[2]["sampler_mismatch"]
+    # The ratio of the first pass is to the sampler's log-probs, which are of older weights than the
+    # trainer's.
+    drawn = [
+        each
+        for each in read_jsonl(straight / "completions" / "rollout_000003.jsonl")
+        if each["trainer_log_probs"]
+    ]
+    trainer, sampler = (
+        [lp for each in drawn for lp in each[key]] for key in ("trainer_log_probs", "log_probs")
+    )
     ratios = [math.exp(one - other) for one, other in zip(trainer, sampler, strict=True)]
     assert max(abs(ratio - 1) for ratio in ratios) > 1e-3
 
 
-def test_killed_anywhere_it_ends_as_the_undisturbed_run(straight, warm, launcher, tmp_path, wait_for):
+def test_killed_anywhere_it_ends_as_the_undisturbed_run(
+    straight, warm, launcher, tmp_path, wait_for
+):
     flags = ["--sft_base", str(warm), *STALE]
     pid = launcher.start(tmp_path, *flags, phase="weight sync", nth=30)
     assert launcher.wait() == -signal.SIGKILL, said(tmp_path)
@@ -98,7 +126,9 @@ def test_killed_anywhere_it_ends_as_the_undisturbed_run(straight, warm, launcher
     assert digests(tmp_path / NAME) == digests(straight)
 
 
-def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launcher, tmp_path, wait_for):
+def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(
+    straight, warm, launcher, tmp_path, wait_for
+):
     flags = ["--sft_base", str(warm), *STALE, "--save_interval", "100"]
     pid = launcher.start(tmp_path, *flags)
     wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 3)
@@ -113,20 +143,30 @@ def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(straight, warm, launc
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sampler_that_is_lost_is_replaced_and_changes_nothing(number, straight, warm, launcher, tmp_path, wait_for):
+def test_a_sampler_that_is_lost_is_replaced_and_changes_nothing(
+    number, straight, warm, launcher, tmp_path, wait_for
+):
     pid = launcher.start(tmp_path, "--sft_base", str(warm), *STALE, "--sampler_timeout", "5")
     wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
     samplers_of(pid)[0].send_signal(number)
     assert launcher.wait() == 0, said(tmp_path)
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "gave no answer within 5 s"
-    assert f"the sampler is started again: the sampler process on cpu {reason}" in said(tmp_path).replace("\n", " ")
+    assert f"the sampler is started again: the sampler process on cpu {reason}" in said(
+        tmp_path
+    ).replace("\n", " ")
     assert samplers_of(pid) == []
     ours, theirs = digests(tmp_path / NAME), digests(straight)
-    assert {name for name in ours if ours[name] != theirs[name]} == {"metrics", "TensorBoard"}  # which have `restarts`
+    # which have `restarts`
+    assert {name for name in ours if ours[name] != theirs[name]} == {
+        "metrics",
+        "TensorBoard",
+    }
     assert sum(step["restarts"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")) == 1
 
 
-def test_a_sampler_that_is_lost_again_and_again_stops_the_run_which_then_goes_on(straight, warm, launcher, tmp_path, wait_for):
+def test_a_sampler_that_is_lost_again_and_again_stops_the_run_which_then_goes_on(
+    straight, warm, launcher, tmp_path, wait_for
+):
     def lost_twice() -> bool:
         for sampler in samplers_of(pid):
             with suppress(psutil.NoSuchProcess):
@@ -152,12 +192,19 @@ def test_a_sampler_that_is_lost_again_and_again_stops_the_run_which_then_goes_on
 def untimed(run: Path) -> list[dict]:
     """A run's metrics without times and `restarts`."""
     left_out = (*TIMINGS, "restarts")
-    return [{k: v for k, v in step.items() if not k.startswith(left_out)} for step in read_jsonl(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in step.items() if not k.startswith(left_out)}
+        for step in read_jsonl(run / "metrics.jsonl")
+    ]
 
 
 def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):
-    fails_later = "    calls.append(text)\n    if len(calls) > 2:\n        raise ValueError('no such column')\n    return 1.0\n"
-    (tmp_path / "mine.py").write_text(f"calls = []\ndef reward(text, truth):\n{fails_later}")  # two are before the run begins
+    fails_later = (
+        "    calls.append(text)\n    if len(calls) > 2:\n        raise ValueError('no such"
+        " column')\n    return 1.0\n"
+    )
+    # two are before the run begins
+    (tmp_path / "mine.py").write_text(f"calls = []\ndef reward(text, truth):\n{fails_later}")
     flags = ["--sft_base", str(warm), *ASYNC, "--reward", "mine:reward"]
     assert launcher.run(tmp_path, *flags, path=str(tmp_path)) == 1
     assert "no such column" in said(tmp_path) and "Traceback" not in said(tmp_path)

@@ -6,12 +6,22 @@ import json
 import pytest
 from rich.console import Console
 
-from benchmarks.audit_grader import AuditArgs, audit, completion_files, error_rates, grade_all, read_completions
+from benchmarks.audit_grader import (
+    AuditArgs,
+    audit,
+    completion_files,
+    error_rates,
+    grade_all,
+    read_completions,
+)
 from alignment.system.errors import UserError
 
 
 def line(answer: str, truth: str) -> str:
-    return json.dumps({"text": f"so </think> <answer> {answer} </answer>", "ground_truth": truth}) + "\n"
+    return (
+        json.dumps({"text": f"so </think> <answer> {answer} </answer>", "ground_truth": truth})
+        + "\n"
+    )
 
 
 @pytest.fixture
@@ -20,7 +30,9 @@ def run(tmp_path):
     completions = tmp_path / "run" / "completions"
     completions.mkdir(parents=True)
     unshaped = json.dumps({"text": "5", "ground_truth": "5"}) + "\n"
-    (completions / "eval_000000.jsonl").write_text(line("5", "5") + line("2/4", "1/2") + line("2/4", "1/2") + unshaped)
+    (completions / "eval_000000.jsonl").write_text(
+        line("5", "5") + line("2/4", "1/2") + line("2/4", "1/2") + unshaped
+    )
     (completions / "rollout_000001.jsonl").write_text(line("six", "5"))
     return tmp_path / "run"
 
@@ -44,7 +56,12 @@ def test_accuracy_under_each_grader_and_the_file_of_disagreements(run):
     row = next(text for text in said.splitlines() if "eval_000000" in text)
     assert [cell.strip() for cell in row.split("│")[2:6]] == ["4", "0.7500", "0.7500", "0.2500"]
     (dispute,) = map(json.loads, (run / "grader_disagreements.jsonl").read_text().splitlines())
-    assert (dispute["answer"], dispute["ground_truth"], dispute["count"], dispute["label"]) == ("2/4", "1/2", 2, None)
+    assert (dispute["answer"], dispute["ground_truth"], dispute["count"], dispute["label"]) == (
+        "2/4",
+        "1/2",
+        2,
+        None,
+    )
     assert "errors on" not in said
 
 
@@ -54,7 +71,9 @@ def test_labels_give_error_rates_and_are_kept(run):
     file.write_text(file.read_text().replace("null", "true"))
     said = printed(AuditArgs(completions=str(run)))
     assert "errors on 1 labelled disagreements" in said
-    row = next(text for text in said.splitlines() if "reference" in text and "no such label" in text)
+    row = next(
+        text for text in said.splitlines() if "reference" in text and "no such label" in text
+    )
     assert "1 of 1 (100%)" in row
     assert json.loads(file.read_text())["label"] is True
     printed(AuditArgs(completions=str(run / "completions" / "rollout_000001.jsonl")))
@@ -63,10 +82,19 @@ def test_labels_give_error_rates_and_are_kept(run):
 
 def test_error_rates():
     def row(label, **verdicts):
-        return {"label": label, "verdicts": {"ours": False, "math-verify": False, "reference": False} | verdicts}
+        return {
+            "label": label,
+            "verdicts": {"ours": False, "math-verify": False, "reference": False} | verdicts,
+        }
 
-    rates = error_rates([row(True, ours=True), row(False, ours=True), row(False), row(True)])["ours"]
-    assert rates == ((1, 2), (1, 2))  # false accepts of the wrong answers, false rejects of the right ones
+    rates = error_rates([row(True, ours=True), row(False, ours=True), row(False), row(True)])[
+        "ours"
+    ]
+    # false accepts of the wrong answers, false rejects of the right ones
+    assert rates == (
+        (1, 2),
+        (1, 2),
+    )
 
 
 def test_one_file_alone_and_no_disagreement(run):
@@ -75,7 +103,9 @@ def test_one_file_alone_and_no_disagreement(run):
     assert (run / "grader_disagreements.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[]", '{"text": 5, "ground_truth": "5"}', '{"text": "5"}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "text", ["nonsense", "[]", '{"text": 5, "ground_truth": "5"}', '{"text": "5"}', "[" * 10**5]
+)
 def test_a_line_that_is_no_completion_is_named(run, text):
     file = run / "completions" / "eval_000000.jsonl"
     file.write_text(line("5", "5") + text + "\n")
@@ -112,7 +142,13 @@ def test_a_line_separator_inside_a_completion_is_no_new_line(run):
 
 
 @pytest.mark.parametrize(
-    "text", ["nonsense", "[1]", '{"answer": [], "ground_truth": "1"}', '{"answer": "1", "ground_truth": "1", "label": "yes"}']
+    "text",
+    [
+        "nonsense",
+        "[1]",
+        '{"answer": [], "ground_truth": "1"}',
+        '{"answer": "1", "ground_truth": "1", "label": "yes"}',
+    ],
 )
 def test_a_damaged_file_of_labels_is_named_and_not_overwritten(run, text):
     file = run / "grader_disagreements.jsonl"

@@ -1,4 +1,5 @@
-"""What users get wrong, at every command: one line that says what, where and what to do; exit code 2; nothing written."""
+"""What users get wrong, at every command: one line that says what, where and what to do; exit code
+2; nothing written."""
 
 import json
 import shutil
@@ -65,7 +66,9 @@ def world(tiny_folder, tmp_path_factory):
     shutil.copytree(tiny_folder, folder / "whole")
     break_model(folder, "no_config", lambda f: (f / "config.json").unlink())
     break_model(folder, "bad_config", lambda f: (f / "config.json").write_text("{"))
-    break_model(folder, "unknown_kind", lambda f: (f / "config.json").write_text('{"model_type": "abacus"}'))
+    break_model(
+        folder, "unknown_kind", lambda f: (f / "config.json").write_text('{"model_type": "abacus"}')
+    )
     for name, config in {"nested": Gemma3Config(), "any_length": XLNetConfig()}.items():
         break_model(folder, name, config.save_pretrained)
     break_model(folder, "no_weights", lambda f: (f / "model.safetensors").unlink())
@@ -73,7 +76,11 @@ def world(tiny_folder, tmp_path_factory):
     break_model(folder, "no_tokenizer", lambda f: [file.unlink() for file in f.glob("*token*")])
     break_model(folder, "no_eos", without_eos)
     break_model(
-        folder, "changed", lambda f: (f / "manifest.sha256.json").write_text('{"config.json": {"bytes": 1, "sha256": ""}}')
+        folder,
+        "changed",
+        lambda f: (f / "manifest.sha256.json").write_text(
+            '{"config.json": {"bytes": 1, "sha256": ""}}'
+        ),
     )
     for name, text in {
         "cut": ROW + '{"question": "Two',
@@ -87,7 +94,9 @@ def world(tiny_folder, tmp_path_factory):
     }.items():
         (folder / f"data_{name}").mkdir()
         for split in ("train", "test"):
-            (folder / f"data_{name}" / f"{split}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+            (folder / f"data_{name}" / f"{split}.jsonl").write_bytes(
+                text if isinstance(text, bytes) else text.encode()
+            )
     for name, text in {
         "cut": "[arms.a\n",
         "no_arms": "x = 1\n",
@@ -99,7 +108,9 @@ def world(tiny_folder, tmp_path_factory):
         "value": "[arms.a]\ncliprange = 7\n",
         "binary": b"\xff\xfe",
     }.items():
-        (folder / f"arms_{name}.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (folder / f"arms_{name}.toml").write_bytes(
+            text if isinstance(text, bytes) else text.encode()
+        )
     for name, args in {"damaged": "{", "list": "[]"}.items():
         (folder / f"run_{name}").mkdir()
         (folder / f"run_{name}" / "args.json").write_text(args)
@@ -154,34 +165,98 @@ CASES = [
     ("train_rl", ["--cliprange_high", "0"], "--cliprange_high 0.0"),
     ("train_rl", ["--dual_clip", "1"], "--dual_clip 1.0: must be 0 (none) or above 1"),
     ("train_rl", ["--beta", "-1"], "--beta -1.0"),
-    ("train_rl", ["--overlong_buffer", "49"], "--overlong_buffer 49: must be from 0 (none) to --max_new_tokens"),
+    (
+        "train_rl",
+        ["--overlong_buffer", "49"],
+        "--overlong_buffer 49: must be from 0 (none) to --max_new_tokens",
+    ),
     ("train_rl", ["--max_refills", "-1"], "--max_refills -1"),
     ("train_rl", ["--num_problems", "-1"], "--num_problems -1"),
-    ("train_rl", ["--sft_base", "{world}/whole", "--max_prompt_tokens", "3"], "--max_prompt_tokens 3: every prompt is longer"),
+    (
+        "train_rl",
+        ["--sft_base", "{world}/whole", "--max_prompt_tokens", "3"],
+        "--max_prompt_tokens 3: every prompt is longer",
+    ),
     ("train_rl", ["--sampling_top_k", "-1"], "--sampling_top_k -1"),
     ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
-    ("train_rl", ["--sft_base", "{world}/whole", "--eval_max_new_tokens", "250"], "do not fit in the model's context of 256"),
+    (
+        "train_rl",
+        ["--sft_base", "{world}/whole", "--eval_max_new_tokens", "250"],
+        "do not fit in the model's context of 256",
+    ),
     ("evaluate", ["--compare", "tiny"], "--compare tiny: must be two models"),
-    ("rejection_sample", ["--output", "x.jsonl", "--num_samples", "0"], "--num_samples 0: must be at least 1"),
-    ("rejection_sample", ["--output", "x.jsonl", "--min_consistency", "2"], "--min_consistency 2.0: must be from 0 to 1"),
+    (
+        "rejection_sample",
+        ["--output", "x.jsonl", "--num_samples", "0"],
+        "--num_samples 0: must be at least 1",
+    ),
+    (
+        "rejection_sample",
+        ["--output", "x.jsonl", "--min_consistency", "2"],
+        "--min_consistency 2.0: must be from 0 to 1",
+    ),
     ("train_rl", ["--max_grader_failures", "2"], "--max_grader_failures 2.0"),
     ("train_rl", ["--sampler_timeout", "0"], "--sampler_timeout 0.0"),
     ("train_rl", ["--keep_checkpoints", "-1"], "--keep_checkpoints -1"),
-    ("train_rl", ["--max_staleness", "2"], "--max_staleness 2: must be 0, or go with --rollouts async"),
+    (
+        "train_rl",
+        ["--max_staleness", "2"],
+        "--max_staleness 2: must be 0, or go with --rollouts async",
+    ),
     ("train_rl", ["--sync_every", "2"], "--sync_every 2: must be 1, or go with --rollouts async"),
     ("train_rl", [*ASYNC, "--max_staleness", "-1"], "--max_staleness -1: must be 0 or more"),
-    ("train_rl", [*ASYNC, "--sync_every", "3"], "--sync_every 3: must be at most 2: later weights would come too late"),
-    ("train_rl", [*ASYNC, "--sampler_correction", "token_mask"], "--sampler_correction token_mask: must be none with"),
-    ("train_rl", [*WHOLE, "--sampler_url", "here"], "--sampler_url here: give it as http://HOST:PORT"),
-    ("train_rl", [*WHOLE, "--sampler_url", "http://127.0.0.1:9"], "--sampler_url: the vLLM server at http://127.0.0.1:9 cannot"),
-    ("train_rl", ["--reward", "signed_accuracy", "--task", "countdown_small"], "--reward signed_accuracy: it looks for a number"),
+    (
+        "train_rl",
+        [*ASYNC, "--sync_every", "3"],
+        "--sync_every 3: must be at most 2: later weights would come too late",
+    ),
+    (
+        "train_rl",
+        [*ASYNC, "--sampler_correction", "token_mask"],
+        "--sampler_correction token_mask: must be none with",
+    ),
+    (
+        "train_rl",
+        [*WHOLE, "--sampler_url", "here"],
+        "--sampler_url here: give it as http://HOST:PORT",
+    ),
+    (
+        "train_rl",
+        [*WHOLE, "--sampler_url", "http://127.0.0.1:9"],
+        "--sampler_url: the vLLM server at http://127.0.0.1:9 cannot",
+    ),
+    (
+        "train_rl",
+        ["--reward", "signed_accuracy", "--task", "countdown_small"],
+        "--reward signed_accuracy: it looks for a number",
+    ),
     ("train_rl", ["--gpu_memory_utilization", "1.2"], "--gpu_memory_utilization 1.2"),
-    ("train_rl", [*WHOLE, "--lora_rank", "2", "--lora_targets", "lm_head"], "--lora_targets lm_head: 'lm_head' is none of this"),
+    (
+        "train_rl",
+        [*WHOLE, "--lora_rank", "2", "--lora_targets", "lm_head"],
+        "--lora_targets lm_head: 'lm_head' is none of this",
+    ),
     ("train_rl", ["--lora_rank", "-1"], "--lora_rank -1: must be 0 (none) or more"),
-    ("sft", ["--lora_rank", "2", "--lora_alpha", "0", "--sft_base", "x"], "--lora_alpha 0: must be at least 1"),
-    ("train_rl", ["--policy_ranks", "4", "--policy_parallelism", "single"], "--policy_ranks 4: a policy that is single is one"),
-    ("sft", ["--policy_parallelism", "shard"], "--policy_parallelism shard: there is no such policy parallelism"),
-    ("train_rl", ["--policy_parallelism", "sharded", "--optimizer", "adamw_8bit"], "--optimizer adamw_8bit: a sharded policy"),
+    (
+        "sft",
+        ["--lora_rank", "2", "--lora_alpha", "0", "--sft_base", "x"],
+        "--lora_alpha 0: must be at least 1",
+    ),
+    (
+        "train_rl",
+        ["--policy_ranks", "4", "--policy_parallelism", "single"],
+        "--policy_ranks 4: a policy that is single is one",
+    ),
+    (
+        "sft",
+        ["--policy_parallelism", "shard"],
+        "--policy_parallelism shard: there is no such policy parallelism",
+    ),
+    (
+        "train_rl",
+        ["--policy_parallelism", "sharded", "--optimizer", "adamw_8bit"],
+        "--optimizer adamw_8bit: a sharded policy",
+    ),
     ("train_rl", ["--rank_timeout", "0"], "--rank_timeout 0"),
     ("evaluate", ["--num_samples", "0"], "--num_samples 0"),
     ("evaluate", ["--max_problems", "-1"], "--max_problems -1"),
@@ -190,15 +265,45 @@ CASES = [
     ("sft", ["--batch_size", "0"], "--batch_size 0"),
     ("plan", ["--num_gpus", "-1"], "--num_gpus -1"),
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
-    ("gradients", ["--group_size", "3", "4"], "--group_size: every size must divide the largest, 4"),
+    (
+        "gradients",
+        ["--group_size", "3", "4"],
+        "--group_size: every size must divide the largest, 4",
+    ),
     ("verify", ["--kill_after", "-1"], "--kill_after -1: must be 0 (none) or more"),
-    ("verify", ["--batch_invariant"], "--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever shares a batch"),
+    (
+        "verify",
+        ["--batch_invariant"],
+        (
+            "--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever"
+            " shares a batch"
+        ),
+    ),
     # flags
-    ("train_rl", ["--group_sise", "3"], "error: --group_sise: there is no such flag (did you mean --group_size?)"),
+    (
+        "train_rl",
+        ["--group_sise", "3"],
+        "error: --group_sise: there is no such flag (did you mean --group_size?)",
+    ),
     ("evaluate", ["--lr", "1"], "error: --lr: there is no such flag; write --learning_rate"),
-    ("train_rl", ["actor_rollout_ref.rollout.n=4"], "error: actor_rollout_ref.rollout.n: there is no such flag; write --group_size"),
-    ("plan", ["--optimizer", "adam"], "--optimizer adam: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon (did you mean adamw?)"),
-    ("train_rl", ["--resume", "{world}/whole"], "--resume {world}/whole: must be a run's folder, which has an args.json"),
+    (
+        "train_rl",
+        ["actor_rollout_ref.rollout.n=4"],
+        "error: actor_rollout_ref.rollout.n: there is no such flag; write --group_size",
+    ),
+    (
+        "plan",
+        ["--optimizer", "adam"],
+        (
+            "--optimizer adam: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon (did you"
+            " mean adamw?)"
+        ),
+    ),
+    (
+        "train_rl",
+        ["--resume", "{world}/whole"],
+        "--resume {world}/whole: must be a run's folder, which has an args.json",
+    ),
     ("train_rl", ["--resume", "{world}/run_damaged"], "args.json is damaged"),
     # names
     ("train_rl", ["--preset", "tinny"], "(did you mean tiny?)"),
@@ -210,8 +315,16 @@ CASES = [
     ("evaluate", ["--task", "countdown", "--reward", "cuontdown"], "(did you mean countdown?)"),
     ("evaluate", ["--reward", "format:0.5,acuracy"], "--reward acuracy: there is no such reward"),
     ("evaluate", ["--reward", "no_module:f"], "--reward no_module:f: cannot be imported"),
-    ("evaluate", ["--reward", "r1_zero:much"], "--reward r1_zero:much: the weight 'much' is no number"),
-    ("evaluate", ["--eval_tasks", "gsm8k", "--reward", "r1_zero_strickt"], "(did you mean r1_zero_strict?)"),
+    (
+        "evaluate",
+        ["--reward", "r1_zero:much"],
+        "--reward r1_zero:much: the weight 'much' is no number",
+    ),
+    (
+        "evaluate",
+        ["--eval_tasks", "gsm8k", "--reward", "r1_zero_strickt"],
+        "(did you mean r1_zero_strict?)",
+    ),
     ("sft", ["--reward", "acuracy", "--sft_base", "x"], "(did you mean accuracy?)"),
     ("plan", ["--reward", "acuracy"], "(did you mean accuracy?)"),
     ("plan", ["--reward", "json:no_function"], "--reward json:no_function: cannot be imported"),
@@ -223,21 +336,49 @@ CASES = [
     ("train_rl", ["--task", "poetry"], "--task poetry: there is no such task"),
     ("train_rl", ["--run_name", "../up"], "--run_name ../up: must be a plain folder name"),
     ("train_rl", ["--run_name", "größe/ü"], "--run_name größe/ü: must be a plain folder name"),
-    ("train_rl", ["--run_name", "n" * 300], "a plain folder name without slashes, of at most 150 bytes"),
+    (
+        "train_rl",
+        ["--run_name", "n" * 300],
+        "a plain folder name without slashes, of at most 150 bytes",
+    ),
     ("train_rl", ["--resume"], "--resume: there is no run"),
     ("train_rl", ["--reward", "praise"], "--reward praise: there is no such reward; choose one of"),
-    ("train_rl", ["--reward", "format:0.5,format:1"], "--reward format:0.5,format:1: a part is named twice"),
+    (
+        "train_rl",
+        ["--reward", "format:0.5,format:1"],
+        "--reward format:0.5,format:1: a part is named twice",
+    ),
     ("train_rl", ["--reward", "no_module:f"], "--reward no_module:f: cannot be imported"),
     ("train_rl", ["--reward", "countdown"], "--reward countdown: it does not fit this --task"),
     ("evaluate", ["--prompt", "ode"], "--prompt ode: there is no such template; choose one of"),
-    ("evaluate", ["--prompt", "countdown_zh"], "--prompt countdown_zh: it is a chat, and the tokenizer of this model has no chat"),
-    ("sft", ["--task", "countdown", "--sft_base", "x"], "--task countdown has no worked solutions to learn from"),
+    (
+        "evaluate",
+        ["--prompt", "countdown_zh"],
+        "--prompt countdown_zh: it is a chat, and the tokenizer of this model has no chat",
+    ),
+    (
+        "sft",
+        ["--task", "countdown", "--sft_base", "x"],
+        "--task countdown has no worked solutions to learn from",
+    ),
     ("rejection_sample", [], "--output: name the file to write"),
     ("rejection_sample", ["--output", "{world}/a_file"], "a_file exists already"),
-    ("rejection_sample", ["--output", "x.jsonl", "--few_shot", "nowhere"], "nowhere does not exist"),
-    ("rejection_sample", ["--output", "x.jsonl", "--few_shot", "{world}/shown_prompt.jsonl"], 'every example needs a "question"'),
+    (
+        "rejection_sample",
+        ["--output", "x.jsonl", "--few_shot", "nowhere"],
+        "nowhere does not exist",
+    ),
+    (
+        "rejection_sample",
+        ["--output", "x.jsonl", "--few_shot", "{world}/shown_prompt.jsonl"],
+        'every example needs a "question"',
+    ),
     ("train_rl", ["--sft_base", "{world}/a_file"], "--sft_base {world}/a_file: no model folder"),
-    ("train_rl", ["--no_auto_sft", "--sft_base", "nowhere"], "--sft_base nowhere does not exist: make it with"),
+    (
+        "train_rl",
+        ["--no_auto_sft", "--sft_base", "nowhere"],
+        "--sft_base nowhere does not exist: make it with",
+    ),
     ("sft", ["--sft_base", ""], "--sft_base"),
     ("sft", ["--sft_base", "{world}/whole"], "exists already: delete it, or name another folder"),
     ("report", ["--runs", "nowhere"], "nowhere is no run's folder: it has no args.json"),
@@ -248,22 +389,58 @@ CASES = [
     ("audit_grader", ["--completions", "nowhere"], "nowhere"),
     ("audit_grader", ["--completions", "{world}/completions.jsonl"], "completions.jsonl:1"),
     ("download", ["--folder", "{world}/a_file/x"], "a_file/x"),
-    ("download", ["--folder", "data", "--source", "nonsense"], "nonsense/train.jsonl: could not be fetched"),
+    (
+        "download",
+        ["--folder", "data", "--source", "nonsense"],
+        "nonsense/train.jsonl: could not be fetched",
+    ),
     # devices
     ("train_rl", ["--sample_device", "cuda:7"], "--sample_device cuda:7"),
     ("train_rl", ["--sample_device", "gpu"], "--sample_device 'gpu' is not a device"),
-    ("train_rl", ["--sample_device", "cpu", "cuda:1"], "--sample_device cuda:1, but no GPU is visible"),
+    (
+        "train_rl",
+        ["--sample_device", "cpu", "cuda:1"],
+        "--sample_device cuda:1, but no GPU is visible",
+    ),
     ("train_rl", ["--sample_device", "cpu,cpu", "gpu"], "--sample_device 'gpu' is not a device"),
     ("train_rl", ["--sample_device", "cpu,"], "--sample_device '' is not a device"),
-    ("plan", ["--num_gpus", "4", "--sample_device", "cuda:2", "cuda:2"], "--sample_device lists cuda:2 2 times"),
-    ("train_rl", ["--sampler_tensor_parallel", "0"], "--sampler_tensor_parallel 0: must be at least 1"),
-    ("train_rl", [*TWO_CPUS, "--sampler_tensor_parallel", "2"], "only vLLM takes several devices; choose --sampler vllm"),
     (
         "plan",
-        ["--num_gpus", "8", "--sampler", "vllm", "--sample_device", "cuda:5,cuda:6,cuda:7", "--sampler_tensor_parallel", "2"],
-        "--sampler_tensor_parallel 2: --sample_device names 3 (cuda:5 cuda:6 cuda:7); name 2 for each engine",
+        ["--num_gpus", "4", "--sample_device", "cuda:2", "cuda:2"],
+        "--sample_device lists cuda:2 2 times",
     ),
-    ("train_rl", ["--sampler_url", "http://127.0.0.1:1,ftp://127.0.0.1:1"], "--sampler_url ftp://127.0.0.1:1: give it as"),
+    (
+        "train_rl",
+        ["--sampler_tensor_parallel", "0"],
+        "--sampler_tensor_parallel 0: must be at least 1",
+    ),
+    (
+        "train_rl",
+        [*TWO_CPUS, "--sampler_tensor_parallel", "2"],
+        "only vLLM takes several devices; choose --sampler vllm",
+    ),
+    (
+        "plan",
+        [
+            "--num_gpus",
+            "8",
+            "--sampler",
+            "vllm",
+            "--sample_device",
+            "cuda:5,cuda:6,cuda:7",
+            "--sampler_tensor_parallel",
+            "2",
+        ],
+        (
+            "--sampler_tensor_parallel 2: --sample_device names 3 (cuda:5 cuda:6 cuda:7); name 2"
+            " for each engine"
+        ),
+    ),
+    (
+        "train_rl",
+        ["--sampler_url", "http://127.0.0.1:1,ftp://127.0.0.1:1"],
+        "--sampler_url ftp://127.0.0.1:1: give it as",
+    ),
     ("train_rl", ["--policy_devices", "cuda:0", "cuda:0"], "--policy_devices"),
     ("evaluate", ["--eval_device", "cuda:-1"], "--eval_device 'cuda:-1' is not a device"),
     ("plan", ["--num_gpus", "2", "--sample_device", "cuda:2"], "--sample_device cuda:2"),
@@ -274,90 +451,230 @@ CASES = [
     ("evaluate", ["--model", "{world}/unknown_kind"], "unknown_kind: cannot be loaded"),
     ("evaluate", ["--model", "{world}/no_weights"], "no_weights: cannot be loaded"),
     ("evaluate", ["--model", "{world}/cut_weights"], "cut_weights: cannot be loaded"),
-    ("evaluate", ["--model", "{world}/no_tokenizer"], "its tokenizer has tokens for 1 of the model's 304 embeddings"),
-    ("sft", ["--model", "{world}/a_run", "--sft_base", "x"], "--model {world}/a_run: is a run's folder; name the model in it, {world}/a_run/final"),
-    ("evaluate", ["--compare", "{world}/a_run", "tiny"], "--model {world}/a_run: is a run's folder; name the model in it"),
+    (
+        "evaluate",
+        ["--model", "{world}/no_tokenizer"],
+        "its tokenizer has tokens for 1 of the model's 304 embeddings",
+    ),
+    (
+        "sft",
+        ["--model", "{world}/a_run", "--sft_base", "x"],
+        "--model {world}/a_run: is a run's folder; name the model in it, {world}/a_run/final",
+    ),
+    (
+        "evaluate",
+        ["--compare", "{world}/a_run", "tiny"],
+        "--model {world}/a_run: is a run's folder; name the model in it",
+    ),
     ("evaluate", ["--model", "{world}/a_run"], "{world}/a_run/final: cannot be loaded"),
-    ("evaluate", ["--eval_tasks", "math5000"], "--eval_tasks math5000: there is no such eval task; choose one of gsm8k, math500,"),
-    ("evaluate", ["--eval_tasks", "aime24", "--dataset_path", "{world}"], "--dataset_path {world}: has no folder aime24"),
-    ("evaluate", ["--run_name", "a_run", "--output_dir", "{world}"], "--run_name a_run: it exists in {world}; name another"),
+    (
+        "evaluate",
+        ["--eval_tasks", "math5000"],
+        "--eval_tasks math5000: there is no such eval task; choose one of gsm8k, math500,",
+    ),
+    (
+        "evaluate",
+        ["--eval_tasks", "aime24", "--dataset_path", "{world}"],
+        "--dataset_path {world}: has no folder aime24",
+    ),
+    (
+        "evaluate",
+        ["--run_name", "a_run", "--output_dir", "{world}"],
+        "--run_name a_run: it exists in {world}; name another",
+    ),
     ("evaluate", ["--model", "{world}/no_eos"], "its tokenizer has no EOS token"),
     ("evaluate", ["--model", "{world}/changed"], "config.json has"),
-    ("train_rl", ["--sft_base", "{world}/nested"], "nested (gemma3) nests its text model in a larger one (text_config)"),
-    ("sft", ["--model", "{world}/nested", "--sft_base", "x"], "nested (gemma3) nests its text model in a larger one (text_config)"),
-    ("evaluate", ["--model", "{world}/any_length"], "any_length (xlnet) does not say how many tokens it takes"),
+    (
+        "train_rl",
+        ["--sft_base", "{world}/nested"],
+        "nested (gemma3) nests its text model in a larger one (text_config)",
+    ),
+    (
+        "sft",
+        ["--model", "{world}/nested", "--sft_base", "x"],
+        "nested (gemma3) nests its text model in a larger one (text_config)",
+    ),
+    (
+        "evaluate",
+        ["--model", "{world}/any_length"],
+        "any_length (xlnet) does not say how many tokens it takes",
+    ),
     ("train_rl", ["--sft_base", "{world}/no_eos"], "its tokenizer has no EOS token"),
     # data
     ("evaluate", [*GSM8K, "--dataset_path", "nowhere"], "nowhere/test.jsonl does not exist"),
-    ("sft", [*GSM8K, "--dataset_path", "{world}/data_cut", "--sft_base", "x"], "jsonl:2: not a JSON object"),
-    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_keys"], 'test.jsonl:2: "question" must hold text or a'),
-    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_number"], 'test.jsonl:1: "question" must hold text or a number'),
+    (
+        "sft",
+        [*GSM8K, "--dataset_path", "{world}/data_cut", "--sft_base", "x"],
+        "jsonl:2: not a JSON object",
+    ),
+    (
+        "evaluate",
+        [*GSM8K, "--dataset_path", "{world}/data_keys"],
+        'test.jsonl:2: "question" must hold text or a',
+    ),
+    (
+        "evaluate",
+        [*GSM8K, "--dataset_path", "{world}/data_number"],
+        'test.jsonl:1: "question" must hold text or a number',
+    ),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_unanswered"], "test.jsonl:1"),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_empty"], "test.jsonl holds no row"),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_deep"], "test.jsonl:1"),
-    ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_giant"], "do not fit in the model's context of 256"),
+    (
+        "evaluate",
+        [*GSM8K, "--dataset_path", "{world}/data_giant"],
+        "do not fit in the model's context of 256",
+    ),
     ("evaluate", [*GSM8K, "--dataset_path", "{world}/data_binary"], "test.jsonl: not UTF-8 text"),
-    ("evaluate", ["--task", "countdown", "--dataset_path", "{world}", "--prompt", "tiny"], "holds no .parquet file"),
+    (
+        "evaluate",
+        ["--task", "countdown", "--dataset_path", "{world}", "--prompt", "tiny"],
+        "holds no .parquet file",
+    ),
     ("sft", ["--sft_base", "x", "--demonstrations", "nowhere"], "nowhere does not exist"),
-    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"], 'train.jsonl:1: "response" must hold'),
-    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"], "shown_cut.jsonl:2: not a JSON object"),
-    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_chat.jsonl"], "it is a chat, and the tokenizer of this model has"),
-    ("rejection_sample", ["--output", "x", "--few_shot", "{world}/shown_chat.jsonl"], 'every example needs a "question"'),
-    ("sft", ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"], "1 rows are too few to train on"),
+    (
+        "sft",
+        ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"],
+        'train.jsonl:1: "response" must hold',
+    ),
+    (
+        "sft",
+        ["--sft_base", "x", "--demonstrations", "{world}/shown_cut.jsonl"],
+        "shown_cut.jsonl:2: not a JSON object",
+    ),
+    (
+        "sft",
+        ["--sft_base", "x", "--demonstrations", "{world}/shown_chat.jsonl"],
+        "it is a chat, and the tokenizer of this model has",
+    ),
+    (
+        "rejection_sample",
+        ["--output", "x", "--few_shot", "{world}/shown_chat.jsonl"],
+        'every example needs a "question"',
+    ),
+    (
+        "sft",
+        ["--sft_base", "x", "--demonstrations", "{world}/shown_prompt.jsonl"],
+        "1 rows are too few to train on",
+    ),
     # data of the user's own
     ("evaluate", ["--task", "file:nowhere.csv"], "nowhere.csv does not exist"),
-    ("train_rl", ["--task", "file:{world}/data_cut/train.jsonl"], "train.jsonl:2: not a JSON object"),
-    ("sft", ["--task", "file:{world}/data_keys/test.jsonl", "--sft_base", "x"], 'test.jsonl:2: "question" must hold text'),
-    ("rejection_sample", ["--task", "file:{world}", "--output", "x.jsonl"], "{world} is a folder: name a file in it"),
+    (
+        "train_rl",
+        ["--task", "file:{world}/data_cut/train.jsonl"],
+        "train.jsonl:2: not a JSON object",
+    ),
+    (
+        "sft",
+        ["--task", "file:{world}/data_keys/test.jsonl", "--sft_base", "x"],
+        'test.jsonl:2: "question" must hold text',
+    ),
+    (
+        "rejection_sample",
+        ["--task", "file:{world}", "--output", "x.jsonl"],
+        "{world} is a folder: name a file in it",
+    ),
     ("train_rl", ["--task", "file:x", "--answer_pattern", "("], "x does not exist"),
-    ("evaluate", ["--question_column", "q"], "--task arithmetic has rows of its own: --question_column, --answer_col"),
+    (
+        "evaluate",
+        ["--question_column", "q"],
+        "--task arithmetic has rows of its own: --question_column, --answer_col",
+    ),
     ("evaluate", ["--prompt", "{world}/a_file"], "a_file: the file has no place for the question"),
     # stages
     ("pipeline", ["--file", "none.toml"], "--file none.toml: there is no such file"),
     ("pipeline", ["--file", "{world}/arms_cut.toml"], "arms_cut.toml: must be a TOML file"),
     ("pipeline", ["--file", "{world}/arms_no_arms.toml"], "has no [stages.NAME]"),
-    ("pipeline", ["--file", "{world}/stages_command.toml"], "stage a: command 'dance': must be one of"),
+    (
+        "pipeline",
+        ["--file", "{world}/stages_command.toml"],
+        "stage a: command 'dance': must be one of",
+    ),
     ("pipeline", ["--file", "{world}/stages_unknown.toml"], "stage a: {b} is no earlier stage"),
     ("pipeline", ["--file", "{world}/stages_argument.toml"], "stage a: sft has no argument steps"),
     ("pipeline", ["--file", "{world}/stages_value.toml"], "stage a: --num_steps 0"),
-    ("pipeline", ["--file", "{world}/stages_reward.toml"], "stage a: --reward acuracy: there is no such reward"),
-    ("pipeline", ["--file", "{world}/stages_own.toml"], "stage a: sft_base: the pipeline sets it itself"),
+    (
+        "pipeline",
+        ["--file", "{world}/stages_reward.toml"],
+        "stage a: --reward acuracy: there is no such reward",
+    ),
+    (
+        "pipeline",
+        ["--file", "{world}/stages_own.toml"],
+        "stage a: sft_base: the pipeline sets it itself",
+    ),
     # arms
     ("sweep", ["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
     ("sweep", ["--sweep_file", "{world}/arms_cut.toml"], "arms_cut.toml: "),
-    ("sweep", ["--sweep_file", "{world}/arms_no_arms.toml"], "needs a table [arms.NAME] for each arm"),
+    (
+        "sweep",
+        ["--sweep_file", "{world}/arms_no_arms.toml"],
+        "needs a table [arms.NAME] for each arm",
+    ),
     ("sweep", ["--sweep_file", "{world}/arms_unknown.toml"], "loss is no argument of an arm"),
     ("sweep", ["--sweep_file", "{world}/arms_choice.toml"], "loss_type = 'ppo': choose one of"),
-    ("sweep", ["--sweep_file", "{world}/arms_type.toml"], "group_size = 'four': must be a whole number"),
-    ("sweep", ["--sweep_file", "{world}/arms_seed_type.toml"], "data_seed = 'four': must be a whole number"),
+    (
+        "sweep",
+        ["--sweep_file", "{world}/arms_type.toml"],
+        "group_size = 'four': must be a whole number",
+    ),
+    (
+        "sweep",
+        ["--sweep_file", "{world}/arms_seed_type.toml"],
+        "data_seed = 'four': must be a whole number",
+    ),
     ("sweep", ["--sweep_file", "{world}/arms_name.toml"], "use letters, digits"),
     ("sweep", ["--sweep_file", "{world}/arms_value.toml"], "--cliprange 7"),
     ("sweep", ["--sweep_file", "{world}/arms_binary.toml"], "arms_binary.toml: "),
     ("sweep", ["--reward", "r1_zero", "praise"], "--reward praise: there is no such reward"),
     # the file system
     ("evaluate", ["--model", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
-    ("evaluate", ["--model", "{world}/whole", "--output_dir", "/proc/nothing_is_written_here"], "/proc/nothing_is_written_here"),
+    (
+        "evaluate",
+        ["--model", "{world}/whole", "--output_dir", "/proc/nothing_is_written_here"],
+        "/proc/nothing_is_written_here",
+    ),
     ("train_rl", ["--sft_base", "{world}/whole", "--output_dir", "{world}/a_file"], "a_file"),
     ("train_rl", ["--output_dir", "/proc/version"], "--output_dir /proc/version: is a file"),
     # servers and warm starts
     ("train_rl", ["--sampler", "vllm_server"], "--sampler vllm_server: give the server's address"),
-    ("train_rl", ["--sampler_url", "localhost:8000"], "--sampler_url localhost:8000: give it as http://HOST:PORT"),
-    ("train_rl", ["--auto_sft", "--sft_base", "made_first", "--model", "./nowhere"], "--model ./nowhere: no model folder"),
-]  # fmt: skip
+    (
+        "train_rl",
+        ["--sampler_url", "localhost:8000"],
+        "--sampler_url localhost:8000: give it as http://HOST:PORT",
+    ),
+    (
+        "train_rl",
+        ["--auto_sft", "--sft_base", "made_first", "--model", "./nowhere"],
+        "--model ./nowhere: no model folder",
+    ),
+]
 
 
-@pytest.mark.parametrize(("command", "flags", "message"), CASES, ids=[f"{c} {' '.join(f)}"[:70] for c, f, _ in CASES])
-def test_one_clear_line_exit_2_and_nothing_written(command, flags, message, world, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "flags", "message"), CASES, ids=[f"{c} {' '.join(f)}"[:70] for c, f, _ in CASES]
+)
+def test_one_clear_line_exit_2_and_nothing_written(
+    command, flags, message, world, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = sorted(world.rglob("*"))
-    monkeypatch.setattr(sys, "argv", [command, *(flag.replace("{world}", str(world)) for flag in flags)])
+    monkeypatch.setattr(
+        sys, "argv", [command, *(flag.replace("{world}", str(world)) for flag in flags)]
+    )
     with pytest.raises(SystemExit) as stop:
         run_command(MAIN[command])
     said = capsys.readouterr().err
     assert stop.value.code == 2, said
-    assert message.replace("{world}", str(world)) in said and said.startswith("error: ") and said.count("\n") == 1
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts]
+    assert (
+        message.replace("{world}", str(world)) in said
+        and said.startswith("error: ")
+        and said.count("\n") == 1
+    )
+    written = [
+        path for path in tmp_path.rglob("*") if path.is_file() and "tiny_base" not in path.parts
+    ]
     assert written == [] and sorted(world.rglob("*")) == before
 
 
@@ -375,7 +692,11 @@ def test_a_misspelt_command_is_told_with_the_nearest(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         alignment_main.main()
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1 and said.endswith("(did you mean train_rl?)\n")
+    assert (
+        stop.value.code == 2
+        and said.count("\n") == 1
+        and said.endswith("(did you mean train_rl?)\n")
+    )
 
 
 def test_there_are_at_least_sixty():

@@ -18,19 +18,36 @@ PROMPTS = ["--prompts_per_rollout", "3"]  # of which two engines draw one and tw
 
 
 def command(warm: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "alignment.train_rl", *SMALL, *PROMPTS, "--output_dir", ".", "--sft_base", str(warm), *flags]
+    return [
+        sys.executable,
+        "-m",
+        "alignment.train_rl",
+        *SMALL,
+        *PROMPTS,
+        "--output_dir",
+        ".",
+        "--sft_base",
+        str(warm),
+        *flags,
+    ]
 
 
 def run(folder: Path, *line: str) -> Path:
-    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / NAME
 
 
 def drawn(run: Path) -> dict[str, list]:
-    """All completions with their scores and versions, but for log-probs, which the rounding of a batch may change."""
+    """All completions with their scores and versions, but for log-probs, which the rounding of a
+    batch may change."""
     records = {file.name: read_jsonl(file) for file in (run / "completions").glob("*.jsonl")}
-    return {name: [{k: v for k, v in one.items() if "log_probs" not in k} for one in of] for name, of in records.items()}
+    return {
+        name: [{k: v for k, v in one.items() if "log_probs" not in k} for one in of]
+        for name, of in records.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +58,37 @@ def one(warm, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--sample_device", "cpu", "cpu"], ["--sample_device", "cpu,cpu,cpu", "--rollouts", "async", "--max_staleness", "0"]],
+    [
+        ["--sample_device", "cpu", "cpu"],
+        ["--sample_device", "cpu,cpu,cpu", "--rollouts", "async", "--max_staleness", "0"],
+    ],
     ids=["two", "three, in a process of their own"],
 )
-def test_several_engines_draw_the_completions_of_one_and_make_its_weights(flags, one, warm, tmp_path):
+def test_several_engines_draw_the_completions_of_one_and_make_its_weights(
+    flags, one, warm, tmp_path
+):
     other = run(tmp_path, *command(warm, *flags))
     assert drawn(other) == drawn(one) and len(drawn(one)) > 4
-    assert (other / "final" / "model.safetensors").read_bytes() == (one / "final" / "model.safetensors").read_bytes()
+    assert (other / "final" / "model.safetensors").read_bytes() == (
+        one / "final" / "model.safetensors"
+    ).read_bytes()
 
 
-def test_a_run_that_is_interrupted_while_engines_draw_ends_at_once_and_leaves_nothing(warm, tmp_path):
+def test_a_run_that_is_interrupted_while_engines_draw_ends_at_once_and_leaves_nothing(
+    warm, tmp_path
+):
     line = command(warm, "--sample_device", "cpu", "cpu", "--num_steps", "500")
-    with subprocess.Popen(line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as started:
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as started:
         while started.poll() is None and not (tmp_path / NAME / "metrics.jsonl").exists():
             time.sleep(0.1)
         engines = psutil.Process(started.pid).children(recursive=True)
         started.send_signal(signal.SIGINT)
         begin, said = time.monotonic(), started.stderr.read().decode()
     assert started.returncode == 130 and "interrupted by SIGINT" in said and "Traceback" not in said
-    assert time.monotonic() - begin < 20 and len(engines) >= 2 and not any(engine.is_running() for engine in engines)
+    assert (
+        time.monotonic() - begin < 20
+        and len(engines) >= 2
+        and not any(engine.is_running() for engine in engines)
+    )

@@ -1,4 +1,5 @@
-"""Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another run of the same folder."""
+"""Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another
+run of the same folder."""
 
 import errno
 import importlib
@@ -40,31 +41,46 @@ def straight(warm, launcher, tmp_path_factory):
     return output / NAME, json.loads((output / "counts.json").read_text())
 
 
-# --- killed -------------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request) -> int:
     """Go on, or begin where the run was killed before it had a folder."""
     started = (output / NAME / "args.json").exists()
-    return launcher.run(output, "--sft_base", str(warm), *(["--resume"] if started else []), *flags, **request)
+    return launcher.run(
+        output, "--sft_base", str(warm), *(["--resume"] if started else []), *flags, **request
+    )
 
 
 @pytest.mark.timeout(900)
 def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launcher, tmp_path):
-    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs too, and resumed.
+    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs
+    too, and resumed.
 
-    A run is killed several times on its way to the end: of what it resumes, no kill reaches further than the last.
+    A run is killed several times on its way to the end: of what it resumes, no kill reaches further
+    than the last.
     """
     run, counts = straight
     expected = digests(run)
     rng, killed = random.Random(7), Counter()
-    assert {"checkpoint", "evaluation", "weight sync", "update", "sampling", "logging", "start", "final"} <= set(counts)
+    assert {
+        "checkpoint",
+        "evaluation",
+        "weight sync",
+        "update",
+        "sampling",
+        "logging",
+        "start",
+        "final",
+    } <= set(counts)
     phases = sorted(counts)
     for trial in itertools.count():
         output, points = tmp_path / str(trial), []
         while not (output / NAME / "summary.json").exists():
             phase = phases[killed.total() % len(phases)]
-            points.append((phase, rng.randint(1, max(1, counts[phase] // (1 if len(points) == 0 else STEPS)))))
+            points.append(
+                (phase, rng.randint(1, max(1, counts[phase] // (1 if len(points) == 0 else STEPS))))
+            )
             last = killed.total() >= KILLS or len(points) > KILLS_A_RUN
             request = {} if last else {"phase": phase, "nth": points[-1][1]}
             code = resume(launcher, warm, output, **request)
@@ -78,22 +94,30 @@ def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launc
     print(f"\n{killed.total()} kills: {dict(killed)}; weights {expected['weights'][:16]}")
 
 
-def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(straight, warm, launcher, tmp_path):
+def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(
+    straight, warm, launcher, tmp_path
+):
     run, _ = straight
     expected = digests(run)
     assert launcher.run(tmp_path / "same", "--sft_base", str(warm)) == 0
     assert digests(tmp_path / "same" / NAME) == expected
-    asked = [record["problem"] for record in read_jsonl(run / "completions" / "rollout_000001.jsonl")]
+    asked = [
+        record["problem"] for record in read_jsonl(run / "completions" / "rollout_000001.jsonl")
+    ]
     for flag, same_order in (("--sampling_seed", True), ("--data_seed", False)):
         output = tmp_path / flag.strip("-")
         assert launcher.run(output, "--sft_base", str(warm), flag, "5") == 0
         other = read_jsonl(output / NAME / "completions" / "rollout_000001.jsonl")
         assert ([record["problem"] for record in other] == asked) == same_order
         assert digests(output / NAME)["weights"] != expected["weights"]
-    assert json.loads((output / NAME / "args.json").read_text())["seeds"] == {"data": 5, "sampling": 0, "model": 0}
+    assert json.loads((output / NAME / "args.json").read_text())["seeds"] == {
+        "data": 5,
+        "sampling": 0,
+        "model": 0,
+    }
 
 
-# --- signals --------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 
 def children_of(pid: int) -> list[psutil.Process]:
@@ -101,7 +125,9 @@ def children_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(number, code, straight, warm, launcher, tmp_path, wait_for):
+def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(
+    number, code, straight, warm, launcher, tmp_path, wait_for
+):
     """No checkpoint is due before the end, so the one that is there is the signal's."""
     flags = ["--sft_base", str(warm), "--save_interval", "100"]
     pid = launcher.start(tmp_path, *flags, workers=True, pause=0.5)
@@ -118,7 +144,9 @@ def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(number, code
     assert "Traceback" not in said(tmp_path)
     assert psutil.wait_procs(workers, timeout=10)[1] == []
     if os.path.isdir("/dev/shm"):
-        assert [name for name in os.listdir("/dev/shm") if str(pid) in name.replace("_", " ").split()] == []
+        assert [
+            name for name in os.listdir("/dev/shm") if str(pid) in name.replace("_", " ").split()
+        ] == []
     assert not list(tmp_path.rglob(".*.tmp"))
     assert launcher.run(tmp_path, *flags, "--resume") == 0
     assert digests(run) == digests(straight[0])
@@ -131,16 +159,22 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(straight, warm, launche
     for trial, phase in enumerate(sorted(set(counts) - {"report", "start"})):
         output = tmp_path / str(trial)
         flags = ["--sft_base", str(warm), "--save_interval", "100"]
-        calls = counts[phase] // (STEPS if phase == "checkpoint" else 1)  # here there is one, at the end
-        code = launcher.run(output, *flags, phase=phase, nth=rng.randint(1, calls), signal=int(signal.SIGTERM))
+        # here there is one, at the end
+        calls = counts[phase] // (STEPS if phase == "checkpoint" else 1)
+        code = launcher.run(
+            output, *flags, phase=phase, nth=rng.randint(1, calls), signal=int(signal.SIGTERM)
+        )
         assert code == 143 and "Traceback" not in said(output), said(output)
         assert resume(launcher, warm, output, "--save_interval", "100") == 0, said(output)
         assert digests(output / NAME) == expected, f"stopped in {phase}"
 
 
 def test_ctrl_c_while_a_command_is_still_importing_is_no_traceback(wait_for):
-    process = subprocess.Popen([sys.executable, "-m", "alignment.evaluate"], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 1)  # of about ten seconds that the imports take
+    process = subprocess.Popen(
+        [sys.executable, "-m", "alignment.evaluate"], stderr=subprocess.PIPE, text=True
+    )
+    # of about ten seconds that the imports take
+    wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in errors
@@ -162,7 +196,8 @@ def test_an_interrupted_import_that_fails_otherwise_is_no_traceback(capsys):
 
 
 def test_a_second_signal_ends_even_what_is_held():
-    """A second signal within a moment is the same one, as it reaches a process group; a later one means it."""
+    """A second signal within a moment is the same one, as it reaches a process group; a later one
+    means it."""
     script = """if True:
         import os, signal, time
         from alignment.system import signals
@@ -175,27 +210,35 @@ def test_a_second_signal_ends_even_what_is_held():
             os.kill(os.getpid(), signal.SIGINT)
             print("not reached", flush=True)
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (130, "held\n")
 
 
-# --- the disk -------------------------------------------------------------------------------------------------------
+# --- the disk -------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(straight, warm, launcher, tmp_path):
-    """A limit on file sizes stands for the full disk: the weights fit below it, the optimiser's state does not."""
+    """A limit on file sizes stands for the full disk: the weights fit below it, the optimiser's
+    state does not."""
     assert launcher.run(tmp_path, "--sft_base", str(warm), "--num_steps", "2") == 0
     (tmp_path / "log").unlink()
     assert resume(launcher, warm, tmp_path, file_limit=3_000_000) == 1
     run, errors = tmp_path / NAME, [line for line in said(tmp_path).splitlines() if "error" in line]
     assert len(errors) == 1 and "Traceback" not in said(tmp_path)
-    assert "step_000003 could not be written" in errors[0] and "its checkpoint of step 2 is whole" in errors[0]
+    assert (
+        "step_000003 could not be written" in errors[0]
+        and "its checkpoint of step 2 is whole" in errors[0]
+    )
     assert last_whole_step(run) == (2, []) and not list(run.rglob(".*.tmp"))
     assert resume(launcher, warm, tmp_path) == 0
     assert digests(run) == digests(straight[0])
 
 
-def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept(straight, warm, launcher, tmp_path):
+def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept(
+    straight, warm, launcher, tmp_path
+):
     assert launcher.run(tmp_path, "--sft_base", str(warm), "--num_steps", "3") == 0
     run = tmp_path / NAME
     weights = run / "step_000003" / "model.safetensors"
@@ -204,15 +247,16 @@ def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept
     weights.write_bytes(content)
     assert damage(run / "step_000003") == "model.safetensors has changed since it was written"
     assert launcher.run(tmp_path, "--sft_base", str(warm), "--resume") == 0
-    assert "step_000003 is damaged: model.safetensors has changed since it was written; it is put aside" in said(
-        tmp_path
-    ).replace("\n", " ")
+    assert (
+        "step_000003 is damaged: model.safetensors has changed since it was written; it is put"
+        " aside" in said(tmp_path).replace("\n", " ")
+    )
     assert (run / "damaged_step_000003" / "model.safetensors").read_bytes() == bytes(content)
     ours, theirs = digests(run), digests(straight[0])
     assert {name for name in ours if ours[name] != theirs[name]} <= {"evaluations"}
 
 
-# --- in process -----------------------------------------------------------------------------------------------------
+# --- in process -----------------------------------------------------------------------------------
 
 
 def main(monkeypatch, warm: Path, output: Path, *flags: str) -> int:
@@ -230,27 +274,58 @@ def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(warm, tmp_path, monk
     assert main(monkeypatch, warm, tmp_path, "--num_steps", "2", "--resume") == 0
 
 
-def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_run(warm, tmp_path, monkeypatch, capsys):
-    """Rewards that are no numbers in steps 2, 4, 5 and 6, by a reward function that counts its calls."""
+def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_run(
+    warm, tmp_path, monkeypatch, capsys
+):
+    """Rewards that are no numbers in steps 2, 4, 5 and 6, by a reward function that counts its
+    calls."""
     calls = iter(range(-2, 10_000))  # the first two are for made-up responses, before a model loads
 
     def reward(problem, text, score):
         return float("nan") if next(calls) // 8 + 1 in (2, 4, 5, 6) else float(len(text) % 2)
 
     monkeypatch.setitem(CONTROLS, "random", of_each(reward))
-    flags = ["--num_steps", "9", "--max_bad_steps", "3", "--train_mini_batch_size", "0", "--loss_type", "no_baseline"]
+    flags = [
+        "--num_steps",
+        "9",
+        "--max_bad_steps",
+        "3",
+        "--train_mini_batch_size",
+        "0",
+        "--loss_type",
+        "no_baseline",
+    ]
     assert main(monkeypatch, warm, tmp_path, *flags, "--save_interval", "100") == 1
     run = tmp_path / NAME
     steps = read_jsonl(run / "metrics.jsonl")
-    assert [(s["updates"], s["bad_updates"]) for s in steps] == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 1), (0, 1)]
+    assert [(s["updates"], s["bad_updates"]) for s in steps] == [
+        (1, 0),
+        (0, 1),
+        (1, 0),
+        (0, 1),
+        (0, 1),
+        (0, 1),
+    ]
     kept = sorted(file.name for file in (run / "bad_batches").iterdir())
     assert kept == [f"step_{step:06d}_1.safetensors" for step in (2, 4, 5, 6)]
     batch = load_file(run / "bad_batches" / kept[0])
-    assert batch["raw_rewards_B1"].isnan().all() and batch["input_ids"].shape == batch["labels"].shape
+    assert (
+        batch["raw_rewards_B1"].isnan().all() and batch["input_ids"].shape == batch["labels"].shape
+    )
     captured = capsys.readouterr()
-    assert "3 steps in a row had no finite loss and gradient" in captured.err and captured.err.count("\n") == 1
-    assert last_whole_step(run) == (6, [])  # saved when it stopped; the weights are those after step 3
-    assert all(tensor.isfinite().all() for tensor in load_file(run / "step_000006" / "model.safetensors").values())
+    assert (
+        "3 steps in a row had no finite loss and gradient" in captured.err
+        and captured.err.count("\n") == 1
+    )
+    # saved when it stopped; the weights are those after step 3
+    assert last_whole_step(run) == (
+        6,
+        [],
+    )
+    assert all(
+        tensor.isfinite().all()
+        for tensor in load_file(run / "step_000006" / "model.safetensors").values()
+    )
 
 
 def test_a_disk_that_is_full_at_the_end_is_the_systems_error(warm, tmp_path, monkeypatch, capsys):
@@ -265,28 +340,49 @@ def test_a_disk_that_is_full_at_the_end_is_the_systems_error(warm, tmp_path, mon
 
 
 @pytest.mark.parametrize(("rollouts", "trained"), [("sync", [1]), ("async", [2, 3])])
-def test_a_sampler_that_loses_a_tensor_stops_the_run_before_it_samples(rollouts, trained, warm, tmp_path, monkeypatch, capsys):
-    """The transfer after step 2, at a learning rate that log-probs do not show. What was sampled ahead with the weights of step 1
-    may still be trained on."""
-    flags = ["--sampler", "tests.sampling.test_arrival:open_faulty", "--rollouts", rollouts, "--learning_rate", "1e-7"]
+def test_a_sampler_that_loses_a_tensor_stops_the_run_before_it_samples(
+    rollouts, trained, warm, tmp_path, monkeypatch, capsys
+):
+    """The transfer after step 2, at a learning rate that log-probs do not show. What was sampled
+    ahead with the weights of step 1 may still be trained on."""
+    flags = [
+        "--sampler",
+        "tests.sampling.test_arrival:open_faulty",
+        "--rollouts",
+        rollouts,
+        "--learning_rate",
+        "1e-7",
+    ]
     flags += ["--eval_interval", "100"]
     assert main(monkeypatch, warm, tmp_path, *flags) == 1
     said = capsys.readouterr().err
     assert (
-        "after step 2 the sampler holds other weights than the trainer: 1 of 26 tensors differ, such as model.layers.1" in said
+        "after step 2 the sampler holds other weights than the trainer: 1 of 26 tensors differ,"
+        " such as model.layers.1" in said
     )
     last = read_jsonl(tmp_path / NAME / "metrics.jsonl")[-1]["step"]
-    assert last in trained and last_whole_step(tmp_path / NAME)[0] in (last, last - 1)  # rollouts sampled ahead are lost
+    # rollouts sampled ahead are lost
+    assert last in trained and last_whole_step(tmp_path / NAME)[0] in (
+        last,
+        last - 1,
+    )
 
 
-def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(warm, tmp_path, monkeypatch, capsys):
+def test_gradings_that_fail_are_counted_and_too_many_stop_the_run(
+    warm, tmp_path, monkeypatch, capsys
+):
     def reward_fn(text, truth):
         return {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0, "grading_failed": 1.0}
 
     monkeypatch.setitem(RULES, "r1_zero", reward_fn)
     assert main(monkeypatch, warm, tmp_path, "--max_grader_failures", "0.1") == 1
     steps = read_jsonl(tmp_path / NAME / "metrics.jsonl")
-    assert [s["grading_failed"] for s in steps] == [8, 8, 8]  # 24 of 24, more than a tenth of 20 steps' 160
+    # 24 of 24, more than a tenth of 20 steps' 160
+    assert [s["grading_failed"] for s in steps] == [
+        8,
+        8,
+        8,
+    ]
     assert "grading failed on 24 of 24 answers" in capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
-"""Runs that train adapters, as a user starts them: resumed to the bit, after SFT, sharded, ahead, and with a deaf sampler."""
+"""Runs that train adapters, as a user starts them: resumed to the bit, after SFT, sharded, ahead,
+and with a deaf sampler."""
 
 import json
 
@@ -21,14 +22,20 @@ class Deaf:
     """A sampler that keeps its first weights, and does not say what it holds."""
 
     def __init__(self, config, tokenizer, policy=None):
-        self.own, self.restarts, self.policy_version = open_transformers(config, tokenizer), 0, config.policy_version
+        self.own, self.restarts, self.policy_version = (
+            open_transformers(config, tokenizer),
+            0,
+            config.policy_version,
+        )
         self.sample, self.close = self.own.sample, self.own.close
 
     def load_weights(self, named_tensors, version: int) -> None:
         self.policy_version = self.own.policy_version = version
 
 
-@pytest.mark.parametrize("flags", [[], SHARDED, ["--rollouts", "async"]], ids=["one process", "sharded", "async"])
+@pytest.mark.parametrize(
+    "flags", [[], SHARDED, ["--rollouts", "async"]], ids=["one process", "sharded", "async"]
+)
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path):
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -43,26 +50,67 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path
     merged = PeftModel.from_pretrained(started, final / "adapter").merge_and_unload()
     plain = load_file(final / "model.safetensors")
     assert all(torch.equal(plain[name], weight) for name, weight in merged.named_parameters())
-    parts = (load_file(file) for file in (cut / "step_000004" / "trainer").glob("*.safetensors"))  # one, or each rank's
-    sizes = sum(tensor.numel() for part in parts for name, tensor in part.items() if name.endswith("exp_avg"))
-    assert sizes == sum(matrix.numel() for matrix in load_file(final / "adapter" / "adapter_model.safetensors").values())
+    # one, or each rank's
+    parts = (load_file(file) for file in (cut / "step_000004" / "trainer").glob("*.safetensors"))
+    sizes = sum(
+        tensor.numel()
+        for part in parts
+        for name, tensor in part.items()
+        if name.endswith("exp_avg")
+    )
+    assert sizes == sum(
+        matrix.numel()
+        for matrix in load_file(final / "adapter" / "adapter_model.safetensors").values()
+    )
     steps = read_jsonl(cut / "metrics.jsonl")
     assert 0 < steps[0]["kl"] < 0.1 * steps[-1]["kl"]  # from the base, at which the adapters begin
 
 
 def test_rl_goes_on_from_a_model_fine_tuned_by_adapters(warm, tmp_path):
-    flags = ["--num_steps", "3", "--batch_size", "8", "--max_problems", "4", "--max_new_tokens", "16", "--output_dir", "."]
-    run(tmp_path, "-m", "alignment.sft", *flags, "--model", str(warm), "--sft_base", "tuned", "--lora_rank", "2")
-    before, tuned = (load_file(folder / "model.safetensors") for folder in (warm, tmp_path / "tuned"))
+    flags = [
+        "--num_steps",
+        "3",
+        "--batch_size",
+        "8",
+        "--max_problems",
+        "4",
+        "--max_new_tokens",
+        "16",
+        "--output_dir",
+        ".",
+    ]
+    run(
+        tmp_path,
+        "-m",
+        "alignment.sft",
+        *flags,
+        "--model",
+        str(warm),
+        "--sft_base",
+        "tuned",
+        "--lora_rank",
+        "2",
+    )
+    before, tuned = (
+        load_file(folder / "model.safetensors") for folder in (warm, tmp_path / "tuned")
+    )
     changed = {name for name in tuned if not torch.equal(tuned[name], before[name])}
-    assert tuned.keys() == before.keys() and changed == {name for name in tuned if "proj.weight" in name}
-    run(tmp_path, *command(tmp_path / "tuned", *ADAPTERS, "--num_steps", "1", "--train_mini_batch_size", "0"))
+    assert tuned.keys() == before.keys() and changed == {
+        name for name in tuned if "proj.weight" in name
+    }
+    run(
+        tmp_path,
+        *command(tmp_path / "tuned", *ADAPTERS, "--num_steps", "1", "--train_mini_batch_size", "0"),
+    )
     assert abs(read_jsonl(tmp_path / NAME / "metrics.jsonl")[0]["kl"]) < 1e-6
     assert (tmp_path / "tuned" / "adapter" / "adapter_config.json").exists()
 
 
 def test_a_sampler_that_adapters_do_not_reach_ends_the_run_before_it_trains(warm, tmp_path):
     line = command(warm, *ADAPTERS, "--sampler", "tests.e2e.test_lora_runs:Deaf")
-    with pytest.raises(AssertionError, match="adapters do not reach the sampler: with random ones its log-probs are"):
+    with pytest.raises(
+        AssertionError,
+        match="adapters do not reach the sampler: with random ones its log-probs are",
+    ):
         run(tmp_path, *line)
     assert not (tmp_path / NAME).exists()

@@ -40,26 +40,43 @@ curriculum = false
 
 def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_path, wait_for):
     """The first stage goes on from a warm start, so that there are right answers to keep."""
-    shown = [{"question": problem.question, "response": response} for problem, response in arithmetic.demonstrations("train")]
+    shown = [
+        {"question": problem.question, "response": response}
+        for problem, response in arithmetic.demonstrations("train")
+    ]
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown[::50]))
-    stages = STAGES.replace("MODEL", str(warm_start / "sft")).replace("SHOWN", str(tmp_path / "shown.jsonl"))
+    stages = STAGES.replace("MODEL", str(warm_start / "sft")).replace(
+        "SHOWN", str(tmp_path / "shown.jsonl")
+    )
     (tmp_path / "stages.toml").write_text(stages)
     command = [sys.executable, "-m", "alignment.pipeline", "--file", str(tmp_path / "stages.toml")]
     command += ["--output_dir", str(tmp_path)]
     folder = tmp_path / "stages"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for((folder / "logs" / "kept.log").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
-    assert process.returncode == 143 and not (folder / "kept.jsonl").exists() and (folder / "warm").exists()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
+    assert (
+        process.returncode == 143
+        and not (folder / "kept.jsonl").exists()
+        and (folder / "warm").exists()
+    )
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "warm: done already" in done.stdout and "student" in done.stdout
     rows = read_jsonl(folder / "kept.jsonl")
     assert rows and all(set(row) == {"id", "question", "ground_truth", "response"} for row in rows)
-    assert read_json(folder / "student" / "args.json")["args"]["demonstrations"] == [str(folder / "kept.jsonl")]
+    assert read_json(folder / "student" / "args.json")["args"]["demonstrations"] == [
+        str(folder / "kept.jsonl")
+    ]
     summary = json.loads((folder / "summary.json").read_text())
-    assert [row["stage"] for row in summary] == ["warm", "student"] and all(row["problems"] == 16 for row in summary)
+    assert [row["stage"] for row in summary] == ["warm", "student"] and all(
+        row["problems"] == 16 for row in summary
+    )
     (tmp_path / "stages.toml").write_text(stages.replace("num_problems = 64", "num_problems = 32"))
     other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert other.returncode == 2 and "holds a pipeline of other stages" in other.stderr

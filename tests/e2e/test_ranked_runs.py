@@ -30,11 +30,28 @@ SHARDED = ranks("sharded", 4)
 
 
 def command(warm: Path, *flags: str) -> list[str]:
-    return ["-m", "alignment.train_rl", *SMALL, "--output_dir", ".", "--sft_base", str(warm), "--keep_checkpoints", "0", *flags]
+    return [
+        "-m",
+        "alignment.train_rl",
+        *SMALL,
+        "--output_dir",
+        ".",
+        "--sft_base",
+        str(warm),
+        "--keep_checkpoints",
+        "0",
+        *flags,
+    ]
 
 
 def run(folder: Path, *arguments: str) -> None:
-    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    options = {
+        "cwd": folder,
+        "env": ENVIRONMENT,
+        "capture_output": True,
+        "text": True,
+        "timeout": 300,
+    }
     done = subprocess.run([sys.executable, *arguments], **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -62,16 +79,34 @@ def assert_near(run: Path, other: Path) -> None:
     weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (run, other))
     differences = torch.cat([(weights[name] - others[name]).flatten() for name in weights]).abs()
     assert differences.mean() < 1e-7 and differences.max() < 1e-4
-    for record, near in zip(*(read_jsonl(folder / "metrics.jsonl") for folder in (run, other)), strict=True):
-        assert near["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4) and near["reward"] == record["reward"]
+    for record, near in zip(
+        *(read_jsonl(folder / "metrics.jsonl") for folder in (run, other)), strict=True
+    ):
+        assert (
+            near["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
+            and near["reward"] == record["reward"]
+        )
 
 
 def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
-    flags = ["--num_steps", "2", "--batch_size", "8", "--max_problems", "4", "--max_new_tokens", "16", "--output_dir", "."]
+    flags = [
+        "--num_steps",
+        "2",
+        "--batch_size",
+        "8",
+        "--max_problems",
+        "4",
+        "--max_new_tokens",
+        "16",
+        "--output_dir",
+        ".",
+    ]
     run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "one")
     run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "two", *ranks("sharded", 2))
     one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
-    assert one.keys() == two.keys() and all((one[name] - two[name]).abs().max() < 1e-5 for name in one)
+    assert one.keys() == two.keys() and all(
+        (one[name] - two[name]).abs().max() < 1e-5 for name in one
+    )
 
 
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_path):
@@ -80,7 +115,9 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_pa
     assert digests(cut) == digests(sharded)
 
 
-@pytest.mark.parametrize("then", [ranks("sharded", 2), ranks("replicated", 3)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    "then", [ranks("sharded", 2), ranks("replicated", 3)], ids=["sharded", "replicated"]
+)
 def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_four(sharded, warm, tmp_path, then):
     """Four write steps 1 and 2, others step 3, and one process step 4."""
     cut = cut_after_step_2(sharded, tmp_path)
@@ -91,14 +128,20 @@ def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_four(sharded, warm
     assert files == [4, 2 if "sharded" in then else 1, 1]
 
 
-@pytest.mark.parametrize(("harm", "said"), [("lost", "is missing"), ("flipped", "has changed since it was written")])
-def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_used(sharded, tmp_path, harm, said):
+@pytest.mark.parametrize(
+    ("harm", "said"), [("lost", "is missing"), ("flipped", "has changed since it was written")]
+)
+def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_used(
+    sharded, tmp_path, harm, said
+):
     cut = cut_after_step_2(sharded, tmp_path)
     folder = checkpoint_folder(cut, 2) / TRAINER
     part = sorted(folder.iterdir())[2]
     if harm == "lost":
         part.unlink()
-        parameters = list(load_model(str(checkpoint_folder(cut, 1)), ("cpu",), torch.float32).parameters())
+        parameters = list(
+            load_model(str(checkpoint_folder(cut, 1)), ("cpu",), torch.float32).parameters()
+        )
         with pytest.raises(OSError, match=r"parts of \d+\.exp_avg are missing"):
             read_parts(folder, parameters)
     else:
@@ -106,21 +149,43 @@ def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_us
         content[-1] ^= 1
         part.write_bytes(content)
     step, damages = last_whole_step(cut)
-    assert step == 1 and damages == [f"{checkpoint_folder(cut, 2)} is damaged: {TRAINER}/{part.name} {said}"]
+    assert step == 1 and damages == [
+        f"{checkpoint_folder(cut, 2)} is damaged: {TRAINER}/{part.name} {said}"
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_machines_go_on_with_a_run_of_four_processes(sharded, warm, tmp_path, processes):
-    """Two torchruns; a run that is named goes on by itself. Each machine holds all of the policy; the first one writes it."""
+    """Two torchruns; a run that is named goes on by itself. Each machine holds all of the policy;
+    the first one writes it."""
     cut = cut_after_step_2(sharded, tmp_path)
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", str(processes), "--rdzv_backend", "c10d"]
-    torchrun += ["--rdzv_endpoint", f"127.0.0.1:{20000 + processes + os.getpid() % 10000}", "--rdzv_id", "test"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        str(processes),
+        "--rdzv_backend",
+        "c10d",
+    ]
+    torchrun += [
+        "--rdzv_endpoint",
+        f"127.0.0.1:{20000 + processes + os.getpid() % 10000}",
+        "--rdzv_id",
+        "test",
+    ]
     line = [*torchrun, *command(warm, "--policy_parallelism", "sharded")]
     logs = [tmp_path / "machine0.log", tmp_path / "machine1.log"]
     machines = []
     for log in logs:
         with log.open("w") as said:
-            options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": said, "stderr": subprocess.STDOUT}
+            options = {
+                "cwd": tmp_path,
+                "env": ENVIRONMENT,
+                "stdout": said,
+                "stderr": subprocess.STDOUT,
+            }
             machines.append(subprocess.Popen([sys.executable, *line], **options))
     try:
         codes = [machine.wait(300) for machine in machines]
@@ -137,12 +202,21 @@ def test_a_killed_process_ends_the_run_with_its_name_and_nothing_is_left(sharded
     cut = cut_after_step_2(sharded, tmp_path)
     line = [sys.executable, *command(warm, *ranks("sharded", 2), "--resume", "--num_steps", "500")]
     with subprocess.Popen(
-        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        line,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as started:
         while started.poll() is None and not checkpoint_folder(cut, 3).exists():
             time.sleep(0.1)
         (follower,) = psutil.Process(started.pid).children()
         follower.kill()
         rest = started.stdout.read()
-    assert started.returncode == 1 and "error: rank 1 of 2 on " in rest and "killed by SIGKILL" in rest
-    assert "go on with: uv run -m alignment.train_rl" in rest and not psutil.pid_exists(follower.pid)
+    assert (
+        started.returncode == 1 and "error: rank 1 of 2 on " in rest and "killed by SIGKILL" in rest
+    )
+    assert "go on with: uv run -m alignment.train_rl" in rest and not psutil.pid_exists(
+        follower.pid
+    )

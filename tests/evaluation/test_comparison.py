@@ -26,7 +26,8 @@ def compare(a, b):
 
 
 def test_single_answers_have_newcombes_interval():
-    """Of 21 pairs 1 right by both, 1 by the first only, 7 by the second only, 12 by neither: p1 = 2/21, p2 = 8/21."""
+    """Of 21 pairs 1 right by both, 1 by the first only, 7 by the second only, 12 by neither: p1 =
+    2/21, p2 = 8/21."""
     a = [[1]] * 2 + [[0]] * 19
     b = [[1]] + [[0]] + [[1]] * 7 + [[0]] * 12
     found = compare(a, b)
@@ -39,9 +40,14 @@ def test_single_answers_have_newcombes_interval():
 
     (l1, u1), (l2, u2) = wilson(2 / 21), wilson(8 / 21)
     phi = (1 * 12 - 1 * 7) / math.sqrt(2 * 19 * 8 * 13)
-    low = 6 / 21 - math.sqrt((8 / 21 - l2) ** 2 - 2 * phi * (8 / 21 - l2) * (u1 - 2 / 21) + (u1 - 2 / 21) ** 2)
-    high = 6 / 21 + math.sqrt((u2 - 8 / 21) ** 2 - 2 * phi * (u2 - 8 / 21) * (2 / 21 - l1) + (2 / 21 - l1) ** 2)
-    # The sides' own intervals take the unbiased variance between problems, so they are a little wider than Wilson's.
+    low = 6 / 21 - math.sqrt(
+        (8 / 21 - l2) ** 2 - 2 * phi * (8 / 21 - l2) * (u1 - 2 / 21) + (u1 - 2 / 21) ** 2
+    )
+    high = 6 / 21 + math.sqrt(
+        (u2 - 8 / 21) ** 2 - 2 * phi * (u2 - 8 / 21) * (2 / 21 - l1) + (2 / 21 - l1) ** 2
+    )
+    # The sides' own intervals take the unbiased variance between problems, so they are a little
+    # wider than Wilson's.
     assert found.interval == pytest.approx((low, high), abs=0.01)
     assert len(found.won) == 7 and len(found.lost) == 1
 
@@ -55,14 +61,16 @@ def test_pairing_narrows_the_interval():
 
 
 def test_equal_answers_still_leave_doubt():
-    assert compare([[1]] * 20, [[1]] * 20).interval == pytest.approx(
-        (-0.161, 0.161), abs=0.001
-    )  # 1 - Wilson's bound of 20 of 20
+    # 1 - Wilson's bound of 20 of 20
+    assert compare([[1]] * 20, [[1]] * 20).interval == pytest.approx((-0.161, 0.161), abs=0.001)
 
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=2, max_size=2), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=2, max_size=2),
+            st.lists(st.integers(0, 1), min_size=2, max_size=2),
+        ),
         min_size=2,
         max_size=12,
     )
@@ -79,15 +87,27 @@ def test_the_page_shows_both_sides_and_runs_nothing(tmp_path, capsys):
     found = paired_difference(a, b)
     names = ["checkpoints_" + "first_" * 30 + "final", "second"]
     page = write_comparison(found, names, tmp_path, Console()).read_text()
-    assert page.count(f"<th>{names[0]}</th>") == 2 and "viewport" in page and "prefers-color-scheme: dark" in page
+    assert (
+        page.count(f"<th>{names[0]}</th>") == 2
+        and "viewport" in page
+        and "prefers-color-scheme: dark" in page
+    )
     assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in page and "<script>" not in page
     assert "won: 1" in page and "lost: 1" in page and "b1" in page
     rows = [json.loads(line) for line in (tmp_path / "comparison.jsonl").read_text().splitlines()]
     assert [(row["outcome"], row["problem"]) for row in rows] == [("won", "0"), ("lost", "1")]
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith(f"second - {names[0]}: +0.0000 (95 %: -0.") and printed[0].endswith("1 problems won, 1 lost")
+    assert printed[0].startswith(f"second - {names[0]}: +0.0000 (95 %: -0.") and printed[
+        0
+    ].endswith("1 problems won, 1 lost")
     first = ["won: q0", f"  {names[0]}: <script>alert(1)</script>0", "  second: b0"]
-    assert printed[1:] == [*first, "lost: q1", f"  {names[0]}: <script>alert(1)</script>1", "  second: b1", *printed[7:]]
+    assert printed[1:] == [
+        *first,
+        "lost: q1",
+        f"  {names[0]}: <script>alert(1)</script>1",
+        "  second: b1",
+        *printed[7:],
+    ]
     assert printed[7].startswith("all of them, side by side: ") and len(printed) == 8
 
 

@@ -26,10 +26,29 @@ def my_package_can_be_imported(monkeypatch):
 def rl_flags(tiny_folder, tmp_path):
     """The flags of a run of two steps, of two updates each, in the folder `tmp_path`."""
     return [
-        "--sft_base", str(tiny_folder), "--output_dir", str(tmp_path), "--num_steps", "2", "--save_interval", "1",
-        "--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8", "--max_new_tokens", "16",
-        "--max_problems", "4", "--warmup_steps", "0", "--reward", "random",
-    ]  # fmt: skip
+        "--sft_base",
+        str(tiny_folder),
+        "--output_dir",
+        str(tmp_path),
+        "--num_steps",
+        "2",
+        "--save_interval",
+        "1",
+        "--prompts_per_rollout",
+        "4",
+        "--group_size",
+        "4",
+        "--train_mini_batch_size",
+        "8",
+        "--max_new_tokens",
+        "16",
+        "--max_problems",
+        "4",
+        "--warmup_steps",
+        "0",
+        "--reward",
+        "random",
+    ]
 
 
 @pytest.fixture
@@ -69,4 +88,6 @@ def train_in_two_parts(train, monkeypatch):
 @pytest.fixture
 def weights():
     """A function that gives a hash of a run's final weights."""
-    return lambda run: hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
+    return lambda run: hashlib.sha256(
+        (run / "final" / "model.safetensors").read_bytes()
+    ).hexdigest()

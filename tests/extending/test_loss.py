@@ -18,7 +18,10 @@ def test_topr():
     log_probs = torch.tensor([[0.2, 0.4]] * 2).log().requires_grad_()
     old_log_probs = torch.tensor([[0.4, 0.2]] * 2).log()
     inputs = LossInputs(
-        LossConfig(topr.entry), log_probs, advantages=torch.tensor([[1.0], [-1.0]]), old_log_probs=old_log_probs
+        LossConfig(topr.entry),
+        log_probs,
+        advantages=torch.tensor([[1.0], [-1.0]]),
+        old_log_probs=old_log_probs,
     )
     loss, metadata = topr.topr(inputs)
     expected = [[-math.log(0.2), -math.log(0.4)], [0.5 * math.log(0.2), math.log(0.4)]]
@@ -50,9 +53,16 @@ def dry_run(monkeypatch, capsys, *flags: str) -> str:
 def test_it_is_an_arm_of_a_sweep(monkeypatch, capsys):
     arms = ["--loss_type", "grpo_clip", "my_package.topr:entry"]
     printed = dry_run(monkeypatch, capsys, *arms)
-    assert "2 arms x 2 seeds = 4 runs" in printed and "my_package.topr.entry" in printed and "warning" not in printed
-    # The design reads the entry: with one update a rollout the ratio is 1, and the two are one loss.
-    assert "have the gradient of reinforce_with_baseline" in dry_run(monkeypatch, capsys, *arms, "--train_mini_batch_size", "0")
+    assert (
+        "2 arms x 2 seeds = 4 runs" in printed
+        and "my_package.topr.entry" in printed
+        and "warning" not in printed
+    )
+    # The design reads the entry: with one update a rollout the ratio is 1, and the two are one
+    # loss.
+    assert "have the gradient of reinforce_with_baseline" in dry_run(
+        monkeypatch, capsys, *arms, "--train_mini_batch_size", "0"
+    )
     # Of a function nothing is known, so no argument is said to play no part.
     arms = ["--loss_type", "my_package.topr:topr", "--cliprange", "0.1", "0.2"]
     assert "warning" not in dry_run(monkeypatch, capsys, *arms)
@@ -67,7 +77,10 @@ def test_it_is_an_arm_of_a_sweep(monkeypatch, capsys):
     ],
 )
 def test_a_wrong_path_is_refused_before_torch_loads(loss_type, message, rl_flags):
-    script = "import sys\nfrom alignment.system.errors import run_command\nfrom alignment.train_rl import main\n"
+    script = (
+        "import sys\nfrom alignment.system.errors import run_command\nfrom alignment.train_rl"
+        " import main\n"
+    )
     script += "try:\n    run_command(main)\nfinally:\n    print('torch' in sys.modules)\n"
     command = [sys.executable, "-c", script, *rl_flags, "--loss_type", loss_type]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

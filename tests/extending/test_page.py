@@ -17,8 +17,14 @@ COMMANDS = re.findall(r"^    uv run -m alignment\.(\w+) (.*)$", PAGE, re.MULTILI
 
 
 def test_the_pages_show_the_files_word_for_word():
-    shown = dict(re.findall(r"^`(my_package/\w+\.py)`\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-    assert shown == {f"my_package/{path.name}": path.read_text() for path in (HERE / "my_package").glob("*.py")}
+    shown = dict(
+        re.findall(
+            r"^`(my_package/\w+\.py)`\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+        )
+    )
+    assert shown == {
+        f"my_package/{path.name}": path.read_text() for path in (HERE / "my_package").glob("*.py")
+    }
 
 
 def test_the_pages_name_tables_and_tests_that_exist():
@@ -27,7 +33,9 @@ def test_the_pages_name_tables_and_tests_that_exist():
     for name, file in re.findall(r"`([A-Z]\w*[a-z])` in `(\S+)`", PAGE):
         assert f"class {name}" in (HERE.parents[1] / file).read_text()
     named = re.findall(r"`tests/extending/(\w+\.py)`", PAGE)
-    assert sorted([*named, Path(__file__).name]) == sorted(path.name for path in HERE.glob("test_*.py"))
+    assert sorted([*named, Path(__file__).name]) == sorted(
+        path.name for path in HERE.glob("test_*.py")
+    )
 
 
 @pytest.mark.parametrize(("command", "flags"), [pair for pair in COMMANDS if pair[0] != "sweep"])

@@ -13,7 +13,9 @@ ENGINE = "my_package.generate:engine"
 
 def test_completions_are_repeatable_and_end_at_the_stop_string(tiny_folder):
     tokenizer = load_tokenizer(str(tiny_folder))
-    sampler = open_sampler(find_engine(ENGINE), SamplerConfig(str(tiny_folder), "cpu", "float32"), tokenizer)
+    sampler = open_sampler(
+        find_engine(ENGINE), SamplerConfig(str(tiny_folder), "cpu", "float32"), tokenizer
+    )
     sampling = SamplingConfig(n=4, max_new_tokens=24, stop=("e",), seed=3)
     groups = sampler.sample(["1 + 1", "What is 2 + 3?"], sampling)
     check_completions(groups, 2, sampling, vocabulary=len(tokenizer))
@@ -32,11 +34,15 @@ def test_a_run_with_it_agrees_with_the_trainer(train):
 
 def test_it_takes_new_weights(tiny_folder):
     tokenizer = load_tokenizer(str(tiny_folder))
-    sampler = open_sampler(find_engine(ENGINE), SamplerConfig(str(tiny_folder), "cpu", "float32"), tokenizer)
+    sampler = open_sampler(
+        find_engine(ENGINE), SamplerConfig(str(tiny_folder), "cpu", "float32"), tokenizer
+    )
     before = sampler.sample(["1 + 1"], SamplingConfig(max_new_tokens=4))
     halved = {name: tensor / 2 for name, tensor in sampler.model.named_parameters()}
     sampler.load_weights(halved.items(), version=7)
     after = sampler.sample(["1 + 1"], SamplingConfig(max_new_tokens=4))
     assert (before[0][0].policy_version, after[0][0].policy_version) == (0, 7)
     assert before[0][0].log_probs != after[0][0].log_probs
-    assert all(torch.equal(halved[name], tensor) for name, tensor in sampler.model.named_parameters())
+    assert all(
+        torch.equal(halved[name], tensor) for name, tensor in sampler.model.named_parameters()
+    )

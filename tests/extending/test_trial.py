@@ -1,4 +1,5 @@
-"""Code of the user's own that cannot work is refused before anything loads, in one line with its place; a sweep starts no run."""
+"""Code of the user's own that cannot work is refused before anything loads, in one line with its
+place; a sweep starts no run."""
 
 import subprocess
 import sys
@@ -23,14 +24,26 @@ from alignment.core.losses import Loss, LossInputs
 def loss(inputs):
     new, old, weight, mask = inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.mask
 """
-BAD = {  # body of the loss -> what the line says of it, and whether it has the line of the last statement
+# body of the loss -> what the line says of it, and whether it has the line of the last statement
+BAD = {
     "raise KeyError('x')": "KeyError: 'x' (",
-    "return inputs.require('reference_log_probs'), {}": "ValueError: this loss needs reference_log_probs (",
+    "return inputs.require('reference_log_probs'), {}": (
+        "ValueError: this loss needs reference_log_probs ("
+    ),
     "return new @ new, {}": "RuntimeError: ",
-    "return -weight * new": "it returns a tensor of [4, 5], float32, not (loss of every token, what to log of every token) (",
-    "return (-weight * new).sum(), {}": "its loss is a tensor of [], float32, and must be a tensor of [4, 5], a number for every",
-    "return (-weight * new).mean(1, keepdim=True), {}": "its loss is a tensor of [4, 1], float32, and must be a tensor of [4, 5]",
-    "return (-weight * new).detach(), {}": "its loss has no gradient: it does not depend on log_probs, or detaches them (",
+    "return -weight * new": (
+        "it returns a tensor of [4, 5], float32, not (loss of every token, what to log of every"
+        " token) ("
+    ),
+    "return (-weight * new).sum(), {}": (
+        "its loss is a tensor of [], float32, and must be a tensor of [4, 5], a number for every"
+    ),
+    "return (-weight * new).mean(1, keepdim=True), {}": (
+        "its loss is a tensor of [4, 1], float32, and must be a tensor of [4, 5]"
+    ),
+    "return (-weight * new).detach(), {}": (
+        "its loss has no gradient: it does not depend on log_probs, or detaches them ("
+    ),
     "return new > 0, {}": "its loss is a tensor of [4, 5], bool, and must be",
     "return 0.0, {}": "its loss is float (0.0), and must be a tensor of [4, 5]",
     "return new * float('nan'), {}": "its loss is not finite (",
@@ -39,20 +52,31 @@ BAD = {  # body of the loss -> what the line says of it, and whether it has the 
     "import sys; sys.exit(0)": "it has called sys.exit(0) (",
     "weight.add_(1); return -weight * new, {}": "it writes into its inputs (advantages): ",
     "mask.fill_(True); return -weight * new, {}": "it writes into its inputs (mask): ",
-    "return -weight * new, None": "what it logs is NoneType (None), and must be a dict of tensors (",
-    "return -weight * new, {'ratio': (new - old).exp().detach()}": "it logs one of 'ratio' and 'clipped', which go together (",
-    "return -weight * new, {'ratio': new.detach(), 'clipped': 0 * new}": "what it logs as 'clipped' is a tensor of [4, 5], float",
-    "return -weight * new, {'ratio': new.mean(), 'clipped': new > 0}": "what it logs as 'ratio' is a tensor of [], float32, and",
+    "return -weight * new, None": (
+        "what it logs is NoneType (None), and must be a dict of tensors ("
+    ),
+    "return -weight * new, {'ratio': (new - old).exp().detach()}": (
+        "it logs one of 'ratio' and 'clipped', which go together ("
+    ),
+    "return -weight * new, {'ratio': new.detach(), 'clipped': 0 * new}": (
+        "what it logs as 'clipped' is a tensor of [4, 5], float"
+    ),
+    "return -weight * new, {'ratio': new.mean(), 'clipped': new > 0}": (
+        "what it logs as 'ratio' is a tensor of [], float32, and"
+    ),
 }
 ONLY_SOME = {  # that work on four responses whose policy has moved
-    "return -weight * new / (new - old)[mask].abs().max(), {}": "to which the policy gives the old probability",
+    "return -weight * new / (new - old)[mask].abs().max(), {}": (
+        "to which the policy gives the old probability"
+    ),
     "return -weight * new / weight.std(), {}": "for one response",
 }
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A function that writes a module of the user's own, which can be imported; returns its name and its file."""
+    """A function that writes a module of the user's own, which can be imported; returns its name
+    and its file."""
     monkeypatch.syspath_prepend(str(tmp_path / "package"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
 
@@ -78,7 +102,9 @@ def test_a_loss_that_cannot_work_is_refused(body, own):
         tried(f"{module}:loss")
     assert str(caught.value).startswith(f"--loss_type {module}:loss: {BAD[body]}")
     raised = "Error" in BAD[body].partition(":")[0] or "sys.exit" in body
-    assert f" ({file}:{6 if raised else 4}). This was for four responses, made up; docs/" in str(caught.value)
+    assert f" ({file}:{6 if raised else 4}). This was for four responses, made up; docs/" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +131,11 @@ def test_the_facts_of_an_entry_are_checked(fact, said, own):
 @pytest.mark.parametrize("name", [*LOSSES, "my_package.topr:topr", "my_package.topr:entry"])
 def test_losses_that_work_pass(name):
     before = torch.get_rng_state()
-    for numbers in ({}, {"beta": 0.1, "loss_normalization": "token_mean"}, {"sampler_correction": "token_mask"}):
+    for numbers in (
+        {},
+        {"beta": 0.1, "loss_normalization": "token_mean"},
+        {"sampler_correction": "token_mask"},
+    ):
         args = from_preset(RLArgs, "tiny", loss_type=name, **numbers)
         try_loss(name, args.update_config.loss)
     assert torch.equal(torch.get_rng_state(), before)
@@ -123,13 +153,30 @@ def test_the_command_says_it_before_a_model_loads(own, rl_flags, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("statement", "said"),
-    [("raise KeyError('rare')", "KeyError: 'rare'"), ("import sys; sys.exit(0)", "it has called sys.exit(0)")],
+    [
+        ("raise KeyError('rare')", "KeyError: 'rare'"),
+        ("import sys; sys.exit(0)", "it has called sys.exit(0)"),
+    ],
 )
-def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(statement, said, own, rl_flags, tmp_path, monkeypatch, capsys):
+def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(
+    statement, said, own, rl_flags, tmp_path, monkeypatch, capsys
+):
     """As where it is wrong for some data alone: exit code 2, which a sweep does not try again."""
-    text = f"{HEAD}    if len(calls) == 9:\n        {statement}\n    calls.append(1)\n    return -weight * new, {{}}\n"
+    text = (
+        f"{HEAD}    if len(calls) == 9:\n        {statement}\n    calls.append(1)\n    return"
+        " -weight * new, {}\n"
+    )
     module, file = own(f"calls = []\n{text}")
-    small = ["--loss_type", f"{module}:loss", "--train_mini_batch_size", "0", "--micro_batch_tokens", "100000", "--num_steps", "9"]
+    small = [
+        "--loss_type",
+        f"{module}:loss",
+        "--train_mini_batch_size",
+        "0",
+        "--micro_batch_tokens",
+        "100000",
+        "--num_steps",
+        "9",
+    ]
     calls = 6  # of the three trials
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # one micro-batch a step
     assert exit_code(monkeypatch, train_rl.main, "alignment.train_rl", *rl_flags, *small) == 2
@@ -145,19 +192,68 @@ def test_a_sweep_starts_no_run_with_such_a_loss(own, tmp_path, monkeypatch, caps
     module, file = own(f"{HEAD}    return new, 1, 2\n")
     started = []
     monkeypatch.setattr(schedule, "start_command", lambda *given: started.append(given))
-    flags = ["--loss_type", "grpo_clip", f"{module}:loss", "--seed", "0", "1", "--sft_base", "", "--executor", "local"]
-    assert exit_code(monkeypatch, sweep.main, "alignment.sweep", *flags, "--output_dir", str(tmp_path / "out")) == 2
+    flags = [
+        "--loss_type",
+        "grpo_clip",
+        f"{module}:loss",
+        "--seed",
+        "0",
+        "1",
+        "--sft_base",
+        "",
+        "--executor",
+        "local",
+    ]
+    assert (
+        exit_code(
+            monkeypatch,
+            sweep.main,
+            "alignment.sweep",
+            *flags,
+            "--output_dir",
+            str(tmp_path / "out"),
+        )
+        == 2
+    )
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: --loss_type {module}:loss: it returns tuple (") and f"({file}:4)" in line
+    assert (
+        line.startswith(f"error: --loss_type {module}:loss: it returns tuple (")
+        and f"({file}:4)" in line
+    )
     assert not started and not (tmp_path / "out").exists()
 
 
 def test_a_sweep_starts_no_run_with_a_reward_that_fails(own, tmp_path, monkeypatch, capsys):
     module, file = own("def reward(response, ground_truth):\n    return {}[ground_truth]\n")
-    flags = ["--reward", "r1_zero", f"{module}:reward", "--seed", "0", "1", "--sft_base", "", "--executor", "local"]
-    assert exit_code(monkeypatch, sweep.main, "alignment.sweep", *flags, "--output_dir", str(tmp_path / "out")) == 2
+    flags = [
+        "--reward",
+        "r1_zero",
+        f"{module}:reward",
+        "--seed",
+        "0",
+        "1",
+        "--sft_base",
+        "",
+        "--executor",
+        "local",
+    ]
+    assert (
+        exit_code(
+            monkeypatch,
+            sweep.main,
+            "alignment.sweep",
+            *flags,
+            "--output_dir",
+            str(tmp_path / "out"),
+        )
+        == 2
+    )
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: --reward {module}:reward: ") and f"({file}:2)" in line and "KeyError" in line
+    assert (
+        line.startswith(f"error: --reward {module}:reward: ")
+        and f"({file}:2)" in line
+        and "KeyError" in line
+    )
 
 
 RULE = """from my_package import evens
@@ -174,28 +270,58 @@ task = dataclasses.replace(evens.task, rules=(f"{{__name__}}:rule",))
     ("body", "said"),
     [
         ("return {'reward': int(response)}", "ValueError: invalid literal"),
-        ("return {'reward': 1.0}", "gave {'reward': 1.0}; a rule gives reward, format_reward and answer_reward"),
-        ("return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), float('nan'))", "which is no number"),
+        (
+            "return {'reward': 1.0}",
+            "gave {'reward': 1.0}; a rule gives reward, format_reward and answer_reward",
+        ),
+        (
+            "return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), float('nan'))",
+            "which is no number",
+        ),
         ("return None", "gave None; a rule gives"),
         ("import sys; sys.exit(3)", "sys.exit(3)"),
-        ("return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), 10**400)", "000, which is no number"),
+        (
+            "return dict.fromkeys(('reward', 'format_reward', 'answer_reward'), 10**400)",
+            "000, which is no number",
+        ),
     ],
 )
-def test_an_evaluation_tries_a_rule_of_the_users_own_before_a_model_loads(body, said, own, tmp_path, monkeypatch, capsys):
+def test_an_evaluation_tries_a_rule_of_the_users_own_before_a_model_loads(
+    body, said, own, tmp_path, monkeypatch, capsys
+):
     module, file = own(RULE.format(body=body))
     monkeypatch.setattr("alignment.checks.check_model_path", lambda *given, **options: None)
-    flags = ["--task", f"{module}:task", "--reward", f"{module}:rule", "--model", "nobody/nothing", "--output_dir", str(tmp_path)]
+    flags = [
+        "--task",
+        f"{module}:task",
+        "--reward",
+        f"{module}:rule",
+        "--model",
+        "nobody/nothing",
+        "--output_dir",
+        str(tmp_path),
+    ]
     assert exit_code(monkeypatch, evaluate.main, "alignment.evaluate", *flags) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: --reward {module}:rule: ") and said in line and "This was a made-up response" in line
+    assert (
+        line.startswith(f"error: --reward {module}:rule: ")
+        and said in line
+        and "This was a made-up response" in line
+    )
 
 
 @pytest.mark.parametrize(
     ("problems", "said"),
     [
         ("    return {}[split]", "KeyError: 'test' (/"),
-        ("    return 7", "its problems of the split test are int (7), and must be a list of Problem"),
-        ("    return ['2 + 2']", "its problems of the split test hold str (2 + 2), and must be a list of Problem"),
+        (
+            "    return 7",
+            "its problems of the split test are int (7), and must be a list of Problem",
+        ),
+        (
+            "    return ['2 + 2']",
+            "its problems of the split test hold str (2 + 2), and must be a list of Problem",
+        ),
         ("    yield 1", "its problems of the split test are generator"),
     ],
 )
@@ -214,11 +340,18 @@ def test_an_engine_or_a_policy_that_fails_is_one_line(kind, own, rl_flags, monke
     module, file = own("def engine(*given):\n    raise AttributeError('no engine')\n")
     words = [*rl_flags, f"--{kind}", f"{module}:engine"]
     assert exit_code(monkeypatch, train_rl.main, "alignment.train_rl", *words) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"error: AttributeError: no engine ({file}:2)"
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == f"error: AttributeError: no engine ({file}:2)"
+    )
 
 
 def test_our_own_errors_keep_their_traceback():
     """Also where a script of the user's own calls the command."""
-    script = "from alignment.system.errors import run_command\nimport json\nrun_command(lambda: json.loads(1))\n"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    script = (
+        "from alignment.system.errors import run_command\nimport json\nrun_command(lambda:"
+        " json.loads(1))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1 and "Traceback" in ended.stderr

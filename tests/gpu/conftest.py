@@ -1,4 +1,5 @@
-"""Tests that only a GPU can show. Without one they are skipped; with one a table of what they measured ends the session."""
+"""Tests that only a GPU can show. Without one they are skipped; with one a table of what they
+measured ends the session."""
 
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def figures():
 def pytest_terminal_summary(terminalreporter) -> None:
     if not MEASURED:
         return
-    terminalreporter.section(f"measured on {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    terminalreporter.section(
+        f"measured on {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     width = max(map(len, MEASURED))
     for name, value in MEASURED.items():
         terminalreporter.write_line(f"{name:<{width}}  {value}")

@@ -1,8 +1,10 @@
-"""One vLLM engine that shares a GPU with a policy, as `--sampler auto` on one GPU: its start beside the policy's loading, sleep with
-bytes, and new weights, the first and later ones, with seconds and with bytes through the host. It needs one GPU and vLLM, about
-two minutes, most of which the engine compiles, and no network. `-s` shows what was measured.
+"""One vLLM engine that shares a GPU with a policy, as `--sampler auto` on one GPU: its start beside
+the policy's loading, sleep with bytes, and new weights, the first and later ones, with seconds and
+with bytes through the host. It needs one GPU and vLLM, about two minutes, most of which the engine
+compiles, and no network. `-s` shows what was measured.
 
-ENGINE_MODEL=/folder measures with another model than random weights of 0.4 billion; ENGINE_DEVICE=cpu runs it dry, without sleep."""
+ENGINE_MODEL=/folder measures with another model than random weights of 0.4 billion;
+ENGINE_DEVICE=cpu runs it dry, without sleep."""
 
 import json
 import os
@@ -42,7 +44,9 @@ class Policy:
     def __init__(self, folder: str):
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+        )
         self.devices = (DEVICE,)
 
     def weights(self):
@@ -95,27 +99,48 @@ def free_bytes() -> int:
 
 
 def make_model(folder: Path) -> None:
-    """Random weights of Qwen2.5-0.5B's layers, with fewer tokens, and a tokenizer of bytes and of words that no prompt has."""
+    """Random weights of Qwen2.5-0.5B's layers, with fewer tokens, and a tokenizer of bytes and of
+    words that no prompt has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     words = 32768 if ON_GPU else 512
-    large = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    large = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = Qwen2Config(
-        **(large if ON_GPU else small), num_key_value_heads=2, vocab_size=words, tie_word_embeddings=True,
-        max_position_embeddings=1024, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        **(large if ON_GPU else small),
+        num_key_value_heads=2,
+        vocab_size=words,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokens = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [f"Ġw{number}" for number in range(words - len(tokens))]
-    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[0], pad_token=tokens[0]).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=tokens[0], pad_token=tokens[0]
+    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +171,15 @@ def shared(folder, measured):
 
     def start(opening):
         config = SamplerConfig(
-            folder, DEVICE, "bfloat16" if ON_GPU else "float32", timeout=300.0, memory_share=MEMORY_SHARE, sleeps=ON_GPU,
-            policy_device=DEVICE, start=opening,
-        )  # fmt: skip
+            folder,
+            DEVICE,
+            "bfloat16" if ON_GPU else "float32",
+            timeout=300.0,
+            memory_share=MEMORY_SHARE,
+            sleeps=ON_GPU,
+            policy_device=DEVICE,
+            start=opening,
+        )
         return open_sampler(SAMPLERS["vllm"], config, tokenizer, coming)
 
     opening = Opening("vLLM", start)
@@ -159,7 +190,9 @@ def shared(folder, measured):
     sampler = opening.result(Console())
     measured["s: waiting for the engine after that"] = time.monotonic() - waiting
     policy.free_asleep = free_bytes()
-    measured["GiB: taken by the engine that has started and sleeps"] = (policy.free_before - policy.free_asleep) / GIB
+    measured["GiB: taken by the engine that has started and sleeps"] = (
+        policy.free_before - policy.free_asleep
+    ) / GIB
     yield policy, sampler
     sampler.close()
     opening.close()
@@ -196,7 +229,9 @@ def test_weights_that_are_kept_are_the_same_after_sleep(shared, measured):
     asleep = free_bytes()
     assert abs(asleep - policy.free_asleep) < GIB // 2
     after = sampler.sample(PROMPTS, SAMPLING)
-    assert [c.token_ids for group in after for c in group] == [c.token_ids for group in before for c in group]
+    assert [c.token_ids for group in after for c in group] == [
+        c.token_ids for group in before for c in group
+    ]
 
 
 @needs_sleep
@@ -205,13 +240,17 @@ def test_discarded_weights_leave_the_gpu_and_are_not_sampled_with(shared, measur
     for number in range(2):
         began = time.monotonic()
         put_to_sleep(sampler, keep_weights=False)
-        measured[f"s: sleep, weights discarded, {'first' if number == 0 else 'again'}"] = time.monotonic() - began
+        measured[f"s: sleep, weights discarded, {'first' if number == 0 else 'again'}"] = (
+            time.monotonic() - began
+        )
         assert abs(free_bytes() - policy.free_asleep) < GIB // 2
         with pytest.raises(WeightsDiscarded):
             sampler.sample(PROMPTS, SAMPLING)
 
 
-def test_new_weights_arrive_and_the_first_time_takes_no_more_than_twice_a_later_one(shared, measured, monkeypatch):
+def test_new_weights_arrive_and_the_first_time_takes_no_more_than_twice_a_later_one(
+    shared, measured, monkeypatch
+):
     """Names, shapes and checksums alone pass through the host."""
     policy, sampler = shared
     (engine,) = sampler._engines.values()
@@ -241,12 +280,16 @@ def test_new_weights_arrive_and_the_first_time_takes_no_more_than_twice_a_later_
             for phase, spent in phases.items():
                 measured[f"s: sync {version}, engine's {phase}"] = spent
         between = free_bytes()
-        measured[f"nats: gap of log-probs, weights {version}"] = policy.gap(sampler.sample(PROMPTS, SAMPLING))
+        measured[f"nats: gap of log-probs, weights {version}"] = policy.gap(
+            sampler.sample(PROMPTS, SAMPLING)
+        )
         assert measured[f"nats: gap of log-probs, weights {version}"] < 0.05
         assert sampler.policy_version == version and sampler.restarts == 0
         if ON_GPU:
             # Between sync and sampling keys and values still sleep.
-            measured[f"GiB: more taken after sync {version} than asleep"] = (policy.free_asleep - between) / GIB
+            measured[f"GiB: more taken after sync {version} than asleep"] = (
+                policy.free_asleep - between
+            ) / GIB
             assert between > free_bytes() + GIB
             put_to_sleep(sampler, keep_weights=False)
             assert abs(free_bytes() - policy.free_asleep) < GIB

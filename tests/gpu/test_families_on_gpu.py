@@ -1,4 +1,5 @@
-"""Every family of models on a GPU: our log-probs, gradients and decoding against the model's own forward pass there."""
+"""Every family of models on a GPU: our log-probs, gradients and decoding against the model's own
+forward pass there."""
 
 import pytest
 import torch
@@ -49,7 +50,9 @@ def test_a_family_computes_on_a_gpu_what_its_own_forward_pass_does(name, figures
     weights = torch.randn(len(own), generator=torch.Generator().manual_seed(3)).to(GPU)
     expected = families.gradients(model, weights @ own)
     mask = batch.response_mask
-    ours = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=mask)["log_probs"][mask.to(GPU)]
+    ours = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=mask)[
+        "log_probs"
+    ][mask.to(GPU)]
     gradient = families.gradients(model, weights @ ours)
     nats = (ours - own).abs().max().item()
     relative = ((gradient - expected).norm() / expected.norm()).item()
@@ -63,7 +66,8 @@ def test_a_family_decodes_on_a_gpu_the_tokens_that_its_own_forward_pass_likes_be
     model = families.family_model(name).to(GPU)
     choose_path(model)
     sampler = TransformersSampler(model, families.NoTokenizer(), 64)
-    sampler.responses = ResponseReader(sampler.tokenizer, ())  # without an end: every row is decoded to its full length
+    # without an end: every row is decoded to its full length
+    sampler.responses = ResponseReader(sampler.tokenizer, ())
     choose_decoding(sampler)
     torch.manual_seed(2)
     prompts = [torch.randint(3, 64, (length,)).tolist() for length in (11, 4, 1)]
@@ -71,7 +75,9 @@ def test_a_family_decodes_on_a_gpu_the_tokens_that_its_own_forward_pass_likes_be
     waves = [[0], [1], [2]] if sampler.plain_path else [[0, 1, 2]]
     rows = []
     for wave in waves:
-        rows += sampler._decode(prompts, wave, torch.zeros(2 * len(wave), 12, device=GPU), sampling, None)
+        rows += sampler._decode(
+            prompts, wave, torch.zeros(2 * len(wave), 12, device=GPU), sampling, None
+        )
     for index, row in enumerate(rows):
         prompt = prompts[index // 2]
         log_probs = own_logits(model, prompt + row.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)

@@ -1,4 +1,5 @@
-"""On a GPU: what torch allocates in an update is what was predicted, and with --deterministic a resumed run has the same bits."""
+"""On a GPU: what torch allocates in an update is what was predicted, and with --deterministic a
+resumed run has the same bits."""
 
 import dataclasses
 import gc
@@ -29,13 +30,26 @@ pytestmark = pytest.mark.gpu
 
 GPU = "cuda:0"
 PROMPT, ROWS, GROUPS = 150, 8, 6
-SMALL = {"prompts_per_rollout": 2, "group_size": 4, "train_mini_batch_size": 4, "max_new_tokens": 16, "max_problems": 4}
-SMALL |= {"reward": "random", "num_steps": 2, "eval_interval": 2, "save_interval": 1, "log_state": True}
+SMALL = {
+    "prompts_per_rollout": 2,
+    "group_size": 4,
+    "train_mini_batch_size": 4,
+    "max_new_tokens": 16,
+    "max_problems": 4,
+}
+SMALL |= {
+    "reward": "random",
+    "num_steps": 2,
+    "eval_interval": 2,
+    "save_interval": 1,
+    "log_state": True,
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """Six layers of Qwen2.5-Math-1.5B's, in whose number the count is linear, with its embedding; random weights."""
+    """Six layers of Qwen2.5-Math-1.5B's, in whose number the count is linear, with its embedding;
+    random weights."""
     torch.manual_seed(0)
     with torch.device(GPU):
         model = AutoModelForCausalLM.from_config(qwen2(1536, 8960, 6, 12), dtype=torch.bfloat16)
@@ -45,7 +59,8 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def allocated_before():
-    """Bytes that torch has allocated for others, once what nobody uses is gone; measures from here on."""
+    """Bytes that torch has allocated for others, once what nobody uses is gone; measures from here
+    on."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(GPU)
@@ -56,8 +71,14 @@ def rows(longest: int) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and responses of random tokens, these between half and the whole of a length."""
     draw = random.Random(0)
     prompts = [[draw.randrange(1000) for _ in range(PROMPT)] for _ in range(GROUPS)]
-    lengths = [longest if row == 0 else draw.randint(longest // 2, longest) for _ in prompts for row in range(ROWS)]
-    return [prompt for prompt in prompts for _ in range(ROWS)], [[draw.randrange(1000) for _ in range(n)] for n in lengths]
+    lengths = [
+        longest if row == 0 else draw.randint(longest // 2, longest)
+        for _ in prompts
+        for row in range(ROWS)
+    ]
+    return [prompt for prompt in prompts for _ in range(ROWS)], [
+        [draw.randrange(1000) for _ in range(n)] for n in lengths
+    ]
 
 
 def mean(rows, log_probs, mask):
@@ -69,7 +90,8 @@ def mean(rows, log_probs, mask):
     [("bfloat16", 16384, 512), ("bfloat16", 4096, 256), ("float32", 4096, 256)],
 )
 def test_an_update_allocates_what_was_predicted(folder, allocated_before, dtype, tokens, longest):
-    """From the second step on, when there are moments, at the largest micro-batch: 0 to 15 % less than the form says."""
+    """From the second step on, when there are moments, at the largest micro-batch: 0 to 15 % less
+    than the form says."""
     policy = SingleDevicePolicy(PolicyConfig(folder, (GPU,), dtype, micro_batch_tokens=tokens))
     batch = collate(*rows(longest), 0)
     objective = Objective(mean, Distribution())
@@ -79,30 +101,46 @@ def test_an_update_allocates_what_was_predicted(folder, allocated_before, dtype,
         policy.clip_gradient(1.0)
         policy.step(1e-6)
     measured = torch.cuda.max_memory_allocated(GPU) - allocated_before
-    args = from_preset(RLArgs, "single_gpu_gsm8k_kl", beta=0.0, optimizer="adamw", dtype=dtype, group_size=ROWS)
+    args = from_preset(
+        RLArgs, "single_gpu_gsm8k_kl", beta=0.0, optimizer="adamw", dtype=dtype, group_size=ROWS
+    )
     step = step_shape(args, roles_of(args, 1), total_bytes(GPU), vllm=True)
     step = dataclasses.replace(
-        step, policy_parallelism="single", micro_batch_tokens=tokens, prompt=PROMPT, max_new_tokens=longest, truncated=False, sampled={},
-        update_tokens=GROUPS * (PROMPT + ROWS * longest), largest_micro_batch=max(r.sums["tokens"] for r in results),
-    )  # fmt: skip
+        step,
+        policy_parallelism="single",
+        micro_batch_tokens=tokens,
+        prompt=PROMPT,
+        max_new_tokens=longest,
+        truncated=False,
+        sampled={},
+        update_tokens=GROUPS * (PROMPT + ROWS * longest),
+        largest_micro_batch=max(r.sums["tokens"] for r in results),
+    )
     policy_alone = Roles((GPU,), sample=(), reference="", eval="")
     peak, *_ = peak_bytes(ModelShape.from_config(policy.config), policy.config, policy_alone, step)
     predicted = peak.of_trainer("update")
-    kinds = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in peak.phases["update"].items() if size)
-    said = f"{dtype}, {step.largest_micro_batch} tokens: {measured / 1e9:.2f} GB, predicted {predicted / 1e9:.2f} ({kinds})"
+    kinds = ", ".join(
+        f"{kind} {size / 1e9:.2f}" for kind, size in peak.phases["update"].items() if size
+    )
+    said = (
+        f"{dtype}, {step.largest_micro_batch} tokens: {measured / 1e9:.2f} GB, predicted"
+        f" {predicted / 1e9:.2f} ({kinds})"
+    )
     print(said)
     assert measured <= predicted <= 1.15 * measured, said
 
 
 def trained(output, base, **others):
-    args = from_preset(RLArgs, "tiny", output_dir=str(output), sft_base=str(base), run_name="run", **SMALL | others)
+    args = from_preset(
+        RLArgs, "tiny", output_dir=str(output), sft_base=str(base), run_name="run", **SMALL | others
+    )
     check_rl(args)
     return train(args, Console(quiet=True))
 
 
 def test_deterministic_kernels_resume_to_the_same_bits(tiny_folder, tmp_path, monkeypatch):
-    """A run that is put back to its first checkpoint, as if it had been killed, and resumed. Each phase has bytes by torch's
-    allocator, and no fewer by the driver."""
+    """A run that is put back to its first checkpoint, as if it had been killed, and resumed. Each
+    phase has bytes by torch's allocator, and no fewer by the driver."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         straight = trained(tmp_path / "straight", tiny_folder, deterministic=True)

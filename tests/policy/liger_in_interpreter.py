@@ -1,5 +1,6 @@
-"""Liger's kernels beside a model's own code, on the CPU by Triton's interpreter (TRITON_INTERPRET=1). Prints how far
-the gradients of two steps are apart, relative to their norms, and fails where that is too far, or a kernel has not run."""
+"""Liger's kernels beside a model's own code, on the CPU by Triton's interpreter
+(TRITON_INTERPRET=1). Prints how far the gradients of two steps are apart, relative to their norms,
+and fails where that is too far, or a kernel has not run."""
 
 import dataclasses
 import sys
@@ -21,22 +22,37 @@ from alignment.policy.policy import Objective, Policy, PolicyConfig, open_policy
 
 KERNELS = (LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction)
 # Five rows of three prompts, two of which have two rows.
-ROWS = [((1, 2, 3), (4, 5, 6, 7)), ((1, 2, 3), (8, 9)), ((5, 6), (1, 2, 3, 4, 5, 6)), ((5, 6), (3,)), ((7,), (8, 9))]
+ROWS = [
+    ((1, 2, 3), (4, 5, 6, 7)),
+    ((1, 2, 3), (8, 9)),
+    ((5, 6), (1, 2, 3, 4, 5, 6)),
+    ((5, 6), (3,)),
+    ((7,), (8, 9)),
+]
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 16,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+}
 ran = set()
 
 
 def complete_interpreter() -> None:
-    """Give Triton's interpreter what it lacks: numbers of floating point as arguments, and CUDA's rsqrt."""
+    """Give Triton's interpreter what it lacks: numbers of floating point as arguments, and CUDA's
+    rsqrt."""
     convert = interpreter._implicit_cvt
 
     def convert_floats_too(argument):
         if not isinstance(argument, float):
             return convert(argument)
-        return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32
+        )
 
     interpreter._implicit_cvt = convert_floats_too
     rms_norm.rsqrt = lambda x: 1 / tl.sqrt(x)
@@ -55,7 +71,13 @@ def gradients(policy: Policy) -> torch.Tensor:
     """Those of two steps, one after another."""
     found = []
     for _ in range(2):
-        list(policy.accumulate(collate(*zip(*ROWS, strict=True), 0), range(len(ROWS)), Objective(mean, entropy=False)))
+        list(
+            policy.accumulate(
+                collate(*zip(*ROWS, strict=True), 0),
+                range(len(ROWS)),
+                Objective(mean, entropy=False),
+            )
+        )
         found.append(policy.gradient())
         policy.step(1e-3)
     return torch.stack(found)
@@ -66,10 +88,15 @@ def main(folder: Path) -> None:
     complete_interpreter()
     for kernel in KERNELS:
         note_runs(kernel)
-    for kind, config, family in (("single", LlamaConfig, LlamaForCausalLM), ("sharded", Qwen3Config, Qwen3ForCausalLM)):
+    for kind, config, family in (
+        ("single", LlamaConfig, LlamaForCausalLM),
+        ("sharded", Qwen3Config, Qwen3ForCausalLM),
+    ):
         torch.manual_seed(0)
         family(config(**SIZES)).save_pretrained(folder / family.__name__)
-        of_policy = PolicyConfig(str(folder / family.__name__), ("cpu",), "float32", micro_batch_tokens=1000)
+        of_policy = PolicyConfig(
+            str(folder / family.__name__), ("cpu",), "float32", micro_batch_tokens=1000
+        )
         own = gradients(open_policy("single", of_policy))
         assert not ran, "a kernel runs without the flag"
         policy = open_policy(kind, dataclasses.replace(of_policy, use_liger_kernel=True))

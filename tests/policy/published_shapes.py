@@ -3,7 +3,9 @@
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 
-def qwen2(hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int) -> Qwen2Config:
+def qwen2(
+    hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int
+) -> Qwen2Config:
     """A Qwen2.5 model with tied embeddings and two heads of keys."""
     return Qwen2Config(
         vocab_size=151_936,

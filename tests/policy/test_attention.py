@@ -1,4 +1,5 @@
-"""Attention by parts against each row's own, in which a query sees all keys before it in one softmax."""
+"""Attention by parts against each row's own, in which a query sees all keys before it in one
+softmax."""
 
 from types import SimpleNamespace
 
@@ -16,8 +17,13 @@ from alignment.policy.packing import pack
 
 
 def rows_of(lengths: list[tuple[int, list[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Rows of prompts and responses of these lengths; prompts differ, and rows of different ones alternate."""
-    rows = [((number,) * prompt, (0,) * own) for number, (prompt, responses) in enumerate(lengths) for own in responses]
+    """Rows of prompts and responses of these lengths; prompts differ, and rows of different ones
+    alternate."""
+    rows = [
+        ((number,) * prompt, (0,) * own)
+        for number, (prompt, responses) in enumerate(lengths)
+        for own in responses
+    ]
     return rows[::2] + rows[1::2]
 
 
@@ -28,42 +34,71 @@ def eager(q, k, v, sinks, packing, rows, rule: AttentionRule) -> torch.Tensor:
         places = places[: sum(map(len, row))]
         groups, number = q.shape[1] // k.shape[1], len(places)
         q_HTD, k_HTD, v_HTE = (
-            x[places].transpose(0, 1).repeat_interleave(repeats, dim=0) for x, repeats in ((q, 1), (k, groups), (v, groups))
+            x[places].transpose(0, 1).repeat_interleave(repeats, dim=0)
+            for x, repeats in ((q, 1), (k, groups), (v, groups))
         )
         scores = soft_capped(q_HTD @ k_HTD.transpose(1, 2) * rule.scaling, rule.soft_cap)
         distance = torch.arange(number)[:, None] - torch.arange(number)
-        scores = scores.masked_fill((distance < 0) | (distance >= (rule.window or number)), -torch.inf)
+        scores = scores.masked_fill(
+            (distance < 0) | (distance >= (rule.window or number)), -torch.inf
+        )
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, number, 1)], dim=2)
-        out = out.index_put((places,), (scores.softmax(dim=2)[..., :number] @ v_HTE).transpose(0, 1))
+        out = out.index_put(
+            (places,), (scores.softmax(dim=2)[..., :number] @ v_HTE).transpose(0, 1)
+        )
     return out
 
 
-def inputs_of(packing, heads: int, kv_heads: int, sizes: tuple[int, int], sinks: bool, dtype=torch.float32) -> list:
+def inputs_of(
+    packing, heads: int, kv_heads: int, sizes: tuple[int, int], sinks: bool, dtype=torch.float32
+) -> list:
     """q, k, v of the packed tokens and sinks or None, which take gradients."""
     torch.manual_seed(0)
     tokens = packing.input_ids_1N.shape[1]
-    shapes = [(tokens, heads, sizes[0]), (tokens, kv_heads, sizes[0]), (tokens, kv_heads, sizes[1])] + [(heads,)] * sinks
-    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes] + [None] * (not sinks)
+    shapes = [
+        (tokens, heads, sizes[0]),
+        (tokens, kv_heads, sizes[0]),
+        (tokens, kv_heads, sizes[1]),
+    ] + [(heads,)] * sinks
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes] + [None] * (
+        not sinks
+    )
 
 
-def assert_equals_eager(rows, heads, sizes, rule: AttentionRule, sinks: bool, tolerance: float = 1e-5, dtype=torch.float32):
-    """Outputs and gradients, to a tolerance relative to the largest number where that is above one."""
+def assert_equals_eager(
+    rows,
+    heads,
+    sizes,
+    rule: AttentionRule,
+    sinks: bool,
+    tolerance: float = 1e-5,
+    dtype=torch.float32,
+):
+    """Outputs and gradients, to a tolerance relative to the largest number where that is above
+    one."""
     packing = pack(rows)
     inputs = inputs_of(packing, *heads, sizes, sinks, dtype)
     found = JoinedAttention.apply(*inputs, packing.parts, rule)
     expected = eager(*inputs, packing, rows, rule)
     weights, taken = torch.randn_like(expected), [tensor for tensor in inputs if tensor is not None]
     results = zip(
-        (found, *torch.autograd.grad(found, taken, weights)), (expected, *torch.autograd.grad(expected, taken, weights))
+        (found, *torch.autograd.grad(found, taken, weights)),
+        (expected, *torch.autograd.grad(expected, taken, weights)),
     )
     for ours, theirs in results:
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, float(theirs.detach().abs().max())))
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=tolerance * max(1.0, float(theirs.detach().abs().max()))
+        )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)), min_size=1, max_size=4),
+    lengths=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    ),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     sizes=st.sampled_from([(8, 8), (8, 5), (4, 6)]),
     window=st.sampled_from([None, 1, 2, 5, 100]),
@@ -72,17 +107,22 @@ def assert_equals_eager(rows, heads, sizes, rule: AttentionRule, sinks: bool, to
     at_a_time=st.sampled_from([1, 3, 256]),
 )
 def test_parts_make_what_whole_rows_make(lengths, heads, sizes, window, soft_cap, sinks, at_a_time):
-    """Grouped queries, values of another size, windows that leave out all of a prompt, caps, sinks, a prompt's single row,
-    responses without tokens, several lengths of prompts: outputs and gradients."""
+    """Grouped queries, values of another size, windows that leave out all of a prompt, caps, sinks,
+    a prompt's single row, responses without tokens, several lengths of prompts: outputs and
+    gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "QUERIES_AT_A_TIME", at_a_time)
-        assert_equals_eager(rows_of(lengths), heads, sizes, AttentionRule(0.5, window, soft_cap), sinks)
+        assert_equals_eager(
+            rows_of(lengths), heads, sizes, AttentionRule(0.5, window, soft_cap), sinks
+        )
 
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_double_precision_stays(window):
     rows = rows_of([(40, [30, 60, 50]), (20, [10, 90])])
-    assert_equals_eager(rows, (4, 2), (8, 8), AttentionRule(0.5, window), True, 1e-12, torch.float64)
+    assert_equals_eager(
+        rows, (4, 2), (8, 8), AttentionRule(0.5, window), True, 1e-12, torch.float64
+    )
 
 
 @pytest.mark.parametrize("size", [200.0, -200.0])
@@ -90,15 +130,23 @@ def test_parts_of_which_one_outweighs_the_others_stay_finite(size):
     """Scores of hundreds, of the prompt or of the response."""
     packing = pack([((1,), (2,)), ((1,), (3,))])
     q = torch.full((3, 1, 1), size)
-    k, v = torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1), torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1)
+    k, v = (
+        torch.tensor([1.0, -1.0, -1.0]).view(3, 1, 1),
+        torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1),
+    )
     out = JoinedAttention.apply(q, k, v, None, packing.parts, AttentionRule(1.0))
     assert out.flatten().tolist() == ([5, 5, 5] if size > 0 else [5, 6, 7])
 
 
 def test_a_window_and_a_sink_by_hand():
-    """Equal scores of 0. A window of two: the token before, and itself. A sink of log 2 is as two tokens of value 0."""
+    """Equal scores of 0. A window of two: the token before, and itself. A sink of log 2 is as two
+    tokens of value 0."""
     packing = pack([((1, 2), (3, 4)), ((1, 2), ())])
-    q, k, v = torch.zeros(4, 1, 1), torch.ones(4, 1, 1), torch.tensor([3.0, 6.0, 9.0, 12.0]).view(4, 1, 1)
+    q, k, v = (
+        torch.zeros(4, 1, 1),
+        torch.ones(4, 1, 1),
+        torch.tensor([3.0, 6.0, 9.0, 12.0]).view(4, 1, 1),
+    )
     out = JoinedAttention.apply(q, k, v, None, packing.parts, AttentionRule(1.0, window=2))
     torch.testing.assert_close(out.flatten(), torch.tensor([3, 4.5, 7.5, 10.5]))
     sinks = torch.tensor([2.0]).log().requires_grad_()
@@ -106,11 +154,14 @@ def test_a_window_and_a_sink_by_hand():
     torch.testing.assert_close(out.flatten(), torch.tensor([3 / 3, 9 / 4, 18 / 5, 30 / 6]))
     # The output falls by its own size times the sink's share.
     (gradient,) = torch.autograd.grad(out.sum(), sinks)
-    torch.testing.assert_close(gradient, -torch.tensor([1 * 2 / 3 + 9 / 4 * 2 / 4 + 18 / 5 * 2 / 5 + 5 * 2 / 6]))
+    torch.testing.assert_close(
+        gradient, -torch.tensor([1 * 2 / 3 + 9 / 4 * 2 / 4 + 18 / 5 * 2 / 5 + 5 * 2 / 6])
+    )
 
 
 def test_rotary_embeddings_in_float32_meet_values_in_bfloat16():
-    """As under autocast. What is returned is of the type of values, within rounding of float32's."""
+    """As under autocast. What is returned is of the type of values, within rounding of
+    float32's."""
     rows = rows_of([(20, [30, 25, 0]), (7, [9])])
     packing, rule = pack(rows), AttentionRule(0.35)
     exact = inputs_of(packing, 4, 2, (8, 8), False)
@@ -125,9 +176,13 @@ def test_rotary_embeddings_in_float32_meet_values_in_bfloat16():
     torch.testing.assert_close(found[0].float(), expected, rtol=0, atol=0.02)
     weights = torch.randn_like(expected)
     given = torch.autograd.grad(expected, exact[:3], weights)
-    for tensor, ours, theirs in zip(halves, torch.autograd.grad(found[0], halves, weights.bfloat16()), given, strict=True):
+    for tensor, ours, theirs in zip(
+        halves, torch.autograd.grad(found[0], halves, weights.bfloat16()), given, strict=True
+    ):
         assert ours.dtype == tensor.dtype
-        torch.testing.assert_close(ours[0].transpose(0, 1).float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
+        torch.testing.assert_close(
+            ours[0].transpose(0, 1).float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max())
+        )
 
 
 RULES = {"plain": {}, "window": {"window": 300}, "soft cap": {"soft_cap": 2.0}}
@@ -142,7 +197,9 @@ class LargestTensor(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize)
+                self.numbers = max(
+                    self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize
+                )
         return out
 
 
@@ -155,7 +212,9 @@ def test_no_tensor_grows_with_the_square_of_the_responses(rule, sinks):
         packing = pack(rows_of([(2, [length, length]), (1, [length])]))
         inputs = inputs_of(packing, 2, 1, (8, 8), sinks)
         with LargestTensor() as held:
-            JoinedAttention.apply(*inputs, packing.parts, AttentionRule(0.5, **RULES[rule])).sum().backward()
+            JoinedAttention.apply(
+                *inputs, packing.parts, AttentionRule(0.5, **RULES[rule])
+            ).sum().backward()
         largest.append(held.numbers)
     assert largest[1] < 2.1 * largest[0]
 
@@ -164,7 +223,9 @@ def test_no_tensor_grows_with_the_square_of_the_responses(rule, sinks):
 def test_backward_keeps_queries_keys_values_outputs_and_one_number_a_query(rule):
     packing = pack(rows_of([(30, [300, 200, 100]), (10, [50])]))
     inputs, kept = inputs_of(packing, 4, 2, (8, 8), False), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         out = JoinedAttention.apply(*inputs, packing.parts, AttentionRule(0.5, **RULES[rule]))
     tokens = len(out)
     assert tokens == 30 + 600 + 60
@@ -174,17 +235,23 @@ def test_backward_keeps_queries_keys_values_outputs_and_one_number_a_query(rule)
         <= 4 * (tokens + 1) * 8 * (4 + 2 + 2 + 4) + 4 * (tokens + 1) * 4
     )
     kept.clear()
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+    with (
+        torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor),
+    ):
         JoinedAttention.apply(*inputs, packing.parts, AttentionRule(0.5, **RULES[rule]))
     assert not kept
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("length", "padded"), [(32, 32), (33, 64)])
 def test_a_gpus_kernels_get_what_they_read(dtype, length, padded, monkeypatch):
-    """As many heads of keys as of queries; sizes of heads side by side; outputs of a row's tokens one after another; and in
-    backward a log-sum-exp padded to a multiple of 32 queries, of which only the strides between rows and heads are read."""
+    """As many heads of keys as of queries; sizes of heads side by side; outputs of a row's tokens
+    one after another; and in backward a log-sum-exp padded to a multiple of 32 queries, of which
+    only the strides between rows and heads are read."""
     calls = []
 
     def recorded(name):
@@ -197,24 +264,37 @@ def test_a_gpus_kernels_get_what_they_read(dtype, length, padded, monkeypatch):
         return call
 
     names = [f"_scaled_dot_product_efficient_attention{suffix}" for suffix in ("", "_backward")]
-    monkeypatch.setattr(attention, "aten", SimpleNamespace(**{name: recorded(name) for name in names}))
+    monkeypatch.setattr(
+        attention, "aten", SimpleNamespace(**{name: recorded(name) for name in names})
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = (torch.empty(70, heads, 8, dtype=dtype, device="cuda") for heads in (4, 2, 2))
         suffixes = torch.empty(2, length, dtype=torch.int64, device="cuda")
         prefixes = torch.empty(2, 3, dtype=torch.int64, device="cuda")
         parts = [Part(suffixes, suffixes, 0), Part(suffixes, prefixes, 3)]
-        ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+        ctx = SimpleNamespace(
+            save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+        )
         out = JoinedAttention.forward(ctx, q, k, v, None, parts, AttentionRule(0.5))
         gradients = JoinedAttention.backward(ctx, torch.empty_like(out))
     assert out.shape == q.shape and out.dtype == dtype and out.device.type == "cuda"
     assert [(g.shape, g.dtype) for g in gradients[:3]] == [(t.shape, dtype) for t in (q, k, v)]
     assert [(name, inputs[-1] if "backward" in name else inputs[6]) for name, inputs in calls] == [
-        (names[0], True), (names[0], False), (names[1], True), (names[1], False),
-    ]  # fmt: skip
+        (names[0], True),
+        (names[0], False),
+        (names[1], True),
+        (names[1], False),
+    ]
     for name, inputs in calls:
         q, k, v = inputs[1:4] if "backward" in name else inputs[:3]
-        assert q.shape[1] == k.shape[1] == v.shape[1] == 4 and all(tensor.stride(3) == 1 for tensor in (q, k, v))
+        assert q.shape[1] == k.shape[1] == v.shape[1] == 4 and all(
+            tensor.stride(3) == 1 for tensor in (q, k, v)
+        )
         if "backward" in name:
             out, log_sum = inputs[5:7]
             assert out.transpose(1, 2).is_contiguous() and out.dtype == dtype
-            assert log_sum.shape == (2, 4, padded) and log_sum.is_contiguous() and log_sum.dtype == torch.float32
+            assert (
+                log_sum.shape == (2, 4, padded)
+                and log_sum.is_contiguous()
+                and log_sum.dtype == torch.float32
+            )

@@ -22,7 +22,10 @@ def saved(request, tmp_path):
 
 @pytest.mark.parametrize("saved", sorted([*FAMILIES, "rwkv"]), indirect=True)
 def test_a_frozen_model_computes_what_the_policy_does_under_autocast(saved):
-    policy, frozen = load_model(saved, ("cpu",), torch.float32), FrozenModel(saved, "cpu", torch.bfloat16)
+    policy, frozen = (
+        load_model(saved, ("cpu",), torch.float32),
+        FrozenModel(saved, "cpu", torch.bfloat16),
+    )
     torch.manual_seed(0)
     batch = rows_of([(9, 8), (4, 9)], repeats=2)
     theirs = MicroBatchedModel(policy, torch.bfloat16, 1000).log_probs(batch, Distribution())
@@ -31,13 +34,22 @@ def test_a_frozen_model_computes_what_the_policy_does_under_autocast(saved):
 
 @pytest.mark.parametrize("saved", ["llama", "gpt2", *sorted(EXPERTS)], indirect=True)
 def test_the_weights_of_products_take_half_the_memory(saved):
-    """Of the matrices, only embeddings, and the few of a router and of experts' biases, are in float32."""
+    """Of the matrices, only embeddings, and the few of a router and of experts' biases, are in
+    float32."""
     model = FrozenModel(saved, "cpu", torch.bfloat16).model
     parameters = dict(model.named_parameters())
     kept = {name for name, p in parameters.items() if p.dtype == torch.float32 and p.ndim > 1}
-    assert not [name for name in kept if not any(word in name for word in ("embed", "wte", "wpe", "gate.", "router", "_bias"))]
+    assert not [
+        name
+        for name in kept
+        if not any(word in name for word in ("embed", "wte", "wpe", "gate.", "router", "_bias"))
+    ]
     held = sum(parameter.nbytes for parameter in parameters.values())
-    assert held == ModelShape.of(model).frozen_bytes(2) == ModelShape.from_config(model.config).frozen_bytes(2)
+    assert (
+        held
+        == ModelShape.of(model).frozen_bytes(2)
+        == ModelShape.from_config(model.config).frozen_bytes(2)
+    )
 
 
 @pytest.mark.parametrize("family", sorted(EXPERTS))
@@ -48,5 +60,7 @@ def test_autocast_casts_experts(family):
         if hasattr(module, "_apply_gate"):
             gate = module._apply_gate
             module._apply_gate = lambda values, gate=gate: seen.append(values.dtype) or gate(values)
-    MicroBatchedModel(model, torch.bfloat16, 1000).log_probs(rows_of([(9, 8)], repeats=2), Distribution())
+    MicroBatchedModel(model, torch.bfloat16, 1000).log_probs(
+        rows_of([(9, 8)], repeats=2), Distribution()
+    )
     assert set(seen) == {torch.bfloat16}

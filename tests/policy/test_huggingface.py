@@ -1,4 +1,5 @@
-"""transformers as this package loads it: without the compiler of torch, which is there as soon as it is used."""
+"""transformers as this package loads it: without the compiler of torch, which is there as soon as
+it is used."""
 
 import subprocess
 import sys
@@ -11,7 +12,9 @@ LEFT_OUT = ("scipy", "torchao", "torch._inductor", "torch.distributed.tensor")
 def result(code: str) -> str:
     """What a fresh interpreter prints that has loaded transformers through this package."""
     script = f"import sys, torch\nimport alignment.policy.huggingface\n{code}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
@@ -34,7 +37,10 @@ print([name for name in {LEFT_OUT} if name in sys.modules], bool((before != mode
         "print(torch.compile(lambda x: 2 * x + 1, backend='eager')(torch.ones(1)).item())",
         "import torch._dynamo.config as config; print(3.0 * (torch._dynamo.config is config))",
         "from torch._dynamo import optimize; print(3.0 * optimize('eager')(lambda x: x)(1))",
-        "from transformers.masking_utils import TransformGetItemToIndex as masks\nwith masks(): print(3.0)",
+        (
+            "from transformers.masking_utils import TransformGetItemToIndex as masks\nwith masks():"
+            " print(3.0)"
+        ),
     ],
     ids=["compiles", "module", "name", "masks"],
 )

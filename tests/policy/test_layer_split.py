@@ -19,21 +19,29 @@ from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.training.update import rollout_objective
 
 CONFIG = Qwen2Config(
-    vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-    intermediate_size=48, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=48,
+    tie_word_embeddings=True,
+)
 
 
 def log_probs(model):
     ids = torch.arange(12).view(2, 6)
-    mask = torch.tensor([[False, False, True, True, True, True], [False, True, True, False, False, False]])
+    mask = torch.tensor(
+        [[False, False, True, True, True, True], [False, True, True, False, False, False]]
+    )
     return get_response_log_probs(model, ids, ids + 1, True, response_mask=mask)["log_probs"]
 
 
 def test_loss_and_gradients_equal_those_of_the_whole_model():
     torch.manual_seed(0)
     whole = Qwen2ForCausalLM(CONFIG)
-    # Two names for the CPU stand for two devices: all moves are made, and none of them may change a number.
+    # Two names for the CPU stand for two devices: all moves are made, and none of them may change a
+    # number.
     device_map = partition_layers(ModelShape.from_config(CONFIG), ["cpu", "cpu:0"])
     assert set(device_map.values()) == {"cpu", "cpu:0"}
     split = spread(copy.deepcopy(whole), device_map)
@@ -41,22 +49,30 @@ def test_loss_and_gradients_equal_those_of_the_whole_model():
     assert torch.equal(of_split, of_whole)
     of_whole.sum().backward()
     of_split.sum().backward()
-    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        whole.named_parameters(), split.named_parameters(), strict=True
+    ):
         assert torch.equal(other.grad, one.grad), name
 
 
-HOST_SIDE = 1  # `take_rows` reads the width of the rows it takes, from a mask that never leaves the CPU
+HOST_SIDE = (
+    1  # `take_rows` reads the width of the rows it takes, from a mask that never leaves the CPU
+)
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads of tensor values by the host: on a GPU each one waits for all that was issued before."""
+    """Counts reads of tensor values by the host: on a GPU each one waits for all that was issued
+    before."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.equal.default,
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -83,7 +99,9 @@ def saved(tmp_path):
 
 def accumulate(policy, rollout):
     """The micro-batches of one update on the whole rollout."""
-    return policy.accumulate(rollout.batch, range(16), rollout_objective(rollout, range(16), ARGS.update_config))
+    return policy.accumulate(
+        rollout.batch, range(16), rollout_objective(rollout, range(16), ARGS.update_config)
+    )
 
 
 def test_micro_batches_do_not_wait_for_the_device(saved, monkeypatch):
@@ -97,7 +115,11 @@ def test_micro_batches_do_not_wait_for_the_device(saved, monkeypatch):
         return len(pieces), counter.count - HOST_SIDE * (1 + len(pieces))
 
     assert reads(1000) == (1, 0)
-    assert reads(8) == (6, 0)  # 2 tokens of prompt and 2 of each response: three responses a micro-batch
+    # 2 tokens of prompt and 2 of each response: three responses a micro-batch
+    assert reads(8) == (
+        6,
+        0,
+    )
 
 
 def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(saved):
@@ -128,18 +150,26 @@ def test_several_micro_batches_in_flight_give_the_gradient_of_one_after_another(
 
 def test_rows_of_a_prompt_stay_together_where_every_device_gets_a_micro_batch(saved):
     """A micro-batch for each of four prompts; of a single one the eight rows are shared out."""
-    policy = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32", micro_batch_tokens=60))
+    policy = open_policy(
+        "layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32", micro_batch_tokens=60)
+    )
     policy.devices = ("cpu", "cpu:0")
     score = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 
     def pieces(prompts):
         groups = [
-            Group(Problem("", "", "", ""), (Completion((1, prompt), (3, 4, 5), (-1.0,) * 3, "", "stop", 0),) * 8, (score,) * 8)
+            Group(
+                Problem("", "", "", ""),
+                (Completion((1, prompt), (3, 4, 5), (-1.0,) * 3, "", "stop", 0),) * 8,
+                (score,) * 8,
+            )
             for prompt in prompts
         ]
         rollout, rows = rollout_of(groups, ARGS, pad=0), range(8 * len(prompts))
         objective = rollout_objective(rollout, rows, ARGS.update_config)
-        return sorted(sorted(piece.rows) for piece in policy.accumulate(rollout.batch, rows, objective))
+        return sorted(
+            sorted(piece.rows) for piece in policy.accumulate(rollout.batch, rows, objective)
+        )
 
     assert pieces([2, 3, 4, 5]) == [[*range(start, start + 8)] for start in range(0, 32, 8)]
     assert pieces([2]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -147,11 +177,17 @@ def test_rows_of_a_prompt_stay_together_where_every_device_gets_a_micro_batch(sa
 
 def test_without_rows_the_gradient_is_zeros(saved):
     """A mini-batch whose groups have equal rewards has no row with a gradient."""
-    policy, rollout = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32")), made_up_rollout()
+    policy, rollout = (
+        open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32")),
+        made_up_rollout(),
+    )
     objective = rollout_objective(rollout, range(16), ARGS.update_config)
     assert list(policy.accumulate(rollout.batch, [], objective)) == []
     parameters = list(policy.model.parameters())
-    assert all(p.grad is not None and not p.grad.any() for p in parameters) and policy.clip_gradient(1.0) == 0
+    assert (
+        all(p.grad is not None and not p.grad.any() for p in parameters)
+        and policy.clip_gradient(1.0) == 0
+    )
     before = [p.detach().clone() for p in parameters]
     policy.step(0.1)
     assert all(map(torch.equal, before, parameters))

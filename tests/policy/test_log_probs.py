@@ -13,7 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.core.losses import kl_penalty
 from alignment.policy import log_probs as module
-from alignment.policy.log_probs import LabelLogProbs, compute_entropy, get_response_log_probs, sampling_logits, score_in_place
+from alignment.policy.log_probs import (
+    LabelLogProbs,
+    compute_entropy,
+    get_response_log_probs,
+    sampling_logits,
+    score_in_place,
+)
 
 
 @pytest.fixture
@@ -37,11 +43,19 @@ def batch():
 
 
 def plain(model, inputs, labels, temperature=1.0):
-    return (model(inputs).logits / temperature).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return (
+        (model(inputs).logits / temperature).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    )
 
 
 def test_entropy_of_known_distributions():
-    logits = torch.tensor([[0.0, 0, 0, 0], [100, 0, 0, 0], [math.log(0.5), math.log(0.25), math.log(0.25), -torch.inf]])
+    logits = torch.tensor(
+        [
+            [0.0, 0, 0, 0],
+            [100, 0, 0, 0],
+            [math.log(0.5), math.log(0.25), math.log(0.25), -torch.inf],
+        ]
+    )
     expected = [math.log(4), 0, 1.5 * math.log(2)]
     assert compute_entropy(logits[:2]).tolist() == pytest.approx(expected[:2], abs=1e-6)
     assert compute_entropy(logits[2:, :3]).tolist() == pytest.approx(expected[2:], abs=1e-6)
@@ -49,7 +63,9 @@ def test_entropy_of_known_distributions():
 
 @pytest.mark.parametrize("at_a_time", [2**26, 61, 130])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_the_plain_computation(model, batch, monkeypatch, at_a_time, temperature):
+def test_values_and_gradients_equal_the_plain_computation(
+    model, batch, monkeypatch, at_a_time, temperature
+):
     monkeypatch.setattr(module, "LOGITS_IN_MEMORY", at_a_time)
     inputs, labels, mask = batch
     weights = torch.randn(2, 5, dtype=torch.float64)
@@ -58,7 +74,9 @@ def test_values_and_gradients_equal_the_plain_computation(model, batch, monkeypa
     (weights * expected).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    out = get_response_log_probs(model, inputs, labels, True, response_mask=mask, temperature=temperature)
+    out = get_response_log_probs(
+        model, inputs, labels, True, response_mask=mask, temperature=temperature
+    )
     torch.testing.assert_close(out["log_probs"], expected.float(), rtol=0, atol=1e-5)
     (weights * out["log_probs"]).sum().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -93,8 +111,8 @@ def test_gradients_of_a_truncated_distribution(model, batch, monkeypatch, distri
 
 
 def test_entropies_before_and_after_truncation_by_hand():
-    """Probabilities 1/2, 1/4, 1/8, 1/8 have 1.75 bits; their first two, 2/3 and 1/3, log2 3 - 2/3 bits; squared (temperature
-    1/2), they are 16, 4, 1 and 1 of 22."""
+    """Probabilities 1/2, 1/4, 1/8, 1/8 have 1.75 bits; their first two, 2/3 and 1/3, log2 3 - 2/3
+    bits; squared (temperature 1/2), they are 16, 4, 1 and 1 of 22."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     bits = math.log(2)
     squared = sum(n / 22 * math.log(22 / n) for n in (16, 4, 1, 1))
@@ -111,16 +129,22 @@ def test_entropies_before_and_after_truncation_by_hand():
 
 
 def test_kl_estimates_part_where_nuclei_differ():
-    """At top-p 0.7 the policy (.5, .3, .2) samples its first two tokens, as (5/8, 3/8). The reference (.5, .2, .3) keeps the
-    first and the third, as (5/8, 3/8): the second, where it is sampled, has .2 of all three."""
+    """At top-p 0.7 the policy (.5, .3, .2) samples its first two tokens, as (5/8, 3/8). The
+    reference (.5, .2, .3) keeps the first and the third, as (5/8, 3/8): the second, where it is
+    sampled, has .2 of all three."""
     policy, reference = (torch.tensor([p] * 2).log() for p in ((0.5, 0.3, 0.2), (0.5, 0.2, 0.3)))
     sampled = torch.tensor([0, 1])
     of_policy, of_reference = (
-        sampling_logits(logits, 1.0, 0.7, 0, keep=sampled).log_softmax(-1).gather(1, sampled[:, None])[:, 0]
+        sampling_logits(logits, 1.0, 0.7, 0, keep=sampled)
+        .log_softmax(-1)
+        .gather(1, sampled[:, None])[:, 0]
         for logits in (policy, reference)
     )
     assert of_policy.exp().tolist() == pytest.approx([5 / 8, 3 / 8])
-    k1, k3 = ((of_policy.exp() * kl_penalty(of_policy, of_reference, name)).sum().item() for name in ("k1", "k3"))
+    k1, k3 = (
+        (of_policy.exp() * kl_penalty(of_policy, of_reference, name)).sum().item()
+        for name in ("k1", "k3")
+    )
     assert k1 == pytest.approx(3 / 8 * math.log(15 / 8), abs=1e-6)
     assert k3 - k1 == pytest.approx(5 / 8 + 0.2 - 1, abs=1e-6)
 
@@ -149,13 +173,16 @@ def test_without_a_mask_every_position_is_scored(model, batch):
     inputs, labels, _ = batch
     out = get_response_log_probs(model, inputs, labels)
     assert set(out) == {"log_probs"}
-    torch.testing.assert_close(out["log_probs"], plain(model, inputs, labels).float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        out["log_probs"], plain(model, inputs, labels).float(), rtol=0, atol=1e-5
+    )
 
 
 def test_nucleus_keeps_the_fewest_likeliest_tokens_that_reach_top_p():
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.1]]).log()
     kept = sampling_logits(logits, 1.0, 0.75).softmax(-1)
-    assert kept[0].tolist() == pytest.approx([0.625, 0, 0.375, 0])  # 0.5 < 0.75 <= 0.5 + 0.3, renormalised by 0.8
+    # 0.5 < 0.75 <= 0.5 + 0.3, renormalised by 0.8
+    assert kept[0].tolist() == pytest.approx([0.625, 0, 0.375, 0])
     assert sampling_logits(logits, 1.0, 0.4).softmax(-1)[0].tolist() == pytest.approx([1, 0, 0, 0])
 
 
@@ -166,15 +193,24 @@ def test_a_kept_token_stays_finite_outside_the_nucleus():
 
 
 def by_sorting(logits: torch.Tensor, top_p: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [V] that stay of one row [V], from a sort of all, and the probabilities before each token in its order."""
+    """The tokens [V] that stay of one row [V], from a sort of all, and the probabilities before
+    each token in its order."""
     order = logits.argsort(descending=True, stable=True)
     order = order[: top_k or None]
     probabilities = logits[order].double().softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    return torch.zeros_like(logits, dtype=torch.bool).index_fill(0, order[before < top_p], True), before
+    return (
+        torch.zeros_like(logits, dtype=torch.bool).index_fill(0, order[before < top_p], True),
+        before,
+    )
 
 
-@given(st.lists(st.integers(-12, 12), min_size=1, max_size=60), st.floats(0.01, 1.0), st.integers(0, 8), st.integers(1, 9))
+@given(
+    st.lists(st.integers(-12, 12), min_size=1, max_size=60),
+    st.floats(0.01, 1.0),
+    st.integers(0, 8),
+    st.integers(1, 9),
+)
 def test_truncation_keeps_what_a_sort_of_all_tokens_keeps(integers, top_p, top_k, sorted_first):
     """Integers make ties: of equally likely tokens the first ones stay."""
     logits = torch.tensor(integers).float() / 2
@@ -205,15 +241,24 @@ class Products(TorchDispatchMode):
         return result
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch")
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch"
+)
 def test_on_a_gpu_logits_are_summed_and_kept_in_fp32():
-    """The product with the head, forward and again in backward, of bfloat16 weights on a simulated GPU."""
+    """The product with the head, forward and again in backward, of bfloat16 weights on a simulated
+    GPU."""
     ctx = SimpleNamespace(needs_input_grad=(True, True), mark_non_differentiable=lambda *_: None)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     with FakeTensorMode(allow_non_fake_inputs=True), Products() as products:
         hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="cuda") for n in (5, 11))
         labels = torch.zeros(5, dtype=torch.int64, device="cuda")
-        log_probs, _ = LabelLogProbs.forward(ctx, hidden, weight, labels, (1.0, 1.0, 0), False, 30.0)  # a cap: computed twice
+        # a cap: computed twice
+        log_probs, _ = LabelLogProbs.forward(
+            ctx, hidden, weight, labels, (1.0, 1.0, 0), False, 30.0
+        )
         gradients = LabelLogProbs.backward(ctx, torch.ones_like(log_probs), None)[:2]
-    assert [dtype for shape, dtype in products.dtypes if shape == (5, 11)] == [torch.float32, torch.float32]
+    assert [dtype for shape, dtype in products.dtypes if shape == (5, 11)] == [
+        torch.float32,
+        torch.float32,
+    ]
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.bfloat16]

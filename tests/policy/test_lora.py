@@ -1,4 +1,5 @@
-"""Adapters: their gradient by hand, merged weights, the base without them, what is trained and counted, what is refused."""
+"""Adapters: their gradient by hand, merged weights, the base without them, what is trained and
+counted, what is refused."""
 
 import dataclasses
 import math
@@ -46,7 +47,9 @@ def batch_of(seed: int = 0):
     return rows_of([(7, 9), (3, 8)], repeats=3)
 
 
-OBJECTIVE = Objective(lambda rows, log_probs, mask: ((log_probs.square() * mask).sum(), {}), entropy=False)
+OBJECTIVE = Objective(
+    lambda rows, log_probs, mask: ((log_probs.square() * mask).sum(), {}), entropy=False
+)
 
 
 def backpropagate(policy, batch) -> torch.Tensor:
@@ -56,43 +59,69 @@ def backpropagate(policy, batch) -> torch.Tensor:
 
 
 def named_gradients(policy) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.grad
+        for name, parameter in policy.model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def test_the_gradient_of_a_and_b_is_that_of_the_whole_weight(adapted, tiny_folder, tmp_path):
-    """W = W0 + s B A with s = 6 / 4, so dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, dL/dW being that of all of W."""
+    """W = W0 + s B A with s = 6 / 4, so dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, dL/dW being
+    that of all of W."""
     adapted.save(tmp_path / "merged", AutoTokenizer.from_pretrained(tiny_folder))
     whole, batch = open_tiny(tmp_path / "merged", 64), batch_of()
     backpropagate(adapted, batch)
     backpropagate(whole, batch)
-    ours, theirs, weights = named_gradients(adapted), named_gradients(whole), dict(adapted.model.named_parameters())
+    ours, theirs, weights = (
+        named_gradients(adapted),
+        named_gradients(whole),
+        dict(adapted.model.named_parameters()),
+    )
     assert len(ours) == 2 * 2 * 7  # A and B of seven layers in each of two
-    for name in (name for name in theirs if name.split(".")[-2] in LINEAR and name.endswith("weight")):
+    for name in (
+        name for name in theirs if name.split(".")[-2] in LINEAR and name.endswith("weight")
+    ):
         a, b = (f"{name.removesuffix('.weight')}.lora_{side}.default.weight" for side in "AB")
         expected = {a: 1.5 * weights[b].T @ theirs[name], b: 1.5 * theirs[name] @ weights[a].T}
-        assert all((ours[side] - by_hand).norm() < 1e-5 * by_hand.norm() for side, by_hand in expected.items()), name
+        assert all(
+            (ours[side] - by_hand).norm() < 1e-5 * by_hand.norm()
+            for side, by_hand in expected.items()
+        ), name
 
 
 def test_only_adapters_are_trained_and_the_base_keeps_its_bits(adapted, tiny_folder):
     base = dict(AutoModelForCausalLM.from_pretrained(tiny_folder).named_parameters())
     gradient = backpropagate(adapted, batch_of())
-    sizes = [parameter.numel() for group in adapted.optimizer.param_groups for parameter in group["params"]]
+    sizes = [
+        parameter.numel()
+        for group in adapted.optimizer.param_groups
+        for parameter in group["params"]
+    ]
     assert sum(sizes) == len(gradient) == sum(g.numel() for g in named_gradients(adapted).values())
     assert adapted.clip_gradient(1.0).item() == pytest.approx(gradient.norm().item(), rel=1e-5)
     before = dict(adapted.weights())
     adapted.step(1e-2)
     after = dict(adapted.weights())
     frozen = {n: p for n, p in adapted.model.named_parameters() if not p.requires_grad}
-    assert all(torch.equal(weight, base[name.replace("base_layer.", "")]) for name, weight in frozen.items())
+    assert all(
+        torch.equal(weight, base[name.replace("base_layer.", "")])
+        for name, weight in frozen.items()
+    )
     changed = {name for name in base if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in base if name.split(".")[-2] in LINEAR and name.endswith("weight")}
+    assert changed == {
+        name for name in base if name.split(".")[-2] in LINEAR and name.endswith("weight")
+    }
     assert backpropagate(adapted, batch_of()).isfinite().all()
     for _ in adapted.accumulate(batch_of(), [], OBJECTIVE):
         pass
-    assert not adapted.gradient().any() and adapted.gradient().shape == gradient.shape  # zeros, of adapters alone
+    # zeros, of adapters alone
+    assert not adapted.gradient().any() and adapted.gradient().shape == gradient.shape
 
 
-def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are_asked_for(adapted, tiny_folder, tmp_path):
+def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are_asked_for(
+    adapted, tiny_folder, tmp_path
+):
     adapted.save(tmp_path, AutoTokenizer.from_pretrained(tiny_folder))
     for _ in range(3):
         merged = dict(adapted.weights())
@@ -101,15 +130,21 @@ def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
         logits = peft(ids).logits
-        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits, rtol=0, atol=1e-5
+        )
         torch.testing.assert_close(adapted.model(ids).logits, logits, rtol=0, atol=0)
     theirs = dict(peft.merge_and_unload().named_parameters())
-    assert theirs.keys() == merged.keys() and all(torch.equal(merged[name], theirs[name]) for name in theirs)
+    assert theirs.keys() == merged.keys() and all(
+        torch.equal(merged[name], theirs[name]) for name in theirs
+    )
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], merged[name]) for name in merged)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "phi3", "gemma2", "gpt_oss", "opt", "falcon", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "mixtral", "phi3", "gemma2", "gpt_oss", "opt", "falcon", "gpt_neox"]
+)
 def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
     """Transposed weights, fused ones, mixtures of experts, and rows that are not packed."""
     family_model(family, std=0.1).save_pretrained(tmp_path / "base")
@@ -119,7 +154,9 @@ def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
     policy.use_adapters("random")
     ours, base = policy.log_probs(batch, UNTEMPERED), policy.base_log_probs(batch, UNTEMPERED)
     policy.save(tmp_path / "merged", NoTokenizer())
-    merged = open_policy("single", config_of(tmp_path / "merged", lora_rank=0)).log_probs(batch, UNTEMPERED)
+    merged = open_policy("single", config_of(tmp_path / "merged", lora_rank=0)).log_probs(
+        batch, UNTEMPERED
+    )
     assert (ours - base)[batch.response_mask].abs().mean() > 0.1
     torch.testing.assert_close(merged, ours, rtol=0, atol=5e-5)
 
@@ -137,7 +174,9 @@ def test_the_reference_is_the_base_before_and_after_a_step(adapted, tiny_folder)
     trained = adapted.log_probs(batch, UNTEMPERED)
     for _ in range(2):
         assert torch.equal(adapted.base_log_probs(batch, UNTEMPERED), base)
-        assert not torch.equal(trained, base) and torch.equal(adapted.log_probs(batch, UNTEMPERED), trained)
+        assert not torch.equal(trained, base) and torch.equal(
+            adapted.log_probs(batch, UNTEMPERED), trained
+        )
         backpropagate(adapted, batch)
         adapted.step(1e-2)
         trained = adapted.log_probs(batch, UNTEMPERED)
@@ -147,11 +186,17 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_folder):
     batch = batch_of()
     torch.manual_seed(5)
     one = open_policy("single", config_of(tiny_folder, seed=1))
-    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))  # nothing was drawn
+    # nothing was drawn
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
     again, other = (open_policy("single", config_of(tiny_folder, seed=seed)) for seed in (1, 2))
-    assert torch.equal(one.log_probs(batch, UNTEMPERED), open_tiny(tiny_folder, 64).log_probs(batch, UNTEMPERED))
-    gradients = [backpropagate(policy, batch) for policy in (one, again, other)]  # of B, which A enters
-    assert torch.equal(gradients[0], gradients[1]) and not torch.allclose(gradients[0], gradients[2])
+    assert torch.equal(
+        one.log_probs(batch, UNTEMPERED), open_tiny(tiny_folder, 64).log_probs(batch, UNTEMPERED)
+    )
+    # of B, which A enters
+    gradients = [backpropagate(policy, batch) for policy in (one, again, other)]
+    assert torch.equal(gradients[0], gradients[1]) and not torch.allclose(
+        gradients[0], gradients[2]
+    )
     one.use_adapters("random")
     assert not torch.equal(one.log_probs(batch, UNTEMPERED), one.base_log_probs(batch, UNTEMPERED))
     one.use_adapters("trained")
@@ -159,14 +204,21 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_folder):
 
 
 @pytest.mark.parametrize("kind", ["single", "layer_split"])
-def test_a_checkpoint_goes_on_to_the_bit_and_only_on_its_own_base(kind, adapted, tiny_folder, tmp_path):
+def test_a_checkpoint_goes_on_to_the_bit_and_only_on_its_own_base(
+    kind, adapted, tiny_folder, tmp_path
+):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     backpropagate(adapted, batch_of())
     adapted.step(1e-2)
     adapted.save(tmp_path / "step", tokenizer)
     adapted.save_optimizer(tmp_path)
     config = config_of(tiny_folder, checkpoint=str(tmp_path / "step"))
-    again = open_policy(kind, dataclasses.replace(config, devices=("cpu", "cpu:0") if kind == "layer_split" else ("cpu",)))
+    again = open_policy(
+        kind,
+        dataclasses.replace(
+            config, devices=("cpu", "cpu:0") if kind == "layer_split" else ("cpu",)
+        ),
+    )
     again.load_optimizer(tmp_path)
     for policy in (adapted, again):
         backpropagate(policy, batch_of(1))
@@ -175,7 +227,10 @@ def test_a_checkpoint_goes_on_to_the_bit_and_only_on_its_own_base(kind, adapted,
     if kind == "single":  # which sums in the same order
         assert all(torch.equal(weights[name], weight) for name, weight in again.weights())
     assert all(torch.allclose(weights[name], weight, atol=1e-4) for name, weight in again.weights())
-    with pytest.raises(UserError, match="has changed since the run began: model.layers.0.self_attn.q_proj.weight is not"):
+    with pytest.raises(
+        UserError,
+        match="has changed since the run began: model.layers.0.self_attn.q_proj.weight is not",
+    ):
         open_policy("single", dataclasses.replace(config, model_path=str(tmp_path / "step")))
 
 
@@ -188,37 +243,53 @@ def test_targets(tiny_folder):
         if targets == "q_proj,":
             make_policy(arguments, str(tiny_folder))
             continue
-        with pytest.raises(UserError, match="is none of this model's linear layers: q_proj, k_proj, v_proj, o_proj, gate_proj"):
+        with pytest.raises(
+            UserError,
+            match=(
+                "is none of this model's linear layers: q_proj, k_proj, v_proj, o_proj, gate_proj"
+            ),
+        ):
             make_policy(arguments, str(tiny_folder))
 
 
 def test_a_missing_extra_is_named_at_once(monkeypatch):
     assert find_spec("peft")
     monkeypatch.setattr(args_module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--lora_rank 8 needs peft: start with `uv run --extra lora"):
+    with pytest.raises(
+        UserError, match="--lora_rank 8 needs peft: start with `uv run --extra lora"
+    ):
         from_preset(RLArgs, "tiny", lora_rank=8)
     with pytest.raises(UserError, match="--lora_alpha 0: must be at least 1"):
         from_preset(RLArgs, "tiny", lora_alpha=0)
 
 
 def test_memory_by_hand(tiny_folder, monkeypatch):
-    """A layer of the tiny model: 128 wide, its MLP 384, 4 heads of queries and keys of 32; adapters of rank 4."""
+    """A layer of the tiny model: 128 wide, its MLP 384, 4 heads of queries and keys of 32; adapters
+    of rank 4."""
     shape = ModelShape.from_config(load_config(str(tiny_folder)), RANK)
     layer = RANK * (4 * (128 + 128) + 3 * (128 + 384))
     assert shape.adapters == {name: layer * (name in shape.layers) for name in shape.parameters}
     base = sum(shape.parameters.values())
-    (policy, *others) = place(shape, assign_roles(1), "adamw", itemsize=2)
-    assert policy.bytes == 4 * base + 16 * 2 * layer and [share.role for share in others] == ["sample+eval"]
+    policy, *others = place(shape, assign_roles(1), "adamw", itemsize=2)
+    assert policy.bytes == 4 * base + 16 * 2 * layer and [share.role for share in others] == [
+        "sample+eval"
+    ]
     moments = place(shape, assign_roles(2), "adamw_cpu_offload")
     assert [share.bytes for share in moments if share.role == "moments"] == [8 * 2 * layer]
-    assert [share for share in moments if share.role == "reference"] == []  # which is the policy without its adapters
+    assert [
+        share for share in moments if share.role == "reference"
+    ] == []  # which is the policy without its adapters
 
     model = open_policy("single", config_of(tiny_folder, micro_batch_tokens=0))
     free = 300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE + 12 * 2 * layer
     monkeypatch.setattr(memory, "free_bytes", lambda device: math.ceil(free))
     model.choose_micro_batch_tokens(longest=10)
     assert model.micro_batch_tokens == 256
-    monkeypatch.setattr(memory, "free_bytes", lambda device: math.ceil(free - 45 * activation_bytes(model.config) / 0.5))
+    monkeypatch.setattr(
+        memory,
+        "free_bytes",
+        lambda device: math.ceil(free - 45 * activation_bytes(model.config) / 0.5),
+    )
     model.micro_batch_tokens = 0
     model.choose_micro_batch_tokens(longest=10)
     assert model.micro_batch_tokens == 128

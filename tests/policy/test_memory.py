@@ -9,7 +9,11 @@ from alignment.args import SFTArgs, from_preset
 from alignment.models import make_policy
 from alignment.policy import memory
 from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.memory import activation_bytes, checkpointed_activation_bytes, choose_micro_batch_tokens
+from alignment.policy.memory import (
+    activation_bytes,
+    checkpointed_activation_bytes,
+    choose_micro_batch_tokens,
+)
 from alignment.policy.single_device import make_optimizer
 from alignment.policy.policy import PolicyConfig
 
@@ -18,9 +22,13 @@ from alignment.policy.policy import PolicyConfig
 def folder(tmp_path_factory):
     """A model in the proportions of SmolLM2-135M."""
     config = LlamaConfig(
-        vocab_size=50, hidden_size=144, intermediate_size=384, num_hidden_layers=4, num_attention_heads=9,
+        vocab_size=50,
+        hidden_size=144,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=9,
         num_key_value_heads=3,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(folder := tmp_path_factory.mktemp("memory") / "model")
     return folder
 
@@ -37,7 +45,11 @@ def saved_bytes(model, tokens: int) -> int:
 
     def note(tensor):
         if (storage := tensor.untyped_storage()).data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other gets its address
+            # held, so that no other gets its address
+            kept[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )
         return tensor
 
     half = tokens // 2
@@ -56,13 +68,19 @@ def test_a_tokens_bytes_are_those_that_autograd_keeps(policy):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     less = saved_bytes(model, 256) - saved_bytes(model, 128)
     one_layer = activation_bytes(model.config) // 4
-    assert (checkpointed_activation_bytes(model.config) - one_layer) * 96 == pytest.approx(less, rel=0.35)
+    assert (checkpointed_activation_bytes(model.config) - one_layer) * 96 == pytest.approx(
+        less, rel=0.35
+    )
 
 
 def chosen_with_free(monkeypatch, policy, tokens: float, longest: int = 10) -> int:
     """The micro-batch that a policy chooses where activations of so many tokens have room."""
     parameters = sum(weight.numel() for _, weight in policy.weights())
-    free = int(tokens * activation_bytes(policy.config) / memory.ACTIVATION_SHARE) + 12 * parameters + 1
+    free = (
+        int(tokens * activation_bytes(policy.config) / memory.ACTIVATION_SHARE)
+        + 12 * parameters
+        + 1
+    )
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     policy.micro_batch_tokens = 0
     policy.choose_micro_batch_tokens(longest)
@@ -73,7 +91,10 @@ def test_the_free_memory_decides_in_powers_of_two(policy, folder, monkeypatch):
     assert chosen_with_free(monkeypatch, policy, 300) == 256
     assert chosen_with_free(monkeypatch, policy, 255) == 128
     assert not policy.model.is_gradient_checkpointing
-    assert chosen_with_free(monkeypatch, make_policy(from_preset(SFTArgs, "tiny"), str(folder)), 300) == 256
+    assert (
+        chosen_with_free(monkeypatch, make_policy(from_preset(SFTArgs, "tiny"), str(folder)), 300)
+        == 256
+    )
 
 
 def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):
@@ -113,7 +134,10 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
 
 
 def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkeypatch):
-    assert chosen_with_free(monkeypatch, policy, 300, longest=300) == 256 and not policy.model.is_gradient_checkpointing
+    assert (
+        chosen_with_free(monkeypatch, policy, 300, longest=300) == 256
+        and not policy.model.is_gradient_checkpointing
+    )
     checkpointed = chosen_with_free(monkeypatch, policy, 300, longest=301)
     assert policy.model.is_gradient_checkpointing and checkpointed > 256
     tokens = 300 * activation_bytes(policy.config) // checkpointed_activation_bytes(policy.config)
@@ -127,16 +151,24 @@ def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, 
     parameters = sum(weight.numel() for _, weight in policy.weights())
     monkeypatch.setattr(memory, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
     monkeypatch.setattr(memory, "devices_of", lambda model: ["cpu", "cpu:0"])
-    assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (512, False)
+    assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (
+        512,
+        False,
+    )
 
 
 def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
-    """Of four layers two, with a hidden size of h: the inputs of two, three vectors at the ends, one layer."""
+    """Of four layers two, with a hidden size of h: the inputs of two, three vectors at the ends,
+    one layer."""
     config = policy.config
-    whole, half = checkpointed_activation_bytes(config), checkpointed_activation_bytes(config, layers=0.5)
+    whole, half = (
+        checkpointed_activation_bytes(config),
+        checkpointed_activation_bytes(config, layers=0.5),
+    )
     assert whole - half == 4 * 2 * config.hidden_size
     a_token = activation_bytes(config)
-    # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are computed twice.
+    # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are
+    # computed twice.
     free = int(40 * a_token / memory.ACTIVATION_SHARE)
     tokens, checkpointing = memory.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
     assert checkpointing and tokens == 2 ** ((40 * a_token // half).bit_length() - 1)

@@ -41,8 +41,9 @@ def test_a_rank_that_is_lost_is_left_out():
 
 
 def test_a_gpus_allocator_is_compared_with_the_trainer_and_the_driver_with_the_device(monkeypatch):
-    """Of 1,000 bytes an engine that sleeps has 90, and torch 310 in its pool, of which 300 were allocated at most. The prediction
-    is that of the step's largest micro-batch; of the run's peaks each one keeps the prediction that it was compared with."""
+    """Of 1,000 bytes an engine that sleeps has 90, and torch 310 in its pool, of which 300 were
+    allocated at most. The prediction is that of the step's largest micro-batch; of the run's peaks
+    each one keeps the prediction that it was compared with."""
     allocated, used = {"update": 300, "sync": 70}, {"update": 400, "sync": 600}
     now = []
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated[now[-1]])
@@ -51,7 +52,13 @@ def test_a_gpus_allocator_is_compared_with_the_trainer_and_the_driver_with_the_d
 
     def expected(tokens: int) -> list[DevicePeak]:
         update = {"weights": 50, "activations": tokens, "context": 20, "engine": 90}
-        return [DevicePeak("cuda:0", None, {"update": update, "sync": {"weights": 50, "context": 20, "engine": 500}})]
+        return [
+            DevicePeak(
+                "cuda:0",
+                None,
+                {"update": update, "sync": {"weights": 50, "context": 20, "engine": 500}},
+            )
+        ]
 
     def step(meter: PeakMeter, tokens: int):
         for phase in ("update", "sync"):

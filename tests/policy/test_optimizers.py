@@ -1,4 +1,5 @@
-"""The optimisers of --optimizer: that they train as AdamW does, where their state is, and how big."""
+"""The optimisers of --optimizer: that they train as AdamW does, where their state is, and how
+big."""
 
 import math
 import sys
@@ -19,8 +20,11 @@ from alignment.system.errors import UserError
 
 
 def trained(folder, kind: str, steps: int) -> tuple[SingleDevicePolicy, list[float]]:
-    """The tiny model after some steps with clipped gradients and a changing learning rate, and the losses of these steps."""
-    policy = SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", kind, weight_decay=0.1))
+    """The tiny model after some steps with clipped gradients and a changing learning rate, and the
+    losses of these steps."""
+    policy = SingleDevicePolicy(
+        PolicyConfig(str(folder), ("cpu",), "float32", kind, weight_decay=0.1)
+    )
     return policy, [train_once(policy, step) for step in range(steps)]
 
 
@@ -37,13 +41,17 @@ def train_once(policy: SingleDevicePolicy, step: int) -> float:
 def test_the_names_are_those_of_the_flag():
     assert get_args(get_type_hints(RLArgs)["optimizer"]) == tuple(OPTIMIZERS)
     assert RLArgs().optimizer == "adamw"
-    with pytest.raises(UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon"):
+    with pytest.raises(
+        UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon"
+    ):
         parse(RLArgs, ["--optimizer", "sgd"])
 
 
 def test_without_torchao_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match="^--optimizer adamw_8bit needs torchao: .*`uv run --extra torchao ...`$"):
+    with pytest.raises(
+        UserError, match="^--optimizer adamw_8bit needs torchao: .*`uv run --extra torchao ...`$"
+    ):
         RLArgs(optimizer="adamw_8bit")
 
 
@@ -64,7 +72,8 @@ def test_8bit_trains_as_adamw_within_half_a_percent(tiny_folder):
     assert plain[-1] < plain[0] / 2  # there is something to compare
     assert rounded == pytest.approx(plain, rel=0.005)
     assert rounded != plain
-    assert policy.optimizer.param_groups[0]["lr"] == 2e-3  # the number that was set, not a rounded tensor
+    # the number that was set, not a rounded tensor
+    assert policy.optimizer.param_groups[0]["lr"] == 2e-3
 
 
 def test_8bit_moments_take_a_quarter():
@@ -72,7 +81,10 @@ def test_8bit_moments_take_a_quarter():
     optimizer = make_optimizer(torch.nn.ParameterList([matrix, vector]), 1e-3, 0.0, "adamw_8bit")
     matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
     optimizer.step()
-    sizes = [sum(t.nbytes for t in values.values()) for values in optimizer.state_dict()["state"].values()]
+    sizes = [
+        sum(t.nbytes for t in values.values())
+        for values in optimizer.state_dict()["state"].values()
+    ]
     # Twice: codes, a scale for each block of 256, a table of 256 numbers; and the step.
     assert sizes[0] == 2 * (512**2 + 4 * 512**2 // 256 + 4 * 256) + 4
     assert math.isclose(sizes[0] / (8 * 512**2), 0.25, rel_tol=0.02)
@@ -88,20 +100,33 @@ def test_orthogonalising_is_a_quintic_of_each_singular_value(shape):
     values = values / values.norm()  # the Frobenius norm is that of the singular values
     for _ in range(5):
         values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
-    torch.testing.assert_close(orthogonalised(matrix), left @ values.diag() @ right, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        orthogonalised(matrix), left @ values.diag() @ right, rtol=0, atol=1e-12
+    )
     assert ((0.3 < values) & (values < 1.3)).all()
 
 
 def test_muon_steps_hidden_matrices_as_torchs_and_all_else_as_adamw(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # in which torch's multiplies
-    policy, plain = (SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind)) for kind in ("muon", "adamw"))
-    layers = {name: p.detach().clone().requires_grad_() for name, p in policy.model.named_parameters() if "proj.weight" in name}
-    reference = torch.optim.Muon(layers.values(), weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    policy, plain = (
+        SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind))
+        for kind in ("muon", "adamw")
+    )
+    layers = {
+        name: p.detach().clone().requires_grad_()
+        for name, p in policy.model.named_parameters()
+        if "proj.weight" in name
+    }
+    reference = torch.optim.Muon(
+        layers.values(), weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         ids = torch.randint(0, 300, (4, 16), generator=torch.Generator().manual_seed(step))
         policy.model(ids, labels=ids).loss.backward()
         for name, p in policy.model.named_parameters():
-            (layers[name] if name in layers else plain.model.get_parameter(name)).grad = p.grad.clone()
+            (
+                layers[name] if name in layers else plain.model.get_parameter(name)
+            ).grad = p.grad.clone()
         reference.param_groups[0]["lr"] = 1e-2
         reference.step()
         policy.step(1e-2)
@@ -110,7 +135,9 @@ def test_muon_steps_hidden_matrices_as_torchs_and_all_else_as_adamw(tiny_folder,
     assert len(layers) == 14
     for name, weight in policy.weights():
         if name in layers:
-            torch.testing.assert_close(weight - began[name], layers[name].detach() - began[name], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                weight - began[name], layers[name].detach() - began[name], rtol=0, atol=1e-5
+            )
         else:
             assert torch.equal(weight, plain.model.get_parameter(name)), name
     stored = [set(values) for values in policy.optimizer.state_dict()["state"].values()]
@@ -122,7 +149,8 @@ def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
     optimizer = make_optimizer(torch.nn.ParameterList([matrix, idle]), 0.1, 0.5, "muon")
     matrix.grad = torch.zeros(2, 2)
     optimizer.step()
-    torch.testing.assert_close(matrix.data, 0.95 * torch.eye(2))  # 1 - 0.1 * 0.5, and the momentum is 0
+    # 1 - 0.1 * 0.5, and the momentum is 0
+    torch.testing.assert_close(matrix.data, 0.95 * torch.eye(2))
     assert torch.equal(idle.data, torch.eye(2))
 
 
@@ -130,10 +158,14 @@ def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
 def test_a_saved_optimizer_goes_on_with_the_same_bits(tiny_folder, tmp_path, kind):
     policy, _ = trained(tiny_folder, kind, 2)
     policy.save_optimizer(tmp_path)
-    resumed = SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind, weight_decay=0.1))
+    resumed = SingleDevicePolicy(
+        PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind, weight_decay=0.1)
+    )
     resumed.model.load_state_dict(policy.model.state_dict())
     resumed.load_optimizer(tmp_path)
-    assert [train_once(policy, step) for step in (2, 3)] == [train_once(resumed, step) for step in (2, 3)]
+    assert [train_once(policy, step) for step in (2, 3)] == [
+        train_once(resumed, step) for step in (2, 3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +179,25 @@ def test_a_saved_optimizer_goes_on_with_the_same_bits(tiny_folder, tmp_path, kin
 )
 def test_the_plan_counts_the_moments(tiny_folder, monkeypatch, flags, bytes_by_role):
     shares = []
-    monkeypatch.setattr(plan, "place", lambda *arguments: shares.extend(place(*arguments)) or shares)
     monkeypatch.setattr(
-        "sys.argv", ["plan", "--model", str(tiny_folder), "--num_gpus", "1", "--sampler", "transformers", *flags]
+        plan, "place", lambda *arguments: shares.extend(place(*arguments)) or shares
+    )
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "plan",
+            "--model",
+            str(tiny_folder),
+            "--num_gpus",
+            "1",
+            "--sampler",
+            "transformers",
+            *flags,
+        ],
     )
     plan.main()
     parameters = 466_304
-    assert {s.role: s.bytes / parameters for s in shares if s.role in ("policy", "moments")} == bytes_by_role
+    assert {
+        s.role: s.bytes / parameters for s in shares if s.role in ("policy", "moments")
+    } == bytes_by_role
     assert {s.device for s in shares if s.role == "moments"} <= {"cpu"}

@@ -1,4 +1,5 @@
-"""Micro-batches side by side: the same gradients as one after another, bit by bit the same in every run."""
+"""Micro-batches side by side: the same gradients as one after another, bit by bit the same in every
+run."""
 
 import functools
 import itertools
@@ -21,7 +22,11 @@ from alignment.core.records import Completion, Distribution, Group, Problem
 from alignment.core.tokens import collate, packed_tokens
 from alignment.policy import parallel_micro_batches
 from alignment.policy.packing import ATTENTION
-from alignment.policy.parallel_micro_batches import OrderedAccumulation, cut_for_parallel, run_parallel
+from alignment.policy.parallel_micro_batches import (
+    OrderedAccumulation,
+    cut_for_parallel,
+    run_parallel,
+)
 from alignment.policy.policy import Objective
 from alignment.training import sft
 from alignment.training.update import rollout_objective
@@ -43,15 +48,18 @@ def model(policy):
     return policy.model
 
 
-# --- order --------------------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(
-    st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.floats(-1, 1, width=32)), max_size=7), st.integers(1, 3), st.data()
+    st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.floats(-1, 1, width=32)), max_size=7),
+    st.integers(1, 3),
+    st.data(),
 )
 def test_gradients_are_added_in_one_order_however_long_each_takes(values, at_once, data):
-    """Of a block, the first addition of each piece and then the second; with one worker, piece by piece."""
+    """Of a block, the first addition of each piece and then the second; with one worker, piece by
+    piece."""
     delays = [data.draw(st.sampled_from([0.0, 0.001, 0.003])) for _ in values]
     parameter = torch.nn.Parameter(torch.zeros(1))
 
@@ -61,7 +69,9 @@ def test_gradients_are_added_in_one_order_however_long_each_takes(values, at_onc
             (parameter * value).sum().backward()
         return number
 
-    assert list(run_parallel(work, range(len(values)), at_once, [parameter])) == list(range(len(values)))
+    assert list(run_parallel(work, range(len(values)), at_once, [parameter])) == list(
+        range(len(values))
+    )
     total = np.float32(0)
     for start in range(0, len(values), at_once):
         for addition in zip(*values[start : start + at_once], strict=True):
@@ -91,7 +101,8 @@ def test_a_worker_that_fails_or_adds_nothing_holds_up_no_other():
 
 
 def test_a_signal_ends_workers_at_their_next_gradient():
-    """The pool would otherwise wait for ever, where one worker waits for another that has not begun."""
+    """The pool would otherwise wait for ever, where one worker waits for another that has not
+    begun."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     order = OrderedAccumulation([parameter])
     order.begin(2)
@@ -116,21 +127,28 @@ def test_a_signal_ends_workers_at_their_next_gradient():
     order.stop()
     thread.join(10)
     order.close()
-    assert not thread.is_alive() and "a signal has come" in failures[0] and parameter.grad.item() == 1
+    assert (
+        not thread.is_alive() and "a signal has come" in failures[0] and parameter.grad.item() == 1
+    )
 
 
 def test_workers_share_the_threads(threads):
     threads(5)
     seen = list(run_parallel(lambda _: torch.get_num_threads(), range(5), 2))
-    assert seen == [3, 2, 3, 2, 5] and torch.get_num_threads() == 5  # the last piece, alone in its block, has all of them
+    # the last piece, alone in its block, has all of them
+    assert seen == [3, 2, 3, 2, 5] and torch.get_num_threads() == 5
 
 
-# --- cuts ---------------------------------------------------------------------------------------------------------
+# --- cuts -----------------------------------------------------------------------------------------
 
 
 def rows_of(*prompt_groups: tuple[int, int, int]):
     """Rows of prompts: (tokens of the prompt, responses, tokens of each)."""
-    return [((number,) * prompt, (0,) * each) for number, (prompt, many, each) in enumerate(prompt_groups) for _ in range(many)]
+    return [
+        ((number,) * prompt, (0,) * each)
+        for number, (prompt, many, each) in enumerate(prompt_groups)
+        for _ in range(many)
+    ]
 
 
 def test_each_worker_gets_half_and_prompts_stay_whole(model, threads):
@@ -150,9 +168,14 @@ def test_one_worker_where_several_would_disturb_each_other(model):
     assert cut_for_parallel(model, rows, 1000) == whole
     model.dropout.p = 0.0
     assert cut_for_parallel(model, rows, 1000)[1] == 2
-    model.model.rotary_emb.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
+    model.model.rotary_emb.rope_type = {
+        "full_attention": "longrope",
+        "sliding_attention": "default",
+    }
     assert cut_for_parallel(model, rows, 1000) == whole
-    model.model.rotary_emb = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0)))
+    model.model.rotary_emb = LlamaRotaryEmbedding(
+        LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0))
+    )
     assert cut_for_parallel(model, rows, 1000) == whole
     model.model.rotary_emb.rope_type = "default"
     assert cut_for_parallel(model, rows, 1000)[1] == 2
@@ -165,7 +188,10 @@ def test_one_worker_where_several_would_disturb_each_other(model):
 
 @settings(max_examples=100)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=8), st.integers(1, 200)
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=8
+    ),
+    st.integers(1, 200),
 )
 def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(prompt_groups, most):
     rows, model = rows_of(*prompt_groups), torch.nn.Linear(1, 1)
@@ -178,7 +204,7 @@ def test_cuts_hold_each_row_once_and_keep_to_the_budget_together(prompt_groups, 
         assert together <= most or (at_once == 1 and len(block[0]) == 1)
 
 
-# --- updates and supervised training --------------------------------------------------------------------------------
+# --- updates and supervised training --------------------------------------------------------------
 
 
 def random_rollout():
@@ -189,8 +215,16 @@ def random_rollout():
     for group in range(4):
         prompt = tuple(rng.randrange(90) for _ in range(5 + group))
         responses = [tuple(rng.randrange(90) for _ in range(3 + i)) for i in range(4)]
-        completions = tuple(Completion(prompt, ids, (-1.0,) * len(ids), "", "stop", 0) for ids in responses)
-        groups.append(Group(Problem("", "", "", ""), completions, tuple({"reward": i % 2.0, **score} for i in range(4))))
+        completions = tuple(
+            Completion(prompt, ids, (-1.0,) * len(ids), "", "stop", 0) for ids in responses
+        )
+        groups.append(
+            Group(
+                Problem("", "", "", ""),
+                completions,
+                tuple({"reward": i % 2.0, **score} for i in range(4)),
+            )
+        )
     return rollout_of(groups, ARGS, pad=0)
 
 
@@ -217,36 +251,60 @@ def taken_gradient(policy) -> torch.Tensor:
 def test_an_updates_gradient_is_that_of_one_after_another(policy, threads, hook_counts):
     rollout, gradients, log_probs = random_rollout(), {}, {}
     objective = rollout_objective(rollout, range(16), ARGS.update_config)
-    for key, many, policy.micro_batch_tokens in (("one", 1, 1000), ("two", 2, 1000), ("again", 2, 1000), ("small", 2, 60)):
+    for key, many, policy.micro_batch_tokens in (
+        ("one", 1, 1000),
+        ("two", 2, 1000),
+        ("again", 2, 1000),
+        ("small", 2, 60),
+    ):
         threads(many)
-        rows = [list(result.rows) for result in policy.accumulate(rollout.batch, range(16), objective)]
+        rows = [
+            list(result.rows) for result in policy.accumulate(rollout.batch, range(16), objective)
+        ]
         assert sorted(itertools.chain(*rows)) == list(range(16))
         assert len(rows) == {"one": 1, "small": 4}.get(key, 2)
         gradients[key] = taken_gradient(policy)
         log_probs[key] = policy.log_probs(rollout.batch, Distribution())
     hooks = 2 * len(list(policy.model.parameters()))
-    assert hook_counts == [hooks, 0] * 3  # an update's additions wait for their turns; log-probs add nothing
-    assert torch.equal(gradients["two"], gradients["again"]) and torch.equal(log_probs["two"], log_probs["again"])
+    # an update's additions wait for their turns; log-probs add nothing
+    assert hook_counts == [hooks, 0] * 3
+    assert torch.equal(gradients["two"], gradients["again"]) and torch.equal(
+        log_probs["two"], log_probs["again"]
+    )
     for key in ("two", "small"):
         torch.testing.assert_close(gradients[key], gradients["one"], rtol=0, atol=1e-6)
         torch.testing.assert_close(log_probs[key], log_probs["one"], rtol=0, atol=1e-5)
     assert not log_probs["two"].requires_grad and gradients["one"].abs().max() > 1e-3
 
 
-def test_supervised_gradients_and_losses_are_those_of_one_after_another(policy, threads, hook_counts):
+def test_supervised_gradients_and_losses_are_those_of_one_after_another(
+    policy, threads, hook_counts
+):
     rng = random.Random(0)
-    examples = [(tuple(rng.randrange(90) for _ in range(6)), (rng.randrange(90),) * (2 + i % 5)) for i in range(12)]
+    examples = [
+        (tuple(rng.randrange(90) for _ in range(6)), (rng.randrange(90),) * (2 + i % 5))
+        for i in range(12)
+    ]
     policy.micro_batch_tokens = 1000
-    batch, tokens = collate(*zip(*examples, strict=True), 0), sum(len(response) for _, response in examples)
+    batch, tokens = (
+        collate(*zip(*examples, strict=True), 0),
+        sum(len(response) for _, response in examples),
+    )
     objective, ends = Objective(functools.partial(sft.batch_loss, tokens), entropy=False), []
     for many in (1, 2):
         threads(many)
-        loss = sum(result.sums["loss"] for result in policy.accumulate(batch, range(len(examples)), objective)).item()
+        loss = sum(
+            result.sums["loss"]
+            for result in policy.accumulate(batch, range(len(examples)), objective)
+        ).item()
         ends.append((loss, sft.validation_loss(policy, examples, 0), taken_gradient(policy)))
     assert hook_counts == [2 * len(list(policy.model.parameters())), 0]
     (loss, validation, one), (other_loss, other_validation, two) = ends
-    assert loss == pytest.approx(other_loss, abs=1e-5) and validation == pytest.approx(other_validation, abs=1e-5)
-    assert loss == pytest.approx(validation, abs=1e-5)  # there is no dropout, and the batch is the validation set
+    assert loss == pytest.approx(other_loss, abs=1e-5) and validation == pytest.approx(
+        other_validation, abs=1e-5
+    )
+    # there is no dropout, and the batch is the validation set
+    assert loss == pytest.approx(validation, abs=1e-5)
     torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 

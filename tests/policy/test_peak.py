@@ -1,8 +1,10 @@
-"""The closed form of a step's peak bytes: every preset fits its card, and real passes over fake tensors take no more.
+"""The closed form of a step's peak bytes: every preset fits its card, and real passes over fake
+tensors take no more.
 
-The fake tensors are on the CPU, under bfloat16 autocast for "cpu", since backward over fake GPUs needs a real one: so the
-CPU's kernels are counted, and what repeated keys take beyond them is only in the closed form. The model has the
-true widths and vocabulary, and few layers, in whose number the count is linear.
+The fake tensors are on the CPU, under bfloat16 autocast for "cpu", since backward over fake GPUs
+needs a real one: so the CPU's kernels are counted, and what repeated keys take beyond them is only
+in the closed form. The model has the true widths and vocabulary, and few layers, in whose number
+the count is linear.
 """
 
 import dataclasses
@@ -32,19 +34,33 @@ from benchmarks.rank_memory import Case, closed_form, tracked
 from tests.policy.published_shapes import qwen2
 
 SMOLLM2 = LlamaConfig(
-    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, tie_word_embeddings=True,
-)  # fmt: skip
-TINY = Qwen2Config(
-    vocab_size=304, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
     tie_word_embeddings=True,
-)  # fmt: skip
-ON_CPU = {  # preset -> its model's shape, the host's bytes, a quarter more tokens than of the longest prompt, test problems
+)
+TINY = Qwen2Config(
+    vocab_size=304,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
+)
+# preset -> its model's shape, the host's bytes, a quarter more tokens than of the longest prompt,
+# test problems
+ON_CPU = {
     "tiny": (TINY, 8e9, (30, 512)),
     "countdown_tiny": (TINY, 8e9, (26, 212)),
     "smollm2_svamp": (SMOLLM2, 16e9, (106, 1000)),
 }
-CARDS = {  # preset and model -> its published shape, the GPUs and the bytes of each that the preset's header names
+# preset and model -> its published shape, the GPUs and the bytes of each that the preset's header
+# names
+CARDS = {
     ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
     ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
     ("countdown_qwen2.5_3b_24gb", ""): (qwen2(1536, 8960, 28, 12), 1, 25.7e9),
@@ -64,7 +80,9 @@ def test_a_preset_fits_the_card_that_it_names(case, vllm):
     if args.sampler not in ("auto", "vllm" if vllm else "transformers"):
         return
     roles = roles_of(args, gpus)
-    peaks = peak_bytes(ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm))
+    peaks = peak_bytes(
+        ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm)
+    )
     assert [peak for peak in peaks if peak.total > (1 - SPARE) * card] == []
 
 
@@ -78,7 +96,9 @@ def test_a_presets_header_states_its_peaks(name, monkeypatch):
     prompts = {"prompts": ON_CPU[name][2]} if name in ON_CPU else {}
     args = from_preset(RLArgs, name)
     roles = roles_of(args, gpus)
-    step = step_shape(args, roles, card, vllm=gpus > 0 and args.sampler != "transformers", **prompts)
+    step = step_shape(
+        args, roles, card, vllm=gpus > 0 and args.sampler != "transformers", **prompts
+    )
     peaks = peak_bytes(ModelShape.from_config(config), config, roles, step)
     listed = ", ".join(f"{peak.name} {peak.total / 1e9:.1f}" for peak in peaks)
     line = f"# Peaks by `alignment.plan`, of {card / 1e9:.1f} GB each: {listed}: fits."
@@ -88,7 +108,8 @@ def test_a_presets_header_states_its_peaks(name, monkeypatch):
 
 @dataclass(frozen=True)
 class Measured:
-    """A run on one NVIDIA H200 (2026-11-26, torch 2.11, bfloat16 but for the tiny model): what torch had allocated at most."""
+    """A run on one NVIDIA H200 (2026-11-26, torch 2.11, bfloat16 but for the tiny model): what
+    torch had allocated at most."""
 
     preset: str
     config: PretrainedConfig
@@ -100,18 +121,48 @@ class Measured:
 
 H200 = 150e9
 MATH = qwen2(1536, 8960, 28, 12)  # Qwen2.5-Math-1.5B
-ADAMW = {"beta": 0.0, "optimizer": "adamw", "train_mini_batch_size": 0, "sampling_top_p": 1.0, "sampling_top_k": 0}
-UPDATE = ADAMW | {"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": 1024, "epochs_per_rollout": 1}
+ADAMW = {
+    "beta": 0.0,
+    "optimizer": "adamw",
+    "train_mini_batch_size": 0,
+    "sampling_top_p": 1.0,
+    "sampling_top_k": 0,
+}
+UPDATE = ADAMW | {
+    "prompts_per_rollout": 16,
+    "group_size": 8,
+    "max_new_tokens": 1024,
+    "epochs_per_rollout": 1,
+}
 # A response's last token is only a label, so that 511 of 512 are computed, and 119 of 120.
-STEP = UPDATE | {"prompts_per_rollout": 32, "max_new_tokens": 512, "micro_batch_tokens": 0, "gpu_memory_utilization": 0.3}
+STEP = UPDATE | {
+    "prompts_per_rollout": 32,
+    "max_new_tokens": 512,
+    "micro_batch_tokens": 0,
+    "gpu_memory_utilization": 0.3,
+}
 THREE_GROUPS = {"prompt": 150, "largest_micro_batch": 3 * (150 + 8 * 511)}
-LONG = {"prompts_per_rollout": 32, "group_size": 16, "max_new_tokens": 120, "train_mini_batch_size": 0, "max_prompt_tokens": 24}
+LONG = {
+    "prompts_per_rollout": 32,
+    "group_size": 16,
+    "max_new_tokens": 120,
+    "train_mini_batch_size": 0,
+    "max_prompt_tokens": 24,
+}
 MEASURED = {
     "16,384 tokens": Measured(
-        "single_gpu_gsm8k_kl", MATH, UPDATE | {"micro_batch_tokens": 16384}, {"prompt": 150, "largest_micro_batch": 13616}, 75.36
+        "single_gpu_gsm8k_kl",
+        MATH,
+        UPDATE | {"micro_batch_tokens": 16384},
+        {"prompt": 150, "largest_micro_batch": 13616},
+        75.36,
     ),
     "8,192 tokens": Measured(
-        "single_gpu_gsm8k_kl", MATH, UPDATE | {"micro_batch_tokens": 8192}, {"prompt": 150, "largest_micro_batch": 7049}, 53.3
+        "single_gpu_gsm8k_kl",
+        MATH,
+        UPDATE | {"micro_batch_tokens": 8192},
+        {"prompt": 150, "largest_micro_batch": 7049},
+        53.3,
     ),
     "a whole step": Measured("single_gpu_gsm8k_kl", MATH, STEP, THREE_GROUPS, 72.43, 75.45),
     "SmolLM2": Measured("smollm2_gsm8k", SMOLLM2, {}, {}, 18.1),
@@ -121,8 +172,9 @@ MEASURED = {
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_form_is_at_most_15_percent_above_what_an_h200_allocated(name):
-    """At the largest micro-batch there was, from the second step on, without the engine, which has a process of its own, and
-    without CUDA's context, which torch's allocator does not know. Of SmolLM2's that micro-batch is not known: the limit is taken.
+    """At the largest micro-batch there was, from the second step on, without the engine, which has
+    a process of its own, and without CUDA's context, which torch's allocator does not know. Of
+    SmolLM2's that micro-batch is not known: the limit is taken.
     """
     case = MEASURED[name]
     args = from_preset(RLArgs, case.preset, **case.flags)
@@ -170,9 +222,12 @@ class BytesHeld(TorchDispatchMode):
 
 
 def counted(config, prompt: int, response: int, rows: int, top_p: float, lora_rank: int) -> int:
-    """The most bytes during a later micro-batch of an update: AdamW's moments and the gradient are there before it starts."""
+    """The most bytes during a later micro-batch of an update: AdamW's moments and the gradient are
+    there before it starts."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, dtype=torch.float32
+        )
         model.tie_weights()
         if lora_rank:
             lora._add_adapters(model, PolicyConfig("", ("cpu",), "bfloat16", lora_rank=lora_rank))
@@ -181,10 +236,13 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float, lora_ra
             parameter.grad = torch.empty_like(parameter)
         moments = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
     batch = collate([list(range(prompt))] * rows, [[7] * response] * rows, 0)
-    objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution(1.0, top_p, 0))
+    objective = Objective(
+        lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution(1.0, top_p, 0)
+    )
     held = BytesHeld([*model.parameters(), *(p.grad for p in trained), *moments])
     with held, pytest.MonkeyPatch.context() as patch:
-        # Fake numbers have no truth. The tokens that are sorted first hold the nucleus; tokens at its edge are equally likely.
+        # Fake numbers have no truth. The tokens that are sorted first hold the nucleus; tokens at
+        # its edge are equally likely.
         has_any = lambda mask, **axes: torch.any(mask, **axes) if axes else mask.ndim == 2
         patch.setattr(FakeTensor, "any", has_any, raising=False)
         policy = object.__new__(SingleDevicePolicy)
@@ -200,17 +258,27 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float, lora_ra
     [(qwen2(1536, 8960, 4, 12), 300, 200, 8, 0.9), (qwen2(2048, 11008, 4, 16), 176, 704, 1, 1.0)],
 )
 @pytest.mark.parametrize("lora_rank", [0, 16])
-def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, response, rows, top_p, lora_rank, monkeypatch):
+def test_the_closed_form_agrees_with_a_count_over_fake_tensors(
+    config, prompt, response, rows, top_p, lora_rank, monkeypatch
+):
     monkeypatch.setattr(log_probs, "LOGITS_IN_CACHE", {})  # pieces as on a GPU
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *place, **options: module)  # they are fake, and there
+    # they are fake, and there
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *place, **options: module)
     roles, args = assign_roles(1), from_preset(RLArgs, "single_gpu_gsm8k_kl")
     step = dataclasses.replace(
-        step_shape(args, roles, 48e9, True), optimizer="adamw", micro_batch_tokens=prompt + rows * response,
-        update_tokens=2 * (prompt + rows * response), prompt=prompt, max_new_tokens=response, group_size=rows,
-        truncated=top_p < 1, frozen=0,
-    )  # fmt: skip
+        step_shape(args, roles, 48e9, True),
+        optimizer="adamw",
+        micro_batch_tokens=prompt + rows * response,
+        update_tokens=2 * (prompt + rows * response),
+        prompt=prompt,
+        max_new_tokens=response,
+        group_size=rows,
+        truncated=top_p < 1,
+        frozen=0,
+    )
     (peak,) = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)
-    form = peak.of_trainer("update") - peak.phases["update"]["margin"]  # which is the GPU's allocator's
+    # which is the GPU's allocator's
+    form = peak.of_trainer("update") - peak.phases["update"]["margin"]
     tracker = counted(config, prompt, response, rows, top_p, lora_rank)
     print(f"{form / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB counted")
     assert tracker <= form <= 1.1 * tracker
@@ -225,18 +293,26 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(config, prompt, r
         Case(1, 2, replicated=True),
         Case(1, 4, lora_rank=16),
     ],
-    ids=["sharded", "float32", "hybrid", "replicated", "adapters"],  # fmt: skip
+    ids=["sharded", "float32", "hybrid", "replicated", "adapters"],
 )
 def test_a_ranks_peak_is_that_of_torchs_tracker_over_fake_tensors(case):
-    """Within 5 %, and never below, as in full in benchmarks/rank_memory.py: a form that is 10 % off fails."""
+    """Within 5 %, and never below, as in full in benchmarks/rank_memory.py: a form that is 10 % off
+    fails."""
     config = qwen2(1536, 8960, 3, 12)
     kinds, (tracker, held) = closed_form(config, case), tracked(config, case)
     parameters = sum(ModelShape.from_config(config).parameters.values())
-    # Of matrices A [rank, inputs] and B [outputs, rank] beside those of attention and of the MLP, of 256 keys' numbers.
-    adapters = 3 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960)) if case.lora_rank else 0
+    # Of matrices A [rank, inputs] and B [outputs, rank] beside those of attention and of the MLP,
+    # of 256 keys' numbers.
+    adapters = (
+        3 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960)) if case.lora_rank else 0
+    )
     trained, parts = adapters or parameters, 1 if case.replicated else case.ranks
     numbers = {"weights": parameters + adapters, "gradients": trained, "moments": 2 * trained}
-    assert held == {kind: 4 * number // parts for kind, number in numbers.items()} == {kind: kinds[kind] for kind in held}
+    assert (
+        held
+        == {kind: 4 * number // parts for kind, number in numbers.items()}
+        == {kind: kinds[kind] for kind in held}
+    )
     print(f"{sum(kinds.values()) / 1e9:.2f} GB by the form, {tracker / 1e9:.2f} GB tracked")
     assert tracker <= sum(kinds.values()) <= 1.05 * tracker
 
@@ -244,19 +320,25 @@ def test_a_ranks_peak_is_that_of_torchs_tracker_over_fake_tensors(case):
 def test_a_layers_backward_pass_is_a_ranks_peak_where_the_vocabulary_is_small():
     """And the micro-batch: whole layers of Llama 2's width then outweigh the head."""
     config = LlamaConfig(
-        vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=4, num_attention_heads=32
+        vocab_size=32_000,
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=4,
+        num_attention_heads=32,
     )
     case = Case(1, 8, prompt=60, response=40, rows=1)
     kinds, (tracker, _) = closed_form(config, case), tracked(config, case)
     layer, ends = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096, 2 * 32_000 * 4096 + 4096
-    # Gathered: the layer, the next one, what is outside. Gradients: its own, the last layer's, the head's, and a product.
+    # Gathered: the layer, the next one, what is outside. Gradients: its own, the last layer's, the
+    # head's, and a product.
     assert kinds["gathered"] == 4 * (2 * layer + ends)
     assert kinds["whole gradients"] == 4 * 2 * layer + 4 * 32_000 * 4096 + 2 * 4096 * 11_008
     assert tracker <= sum(kinds.values()) <= 1.05 * tracker
 
 
 def test_an_untied_heads_cast_is_counted_once():
-    """Autocast's casts are of the layers; `LabelLogProbs` casts the head, for the time that it needs it."""
+    """Autocast's casts are of the layers; `LabelLogProbs` casts the head, for the time that it
+    needs it."""
     tied, untied = qwen2(1536, 8960, 9, 12), qwen2(1536, 8960, 9, 12)
     untied.tie_word_embeddings = False
     one, other = (closed_form(config, Case(1, 1)) for config in (tied, untied))

@@ -1,4 +1,5 @@
-"""Roles, parameter counts, the layer partition and bytes per device, against hand-worked numbers and brute force."""
+"""Roles, parameter counts, the layer partition and bytes per device, against hand-worked numbers
+and brute force."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from alignment.policy.placement import (
     ModelShape,
@@ -31,7 +39,8 @@ from tests.policy.published_shapes import qwen2_1_5b
 QWEN_1_5B = ModelShape.from_config(qwen2_1_5b())
 EMBEDDING, LAYER, NORM = 233_373_696, 46_797_824, 1536
 ALL = EMBEDDING + 28 * LAYER + NORM  # 1,543,714,304
-REFERENCE = 2 * ALL + 2 * (EMBEDDING + 57 * NORM)  # the tied embedding and the norms in fp32: 3.55 GB
+# the tied embedding and the norms in fp32: 3.55 GB
+REFERENCE = 2 * ALL + 2 * (EMBEDDING + 57 * NORM)
 
 
 def gpus(count: int) -> tuple[str, ...]:
@@ -63,7 +72,9 @@ def test_default_roles_exist_and_leave_the_policy_alone(num_gpus: int):
     roles = assign_roles(num_gpus)
     helpers = {*roles.sample, roles.reference, roles.eval}
     assert {*roles.policy, *helpers} == set(gpus(num_gpus) or ("cpu",))
-    assert list(roles.policy) == sorted(roles.policy, key=lambda device: int(device.partition(":")[2] or 0))
+    assert list(roles.policy) == sorted(
+        roles.policy, key=lambda device: int(device.partition(":")[2] or 0)
+    )
     if num_gpus >= 2:
         assert not helpers & set(roles.policy)
 
@@ -73,7 +84,9 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
     """A run's resolved arguments can be given back as they are."""
     for vllm in (False, True):
         roles = assign_roles(num_gpus, vllm=vllm)
-        again = assign_roles(num_gpus, ",".join(roles.sample), roles.reference, roles.eval, roles.policy, vllm=vllm)
+        again = assign_roles(
+            num_gpus, ",".join(roles.sample), roles.reference, roles.eval, roles.policy, vllm=vllm
+        )
         assert again == roles
 
 
@@ -81,31 +94,76 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
     ("named", "expected"),
     [
         # The policy keeps the lowest GPU left, so here it moves up.
-        (dict(num_gpus=2, sample_device="cuda:0"), Roles(("cuda:1",), ("cuda:0",), "cuda:0", "cuda:0")),
-        (dict(num_gpus=4, sample_device="cuda"), Roles(("cuda:1",), ("cuda:0",), "cuda:3", "cuda:2")),
-        (dict(num_gpus=3, sample_device="cuda:1"), Roles(("cuda:0",), ("cuda:1",), "cuda:2", "cuda:2")),
+        (
+            dict(num_gpus=2, sample_device="cuda:0"),
+            Roles(("cuda:1",), ("cuda:0",), "cuda:0", "cuda:0"),
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda"),
+            Roles(("cuda:1",), ("cuda:0",), "cuda:3", "cuda:2"),
+        ),
+        (
+            dict(num_gpus=3, sample_device="cuda:1"),
+            Roles(("cuda:0",), ("cuda:1",), "cuda:2", "cuda:2"),
+        ),
         # Several engines each take a GPU; reference and eval find theirs among the rest.
-        (dict(num_gpus=8, sample_device="cuda:6,cuda:7"), Roles(gpus(4), ("cuda:6", "cuda:7"), "cuda:5", "cuda:4")),
-        (dict(num_gpus=4, sample_device="cuda:0,cuda:3"), Roles(("cuda:1",), ("cuda:0", "cuda:3"), "cuda:2", "cuda:2")),
-        (dict(num_gpus=3, sample_device="cuda:1,cuda:2"), Roles(("cuda:0",), ("cuda:1", "cuda:2"), "cuda:1", "cuda:1")),
+        (
+            dict(num_gpus=8, sample_device="cuda:6,cuda:7"),
+            Roles(gpus(4), ("cuda:6", "cuda:7"), "cuda:5", "cuda:4"),
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda:0,cuda:3"),
+            Roles(("cuda:1",), ("cuda:0", "cuda:3"), "cuda:2", "cuda:2"),
+        ),
+        (
+            dict(num_gpus=3, sample_device="cuda:1,cuda:2"),
+            Roles(("cuda:0",), ("cuda:1", "cuda:2"), "cuda:1", "cuda:1"),
+        ),
         (dict(num_gpus=0, sample_device="cpu,cpu"), Roles(("cpu",), ("cpu", "cpu"), "cpu", "cpu")),
-        (dict(num_gpus=3, reference_model_device="cuda:1"), Roles(("cuda:0",), ("cuda:2",), "cuda:1", "cuda:1")),
-        (dict(num_gpus=3, eval_device="cuda:2"), Roles(("cuda:0",), ("cuda:1",), "cuda:1", "cuda:2")),
+        (
+            dict(num_gpus=3, reference_model_device="cuda:1"),
+            Roles(("cuda:0",), ("cuda:2",), "cuda:1", "cuda:1"),
+        ),
+        (
+            dict(num_gpus=3, eval_device="cuda:2"),
+            Roles(("cuda:0",), ("cuda:1",), "cuda:1", "cuda:2"),
+        ),
         # A helper on the CPU frees its GPU for the policy, and no other helper follows it there.
-        (dict(num_gpus=2, reference_model_device="cpu"), Roles(("cuda:0",), ("cuda:1",), "cpu", "cuda:1")),
-        (dict(num_gpus=4, reference_model_device="cpu"), Roles(("cuda:0", "cuda:1"), ("cuda:3",), "cpu", "cuda:2")),
-        (dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"), Roles(gpus(2), ("cuda:3",), "cuda:2", "cuda:3")),
+        (
+            dict(num_gpus=2, reference_model_device="cpu"),
+            Roles(("cuda:0",), ("cuda:1",), "cpu", "cuda:1"),
+        ),
+        (
+            dict(num_gpus=4, reference_model_device="cpu"),
+            Roles(("cuda:0", "cuda:1"), ("cuda:3",), "cpu", "cuda:2"),
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"),
+            Roles(gpus(2), ("cuda:3",), "cuda:2", "cuda:3"),
+        ),
         (
             dict(num_gpus=4, policy_devices=("cuda:3", "cuda:1")),
             Roles(("cuda:3", "cuda:1"), ("cuda:2",), "cuda:0", "cuda:0"),
         ),
-        (dict(num_gpus=1, policy_devices=("cuda:0", "cpu")), Roles(("cuda:0", "cpu"), ("cuda:0",), "cuda:0", "cuda:0")),
-        (dict(num_gpus=2, policy_devices=("cpu",)), Roles(("cpu",), ("cuda:1",), "cuda:0", "cuda:0")),
+        (
+            dict(num_gpus=1, policy_devices=("cuda:0", "cpu")),
+            Roles(("cuda:0", "cpu"), ("cuda:0",), "cuda:0", "cuda:0"),
+        ),
+        (
+            dict(num_gpus=2, policy_devices=("cpu",)),
+            Roles(("cpu",), ("cuda:1",), "cuda:0", "cuda:0"),
+        ),
         # Every GPU is the policy's by request: a bf16 copy beside it is the user's to judge.
         (dict(num_gpus=2, policy_devices=gpus(2)), Roles(gpus(2), ("cuda:1",), "cuda:1", "cuda:1")),
-        # With nowhere else to go, the sampler joins eval rather than the reference on the policy's GPU.
+        # With nowhere else to go, the sampler joins eval rather than the reference on the policy's
+        # GPU.
         (
-            dict(num_gpus=2, policy_devices=("cuda:0",), reference_model_device="cuda:0", eval_device="cuda:1"),
+            dict(
+                num_gpus=2,
+                policy_devices=("cuda:0",),
+                reference_model_device="cuda:0",
+                eval_device="cuda:1",
+            ),
             Roles(("cuda:0",), ("cuda:1",), "cuda:0", "cuda:1"),
         ),
     ],
@@ -118,26 +176,61 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
     ("named", "parts"),
     [
         (dict(num_gpus=4, sample_device="gpu1"), ["--sample_device 'gpu1'", "cuda:N"]),
-        (dict(num_gpus=4, eval_device="cuda:1,cuda:2"), ["--eval_device 'cuda:1,cuda:2'", "cuda:N"]),
+        (
+            dict(num_gpus=4, eval_device="cuda:1,cuda:2"),
+            ["--eval_device 'cuda:1,cuda:2'", "cuda:N"],
+        ),
         (dict(num_gpus=4, eval_device="cuda:-1"), ["--eval_device 'cuda:-1'", "cuda:N"]),
         (dict(num_gpus=4, eval_device="cuda:1\n"), ["--eval_device", "cuda:N"]),
         (dict(num_gpus=4, policy_devices=("cuda:0", "")), ["--policy_devices ''", "cuda:N"]),
         (
             dict(num_gpus=4, sample_device="cuda:7"),
-            ["--sample_device cuda:7", "only 4 GPUs are visible (cuda:0..cuda:3)", "name one of these"],
+            [
+                "--sample_device cuda:7",
+                "only 4 GPUs are visible (cuda:0..cuda:3)",
+                "name one of these",
+            ],
         ),
-        (dict(num_gpus=1, eval_device="cuda:1"), ["--eval_device cuda:1", "only 1 GPU is visible (cuda:0)"]),
-        (dict(num_gpus=2, policy_devices=("cuda:2",)), ["--policy_devices cuda:2", "(cuda:0..cuda:1)"]),
-        (dict(num_gpus=0, reference_model_device="cuda"), ["--reference_model_device cuda:0", "no GPU", "use cpu"]),
-        (dict(num_gpus=0, policy_devices=("cuda:0",)), ["--policy_devices cuda:0", "no GPU", "use cpu"]),
+        (
+            dict(num_gpus=1, eval_device="cuda:1"),
+            ["--eval_device cuda:1", "only 1 GPU is visible (cuda:0)"],
+        ),
+        (
+            dict(num_gpus=2, policy_devices=("cuda:2",)),
+            ["--policy_devices cuda:2", "(cuda:0..cuda:1)"],
+        ),
+        (
+            dict(num_gpus=0, reference_model_device="cuda"),
+            ["--reference_model_device cuda:0", "no GPU", "use cpu"],
+        ),
+        (
+            dict(num_gpus=0, policy_devices=("cuda:0",)),
+            ["--policy_devices cuda:0", "no GPU", "use cpu"],
+        ),
         (
             dict(num_gpus=2, sample_device="cuda:0", reference_model_device="cuda:1"),
-            ["--sample_device cuda:0 and --reference_model_device cuda:1", "none of the 2 GPUs", "put two of these"],
+            [
+                "--sample_device cuda:0 and --reference_model_device cuda:1",
+                "none of the 2 GPUs",
+                "put two of these",
+            ],
         ),
-        (dict(num_gpus=2, policy_devices=("cuda", "cuda:0")), ["--policy_devices", "cuda:0 2 times", "once"]),
-        (dict(num_gpus=0, policy_devices=("cpu", "cpu")), ["--policy_devices", "cpu 2 times", "once"]),
-        (dict(num_gpus=4, sample_device="cuda:2,cuda,cuda:2"), ["--sample_device", "cuda:2 2 times", "once"]),
-        (dict(num_gpus=0, sample_device="cpu,cuda:1"), ["--sample_device cuda:1", "no GPU", "use cpu"]),
+        (
+            dict(num_gpus=2, policy_devices=("cuda", "cuda:0")),
+            ["--policy_devices", "cuda:0 2 times", "once"],
+        ),
+        (
+            dict(num_gpus=0, policy_devices=("cpu", "cpu")),
+            ["--policy_devices", "cpu 2 times", "once"],
+        ),
+        (
+            dict(num_gpus=4, sample_device="cuda:2,cuda,cuda:2"),
+            ["--sample_device", "cuda:2 2 times", "once"],
+        ),
+        (
+            dict(num_gpus=0, sample_device="cpu,cuda:1"),
+            ["--sample_device cuda:1", "no GPU", "use cpu"],
+        ),
         (dict(num_gpus=4, sample_device="cuda:1,,cuda:2"), ["--sample_device ''", "cuda:N"]),
         (
             dict(num_gpus=3, sample_device="cuda:0,cuda:1", eval_device="cuda:2"),
@@ -160,7 +253,10 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
     [
         (
             dict(num_gpus=4, sample_device="cuda:3", reference_model_device="cuda:3"),
-            ["--sample_device and --reference_model_device are both cuda:3", "use --reference_model_device cuda:2"],
+            [
+                "--sample_device and --reference_model_device are both cuda:3",
+                "use --reference_model_device cuda:2",
+            ],
             dict(reference_model_device="cuda:2"),
         ),
         (
@@ -170,7 +266,10 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
         ),
         (
             dict(num_gpus=2, sample_device="cuda:1", policy_devices=("cuda:0", "cuda:1")),
-            ["--sample_device cuda:1 is also in --policy_devices", "take cuda:1 off --policy_devices"],
+            [
+                "--sample_device cuda:1 is also in --policy_devices",
+                "take cuda:1 off --policy_devices",
+            ],
             dict(policy_devices=("cuda:0",)),
         ),
         (
@@ -180,7 +279,10 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
         ),
         (
             dict(num_gpus=4, sample_device="cuda:3,cuda:1", reference_model_device="cuda:1"),
-            ["--sample_device and --reference_model_device are both cuda:1", "use --reference_model_device cuda:2"],
+            [
+                "--sample_device and --reference_model_device are both cuda:1",
+                "use --reference_model_device cuda:2",
+            ],
             dict(reference_model_device="cuda:2"),
         ),
         (
@@ -205,7 +307,9 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
         ),
     ],
 )
-def test_gpus_that_vllm_cannot_share_are_refused_and_the_remedy_is_accepted(named: dict, parts: list[str], remedy: dict):
+def test_gpus_that_vllm_cannot_share_are_refused_and_the_remedy_is_accepted(
+    named: dict, parts: list[str], remedy: dict
+):
     with pytest.raises(UserError) as refusal:
         assign_roles(**named, vllm=True)
     for part in parts:
@@ -225,7 +329,9 @@ def test_one_gpu_and_two_gpus_share_under_vllm():
 
 def test_a_sampler_on_the_cpu_beside_one_on_a_gpu_leaves_the_policy_a_gpu():
     """The other helpers share the sampler's GPU, the only one that is not the policy's."""
-    expected = Roles(policy=("cuda:1",), sample=("cpu", "cuda:0"), reference="cuda:0", eval="cuda:0")
+    expected = Roles(
+        policy=("cuda:1",), sample=("cpu", "cuda:0"), reference="cuda:0", eval="cuda:0"
+    )
     assert assign_roles(2, "cpu,cuda:0") == expected
 
 
@@ -313,7 +419,13 @@ def test_parameters_equal_those_worked_by_hand(config: PretrainedConfig):
 def test_qwen_1_5b_by_hand():
     layers = [f"model.layers.{index}" for index in range(28)]
     sizes = QWEN_1_5B.parameters
-    assert list(sizes) == ["model.rotary_emb", "model.embed_tokens", *layers, "model.norm", "lm_head"]
+    assert list(sizes) == [
+        "model.rotary_emb",
+        "model.embed_tokens",
+        *layers,
+        "model.norm",
+        "lm_head",
+    ]
     assert sizes["model.embed_tokens"] == EMBEDDING
     assert {sizes[layer] for layer in layers} == {LAYER}
     assert (sizes["model.norm"], sizes["lm_head"]) == (NORM, 0)
@@ -325,21 +437,37 @@ def test_gpt2_by_hand():
     config = GPT2Config(vocab_size=50, n_positions=20, n_embd=16, n_layer=2, n_head=2)
     shape = ModelShape.from_config(config)
     layer = 4 * 256 + 64 + 2048 + 80 + 64
-    sizes = {"transformer.wte": 800, "transformer.wpe": 320, "transformer.h.0": layer, "transformer.h.1": layer}
-    assert shape.parameters == {"transformer.drop": 0, **sizes, "transformer.ln_f": 32, "lm_head": 0}
+    sizes = {
+        "transformer.wte": 800,
+        "transformer.wpe": 320,
+        "transformer.h.0": layer,
+        "transformer.h.1": layer,
+    }
+    assert shape.parameters == {
+        "transformer.drop": 0,
+        **sizes,
+        "transformer.ln_f": 32,
+        "lm_head": 0,
+    }
     assert partition_layers(shape, gpus(2)) == {
-        **dict.fromkeys(["transformer.drop", "transformer.wte", "transformer.wpe", "transformer.h.0"], "cuda:0"),
+        **dict.fromkeys(
+            ["transformer.drop", "transformer.wte", "transformer.wpe", "transformer.h.0"], "cuda:0"
+        ),
         **dict.fromkeys(["transformer.h.1", "transformer.ln_f"], "cuda:1"),
         "lm_head": "cuda:0",
     }
 
 
 def test_a_model_that_is_no_list_of_layers_is_refused():
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2))
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)
+    )
     model.extra = torch.nn.Linear(2, 2)  # which no device would get
     with pytest.raises(UserError, match="'gpt_bigcode' is no embedding, list of layers and head"):
         ModelShape.from_config(family_config("gpt_bigcode"))
-    with pytest.raises(UserError, match="model_type 'gpt2' is no embedding, list of layers and head"):
+    with pytest.raises(
+        UserError, match="model_type 'gpt2' is no embedding, list of layers and head"
+    ):
         ModelShape.of(model)
 
 
@@ -353,26 +481,40 @@ def loads(shape: ModelShape, device_map: dict[str, str]) -> Counter[str]:
     return total
 
 
-def decoder(num_layers: int, layer: int, embedding: int, is_tied: bool, norm: int = 8) -> ModelShape:
+def decoder(
+    num_layers: int, layer: int, embedding: int, is_tied: bool, norm: int = 8
+) -> ModelShape:
     """A Llama-like model of these numbers of parameters."""
     layers = [f"model.layers.{index}" for index in range(num_layers)]
-    sizes = {"model.rotary_emb": 0, "model.embed_tokens": embedding, **dict.fromkeys(layers, layer), "model.norm": norm}
+    sizes = {
+        "model.rotary_emb": 0,
+        "model.embed_tokens": embedding,
+        **dict.fromkeys(layers, layer),
+        "model.norm": norm,
+    }
     return ModelShape(sizes | {"lm_head": 0 if is_tied else embedding}, tuple(layers), "lm_head")
 
 
 def test_qwen_1_5b_over_two_gpus():
-    """12 + 16 layers: with 11 on the first, the second's 17 (795,564,544) would be the larger bottleneck."""
+    """12 + 16 layers: with 11 on the first, the second's 17 (795,564,544) would be the larger
+    bottleneck."""
     placed = partition_layers(QWEN_1_5B, gpus(2))
     expected = {"model.rotary_emb": "cuda:0", "model.embed_tokens": "cuda:0"}
-    expected |= {f"model.layers.{index}": "cuda:0" if index < 12 else "cuda:1" for index in range(28)}
+    expected |= {
+        f"model.layers.{index}": "cuda:0" if index < 12 else "cuda:1" for index in range(28)
+    }
     expected |= {"model.norm": "cuda:1", "lm_head": "cuda:0"}
     assert placed == expected
     assert list(placed) == list(expected)
-    assert loads(QWEN_1_5B, placed) == {"cuda:0": EMBEDDING + 12 * LAYER, "cuda:1": 16 * LAYER + NORM}
+    assert loads(QWEN_1_5B, placed) == {
+        "cuda:0": EMBEDDING + 12 * LAYER,
+        "cuda:1": 16 * LAYER + NORM,
+    }
 
 
 def test_qwen_1_5b_over_five_and_eight_gpus():
-    """Five hold at best 7 layers each beside the embedding; of eight, one holds the embedding and the rest 4 each."""
+    """Five hold at best 7 layers each beside the embedding; of eight, one holds the embedding and
+    the rest 4 each."""
     assert max(loads(QWEN_1_5B, partition_layers(QWEN_1_5B, gpus(5))).values()) == 7 * LAYER
     eight = loads(QWEN_1_5B, partition_layers(QWEN_1_5B, gpus(8)))
     assert [eight[gpu] for gpu in gpus(8)] == [EMBEDDING, *[4 * LAYER] * 6, 4 * LAYER + NORM]
@@ -392,7 +534,11 @@ def test_untied_head_takes_its_own_place_at_the_end():
 
 def test_more_devices_than_modules_uses_the_first_ones():
     tied = decoder(1, 1000, 80, is_tied=True)
-    assert set(partition_layers(tied, gpus(16)).values()) == {"cuda:0", "cuda:1"}  # embedding and head | layer and norm
+    # embedding and head | layer and norm
+    assert set(partition_layers(tied, gpus(16)).values()) == {
+        "cuda:0",
+        "cuda:1",
+    }
     untied = decoder(1, 1000, 80, is_tied=False)
     assert set(partition_layers(untied, gpus(16)).values()) == {"cuda:0", "cuda:1", "cuda:2"}
 
@@ -433,7 +579,8 @@ def test_partition_properties(shape: ModelShape, count: int):
     else:
         path.append("lm_head")
     steps = [devices.index(placed[name]) for name in path]
-    # Contiguous, in order, nothing skipped: from one module to the next the same device or the one after it.
+    # Contiguous, in order, nothing skipped: from one module to the next the same device or the one
+    # after it.
     assert all(after - before in (0, 1) for before, after in pairwise(steps))
     used = min(count, len(layers) + (1 if shape.is_tied else 2))
     assert set(placed.values()) == set(devices[:used])
@@ -454,8 +601,13 @@ def test_split_is_the_best_of_all_cuts(sizes: list[int], data: st.DataObject):
     parts = data.draw(st.integers(1, len(sizes)))
     owners = split_evenly(sizes, parts)
     assert sorted(set(owners)) == list(range(parts)) and owners == sorted(owners)
-    sums = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == part) for part in range(parts)]
-    assert sorted(sums, reverse=True) == min(sorted(cut, reverse=True) for cut in all_cuts(sizes, parts))
+    sums = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == part)
+        for part in range(parts)
+    ]
+    assert sorted(sums, reverse=True) == min(
+        sorted(cut, reverse=True) for cut in all_cuts(sizes, parts)
+    )
 
 
 @given(shape=SHAPES.filter(lambda shape: len(shape.layers) <= 8), count=st.integers(1, 5))
@@ -465,7 +617,9 @@ def test_partition_bottleneck_equals_brute_force(shape: ModelShape, count: int):
     layers[-1] += norm
     items = [embedding, *layers] if shape.is_tied else [embedding, *layers, head]
     # At most `count` devices: this also shows that using all of them costs nothing.
-    best = min(max(cut) for parts in range(1, min(count, len(items)) + 1) for cut in all_cuts(items, parts))
+    best = min(
+        max(cut) for parts in range(1, min(count, len(items)) + 1) for cut in all_cuts(items, parts)
+    )
     assert max(loads(shape, partition_layers(shape, gpus(count))).values()) == best
 
 
@@ -496,7 +650,9 @@ def test_eight_gpus_by_hand():
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
     assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, REFERENCE]  # 3.1 GB
     in_float32 = place(QWEN_1_5B, assign_roles(8), itemsize=4)
-    assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 3 and in_float32[:5] == shares[:5]
+    assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 3 and in_float32[:5] == shares[
+        :5
+    ]
     assert shares[5].modules == tuple(QWEN_1_5B.parameters)
 
 
@@ -515,28 +671,63 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
         ("cuda:1", "reference"),
     ]
     assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * ALL + REFERENCE}
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}  # the policy is the reference
-    three = {"cuda:0": 16 * ALL, "cuda:2": 2 * ALL, "cuda:1": 2 * ALL + REFERENCE}  # reference and eval share cuda:1
+    # the policy is the reference
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}
+    # reference and eval share cuda:1
+    three = {
+        "cuda:0": 16 * ALL,
+        "cuda:2": 2 * ALL,
+        "cuda:1": 2 * ALL + REFERENCE,
+    }
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
 
 
 def test_the_optimizer_decides_the_policys_bytes():
     offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload")
-    assert bytes_by_device(offloaded) == {"cuda:0": (8 + 2) * ALL, "cpu": 8 * ALL}  # 15.4 GB, and 12.3 of moments
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {"cpu": (16 + 2) * ALL}
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {"cuda:0": (10 + 2) * ALL}
+    # 15.4 GB, and 12.3 of moments
+    assert bytes_by_device(offloaded) == {
+        "cuda:0": (8 + 2) * ALL,
+        "cpu": 8 * ALL,
+    }
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {
+        "cpu": (16 + 2) * ALL
+    }
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {
+        "cuda:0": (10 + 2) * ALL
+    }
 
 
 def test_one_micro_batch_after_another_and_several_in_flight():
     one = list(issue_order(2, 1, heads_first=False))
-    assert one == [("forward", 0), ("head", 0), ("backward", 0), ("forward", 1), ("head", 1), ("backward", 1)]
+    assert one == [
+        ("forward", 0),
+        ("head", 0),
+        ("backward", 0),
+        ("forward", 1),
+        ("head", 1),
+        ("backward", 1),
+    ]
     assert one == list(issue_order(2, 1, heads_first=True))
     short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=True)]
     assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "h2", "b2"]
     short = [f"{what[0]}{number}" for what, number in issue_order(3, 2, heads_first=False)]
     assert short == ["f0", "f1", "h0", "b0", "h1", "b1", "f2", "h2", "b2"]
     short = [f"{what[0]}{number}" for what, number in issue_order(4, 3, heads_first=True)]
-    assert short == ["f0", "f1", "h0", "h1", "b0", "b1", "f2", "f3", "h2", "h3", "b2", "b3"]  # two and two, not three and one
+    # two and two, not three and one
+    assert short == [
+        "f0",
+        "f1",
+        "h0",
+        "h1",
+        "b0",
+        "b1",
+        "f2",
+        "f3",
+        "h2",
+        "h3",
+        "b2",
+        "b3",
+    ]
 
 
 @given(st.integers(0, 9), st.integers(1, 6), st.booleans())
@@ -545,6 +736,8 @@ def test_no_more_than_allowed_are_in_flight_and_each_returns(micro_batches, in_f
     for what, _ in order:
         held += {"forward": 1, "head": 0, "backward": -1}[what]
         assert 0 <= held <= in_flight
-    assert sorted(order) == sorted((what, n) for what in ("forward", "head", "backward") for n in range(micro_batches))
+    assert sorted(order) == sorted(
+        (what, n) for what in ("forward", "head", "backward") for n in range(micro_batches)
+    )
     for number in range(micro_batches):
         assert [what for what, n in order if n == number] == ["forward", "head", "backward"]

@@ -1,9 +1,11 @@
-"""Real forward passes over simulated GPUs: fake tensors know their device and refuse to meet across devices.
+"""Real forward passes over simulated GPUs: fake tensors know their device and refuse to meet across
+devices.
 
-A fake tensor has a shape, a dtype and a device and no data, and every operation checks that its inputs share a device.
-So a forward pass of the true model shows whether each activation is moved to where the weights it meets are placed.
-torch's engine runs no backward over fake GPUs: it asks the driver for each one's streams (GraphTask::stash_current_streams).
-It does over fake CPUs with numbers, which refuse to meet as well, so "cpu:1" to "cpu:5" stand for GPUs where gradients are
+A fake tensor has a shape, a dtype and a device and no data, and every operation checks that its
+inputs share a device. So a forward pass of the true model shows whether each activation is moved to
+where the weights it meets are placed. torch's engine runs no backward over fake GPUs: it asks the
+driver for each one's streams (GraphTask::stash_current_streams). It does over fake CPUs with
+numbers, which refuse to meet as well, so "cpu:1" to "cpu:5" stand for GPUs where gradients are
 computed.
 """
 
@@ -18,7 +20,11 @@ from collections import Counter
 import pytest
 import torch
 from accelerate import dispatch_model
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -37,7 +43,10 @@ from tests.policy.test_layer_split import ARGS, made_up_rollout
 pytestmark = [
     pytest.mark.skipif(
         torch.version.cuda is None,
-        reason="simulated GPUs need the CUDA build of torch (the plain Linux wheel); this build knows no CUDA device",
+        reason=(
+            "simulated GPUs need the CUDA build of torch (the plain Linux wheel); this build knows"
+            " no CUDA device"
+        ),
     ),
     # accelerate asks each tied weight for its address; a fake one has none (see `forward`).
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
@@ -47,7 +56,8 @@ QWEN_1_5B, LLAMA_1B, QWEN3_06B = qwen2_1_5b(), llama_1b(), qwen3_0_6b()
 
 
 class SimulatedStream:
-    """One of a simulated GPU. `current` is that of each device by name, where it is not the device's own; `log` what happened."""
+    """One of a simulated GPU. `current` is that of each device by name, where it is not the
+    device's own; `log` what happened."""
 
     current: dict[str, "SimulatedStream"] = {}
     log: list[tuple[str, ...]] = []
@@ -72,7 +82,8 @@ class SimulatedStream:
 
 @pytest.fixture(autouse=True)
 def no_real_gpu(monkeypatch: pytest.MonkeyPatch):
-    """On a machine with GPUs, a fake tensor would start a context on the device it names, which may not exist."""
+    """On a machine with GPUs, a fake tensor would start a context on the device it names, which may
+    not exist."""
     monkeypatch.setattr(torch.cuda, "Stream", SimulatedStream)
     monkeypatch.setattr(torch.cuda, "stream", SimulatedStream.made_current)
     monkeypatch.setattr(torch.cuda, "current_stream", SimulatedStream.of)
@@ -84,7 +95,11 @@ def no_real_gpu(monkeypatch: pytest.MonkeyPatch):
         """A copy, by the current streams of both devices."""
         copied = to(tensor, *args, **kwargs)
         if tensor.is_cuda and copied.is_cuda and tensor.device != copied.device:
-            pair = SimulatedStream.of(tensor.device).name, "and", SimulatedStream.of(copied.device).name
+            pair = (
+                SimulatedStream.of(tensor.device).name,
+                "and",
+                SimulatedStream.of(copied.device).name,
+            )
             SimulatedStream.log.append((*pair, "copy"))
         return copied
 
@@ -95,21 +110,30 @@ def no_real_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def fill(module: torch.nn.Module, device: str | int) -> None:
-    """Replace every parameter and buffer under `module` by an empty one on `device`; call it in a FakeTensorMode."""
+    """Replace every parameter and buffer under `module` by an empty one on `device`; call it in a
+    FakeTensorMode."""
     for part in module.modules():
         for name, old in part.named_parameters(recurse=False):
-            setattr(part, name, torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device)))
+            setattr(
+                part,
+                name,
+                torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device)),
+            )
         for name, old in part.named_buffers(recurse=False):
             setattr(part, name, torch.empty(old.shape, dtype=old.dtype, device=device))
 
 
-def fake_model(config: PretrainedConfig, device_map: dict[str, str] | dict[str, int]) -> torch.nn.Module:
-    """The model with fake weights placed by the map. Its embedding and lm_head are not tied yet: see `forward`."""
+def fake_model(
+    config: PretrainedConfig, device_map: dict[str, str] | dict[str, int]
+) -> torch.nn.Module:
+    """The model with fake weights placed by the map. Its embedding and lm_head are not tied yet:
+    see `forward`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     for name, device in device_map.items():
         fill(model.get_submodule(name), device)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))  # the map left nothing out
+    # the map left nothing out
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return model
 
 
@@ -122,14 +146,21 @@ def no_moves(model: torch.nn.Module, device_map: dict) -> None:
     """Nothing moves."""
 
 
-def forward(model: torch.nn.Module, device_map: dict, moves=move_activations, plant: tuple[str, str] | None = None):
-    """Run 2 x 16 tokens from the embedding's device; returns the logits and each mapped module's output device.
+def forward(
+    model: torch.nn.Module,
+    device_map: dict,
+    moves=move_activations,
+    plant: tuple[str, str] | None = None,
+):
+    """Run 2 x 16 tokens from the embedding's device; returns the logits and each mapped module's
+    output device.
 
     `plant` puts one module's weights on another device after the moves were set up.
     """
     moves(model, device_map)
     if model.config.tie_word_embeddings:
-        # Only now, because accelerate tells tied weights by their address, which is 0 for every fake tensor.
+        # Only now, because accelerate tells tied weights by their address, which is 0 for every
+        # fake tensor.
         model.lm_head.weight = model.get_input_embeddings().weight
     if plant is not None:
         fill(model.get_submodule(plant[0]), plant[1])
@@ -181,7 +212,8 @@ def test_other_families_run_over_simulated_gpus(config: PretrainedConfig, count:
     check(config, tuple(f"cuda:{index}" for index in range(count)))
 
 
-# Experts ask the driver which products it has, Gemma's embedding holds a number beside its buffers, and OPT reads its mask.
+# Experts ask the driver which products it has, Gemma's embedding holds a number beside its buffers,
+# and OPT reads its mask.
 NOT_SIMULATED = {"qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text", "opt"}
 NOT_PLACED = {"gpt_bigcode"}  # its decoder has a buffer of its own, which no device would get
 
@@ -214,8 +246,9 @@ def test_one_module_on_the_wrong_device_is_caught(planted: str):
 
 
 class Traffic(TorchDispatchMode):
-    """Notes copies between GPUs, types of products with weights, and reads that make the host wait for a GPU. `fake` makes what
-    is sent to a GPU or made there; the host's own tensors are real. GPUs are devices with a number."""
+    """Notes copies between GPUs, types of products with weights, and reads that make the host wait
+    for a GPU. `fake` makes what is sent to a GPU or made there; the host's own tensors are real.
+    GPUs are devices with a number."""
 
     READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
 
@@ -239,14 +272,20 @@ class Traffic(TorchDispatchMode):
             (self.waits if result.device.index is None else self.copies).append(
                 (gpus[0], str(result.device), tuple(result.shape))
             )
-        if gpus and name in ("mm", "addmm"):  # attention's own products are of three axes, and in fp32 where tensors are fake
+        # attention's own products are of three axes, and in fp32 where tensors are fake
+        if gpus and name in (
+            "mm",
+            "addmm",
+        ):
             self.products.add(tensors[0].dtype)
         if gpus and name in self.READS:
             self.waits.append(name)
         return result
 
 
-def packed_model(config: PretrainedConfig, device_map: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+def packed_model(
+    config: PretrainedConfig, device_map: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> torch.nn.Module:
     """The fake model as the policy has it: with our attention and our moves."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
@@ -259,47 +298,87 @@ def packed_model(config: PretrainedConfig, device_map: dict[str, str], monkeypat
     return move_activations(model, device_map)
 
 
-def packed_forward(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, dict]:
-    """The policy's own forward pass of 3 rows, 2 of them of one prompt, under bf16 autocast; what it copied, and the map."""
+def packed_forward(
+    config: PretrainedConfig, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Traffic, dict]:
+    """The policy's own forward pass of 3 rows, 2 of them of one prompt, under bf16 autocast; what
+    it copied, and the map."""
     device_map = partition_layers(ModelShape.from_config(config), devices)
-    packing = pack([((1, 2, 3, 4), (5, 6, 7, 8, 9)), ((1, 2, 3, 4), (9, 8, 7, 6, 5)), ((9, 8, 7), (6, 5, 4, 3, 2, 1))])
+    packing = pack(
+        [
+            ((1, 2, 3, 4), (5, 6, 7, 8, 9)),
+            ((1, 2, 3, 4), (9, 8, 7, 6, 5)),
+            ((9, 8, 7), (6, 5, 4, 3, 2, 1)),
+        ]
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = packed_model(config, device_map, monkeypatch)
-        with Traffic() as traffic, autocast("cuda:0", torch.bfloat16), attention_by_layout(model, packing):
-            ids, positions = (send(ids, torch.device("cuda:0")) for ids in (packing.input_ids_1N, packing.position_ids_1N))
-            model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, layout=packing)
+        with (
+            Traffic() as traffic,
+            autocast("cuda:0", torch.bfloat16),
+            attention_by_layout(model, packing),
+        ):
+            ids, positions = (
+                send(ids, torch.device("cuda:0"))
+                for ids in (packing.input_ids_1N, packing.position_ids_1N)
+            )
+            model.get_decoder()(
+                input_ids=ids, position_ids=positions, use_cache=False, layout=packing
+            )
     return traffic, device_map
 
 
 FIVE = tuple(f"cuda:{index}" for index in range(5))
 
 
-@pytest.mark.parametrize("config, crossed", [(QWEN_1_5B, 4), (LLAMA_1B, 3), (QWEN3_06B, 4)], ids=["qwen2", "llama", "qwen3"])
-def test_hidden_states_alone_are_copied_between_gpus(config: PretrainedConfig, crossed: int, monkeypatch: pytest.MonkeyPatch):
-    """Each boundary between GPUs is crossed once. No weight is multiplied in fp32, and the host waits for no GPU."""
+@pytest.mark.parametrize(
+    "config, crossed",
+    [(QWEN_1_5B, 4), (LLAMA_1B, 3), (QWEN3_06B, 4)],
+    ids=["qwen2", "llama", "qwen3"],
+)
+def test_hidden_states_alone_are_copied_between_gpus(
+    config: PretrainedConfig, crossed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each boundary between GPUs is crossed once. No weight is multiplied in fp32, and the host
+    waits for no GPU."""
     traffic, device_map = packed_forward(config, FIVE, monkeypatch)
     tokens = 4 + 5 + 5 + 9
     path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
-    assert len(path) == crossed + 1  # an untied head has a GPU of its own, and the decoder ends before it
-    assert [(source, target) for source, target, _ in traffic.copies] == list(itertools.pairwise(path))
+    # an untied head has a GPU of its own, and the decoder ends before it
+    assert len(path) == crossed + 1
+    assert [(source, target) for source, target, _ in traffic.copies] == list(
+        itertools.pairwise(path)
+    )
     assert {shape for *_, shape in traffic.copies} == {(1, tokens, config.hidden_size)}
     assert traffic.products == {torch.bfloat16}
     assert not traffic.waits
 
 
-def split_policy(config: PretrainedConfig, devices: tuple[str, ...], monkeypatch) -> tuple[LayerSplitPolicy, FakeTensorMode]:
-    """A policy with fake weights, all of whose code is the real one's, and the mode that makes what it is sent."""
-    fake, device_map = FakeTensorMode(allow_non_fake_inputs=True), partition_layers(ModelShape.from_config(config), devices)
+def split_policy(
+    config: PretrainedConfig, devices: tuple[str, ...], monkeypatch
+) -> tuple[LayerSplitPolicy, FakeTensorMode]:
+    """A policy with fake weights, all of whose code is the real one's, and the mode that makes what
+    it is sent."""
+    fake, device_map = (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        partition_layers(ModelShape.from_config(config), devices),
+    )
     policy = LayerSplitPolicy.__new__(LayerSplitPolicy)
     with fake:
         policy.model = packed_model(config, device_map, monkeypatch)
-    policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = config, devices, torch.bfloat16, 200
+    policy.config, policy.devices, policy.dtype, policy.micro_batch_tokens = (
+        config,
+        devices,
+        torch.bfloat16,
+        200,
+    )
     policy.policy_config = PolicyConfig("", devices, "bfloat16")
     return policy, fake
 
 
 def test_a_copy_between_gpus_holds_up_none_of_them():
-    """The streams of a pair wait for what is copied, and the GPU that reads it for the copy; no GPU waits for another's work."""
+    """The streams of a pair wait for what is copied, and the GPU that reads it for the copy; no GPU
+    waits for another's work."""
     source = torch.device("cuda:0")
     with FakeTensorMode():
         copied = copy_between(torch.empty(3, 4, device=source), torch.device("cuda:1"))
@@ -320,20 +399,28 @@ SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
 FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
 
 
-@pytest.mark.parametrize("config", [QWEN_1_5B, LLAMA_1B, QWEN3_06B], ids=["qwen2", "llama", "qwen3"])
-def test_forward_and_backward_cross_each_boundary_once(config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch):
-    """A micro-batch's hidden states go from GPU to GPU and to the head's, and their gradients the same way back; nothing else
-    is copied, no product is in fp32, and nothing is read."""
+@pytest.mark.parametrize(
+    "config", [QWEN_1_5B, LLAMA_1B, QWEN3_06B], ids=["qwen2", "llama", "qwen3"]
+)
+def test_forward_and_backward_cross_each_boundary_once(
+    config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """A micro-batch's hidden states go from GPU to GPU and to the head's, and their gradients the
+    same way back; nothing else is copied, no product is in fp32, and nothing is read."""
     policy, fake = split_policy(config, FIVE_CPUS, monkeypatch)
     rollout = made_up_rollout()
-    objective = Objective(lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution())
+    objective = Objective(
+        lambda rows, log_probs, mask: ((log_probs * mask).sum(), {}), Distribution()
+    )
     with Traffic(fake) as traffic:  # one response a micro-batch, so that each device has one
         micro_batches = len(list(policy.accumulate(rollout.batch, range(8), objective)))
     device_map = partition_layers(ModelShape.from_config(config), FIVE_CPUS)
     path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
     forward = [*itertools.pairwise(path), (path[-1], device_map["lm_head"])]
     assert micro_batches == 8 and len(forward) == {4: 4, 5: 5}[len(path)]
-    expected = Counter({pair: micro_batches for pair in forward}) + Counter({pair[::-1]: micro_batches for pair in forward})
+    expected = Counter({pair: micro_batches for pair in forward}) + Counter(
+        {pair[::-1]: micro_batches for pair in forward}
+    )
     assert Counter((source, target) for source, target, _ in traffic.copies) == expected
     assert {shape[-1] for *_, shape in traffic.copies} == {config.hidden_size}
     assert traffic.products == {torch.bfloat16} and not traffic.waits
@@ -341,14 +428,21 @@ def test_forward_and_backward_cross_each_boundary_once(config: PretrainedConfig,
     with Traffic(fake) as traffic, fake:
         policy.clip_gradient(1.0)
     # Each other device sends the norm of its gradient, and gets the factor to scale it by.
-    pairs = [(device, path[0]) for device in dict.fromkeys(device_map.values()) if device != path[0]]
-    assert Counter(traffic.copies) == Counter((*pair, ()) for pair in [*pairs, *(pair[::-1] for pair in pairs)])
+    pairs = [
+        (device, path[0]) for device in dict.fromkeys(device_map.values()) if device != path[0]
+    ]
+    assert Counter(traffic.copies) == Counter(
+        (*pair, ()) for pair in [*pairs, *(pair[::-1] for pair in pairs)]
+    )
     assert not traffic.waits
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_update_reads_nothing_of_a_gpu_before_it_asks_whether_its_gradient_is_finite(kind: str, monkeypatch):
-    """A read of a fake tensor raises an error; the first one is that of `is_finite`. Over fake GPUs backward is left out."""
+def test_an_update_reads_nothing_of_a_gpu_before_it_asks_whether_its_gradient_is_finite(
+    kind: str, monkeypatch
+):
+    """A read of a fake tensor raises an error; the first one is that of `is_finite`. Over fake GPUs
+    backward is left out."""
     policy, fake = split_policy(SHORT, FIVE if kind == "cuda" else FIVE_CPUS, monkeypatch)
     if kind == "cuda":
 
@@ -359,7 +453,9 @@ def test_an_update_reads_nothing_of_a_gpu_before_it_asks_whether_its_gradient_is
         monkeypatch.setattr(torch.Tensor, "backward", give_gradients)
     with Traffic(fake) as traffic, pytest.raises(DataDependentOutputException) as error:
         update(policy, made_up_rollout(), ARGS.update_config, 1)
-    assert [frame.name for frame in traceback.extract_tb(error.tb) if "/alignment/" in frame.filename] == [
+    assert [
+        frame.name for frame in traceback.extract_tb(error.tb) if "/alignment/" in frame.filename
+    ] == [
         "update",
         "is_finite",
     ]

@@ -1,4 +1,5 @@
-"""Policies of several processes: the same numbers as one process's. (Processes: `benchmarks.ranks`, run as a command.)"""
+"""Policies of several processes: the same numbers as one process's. (Processes: `benchmarks.ranks`,
+run as a command.)"""
 
 import dataclasses
 import os
@@ -31,16 +32,30 @@ ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).ma
 @given(rows=ROWS, ranks=st.integers(1, 6))
 def test_rows_are_dealt_by_prompt_and_as_even_as_the_largest_group_lets(rows, ranks):
     hands = deal(rows, ranks)
-    assert sorted(number for hand in hands for number in hand) == list(range(len(rows))) and len(hands) == ranks
+    assert (
+        sorted(number for hand in hands for number in hand) == list(range(len(rows)))
+        and len(hands) == ranks
+    )
     prompts = [{rows[number][0] for number in hand} for hand in hands]
-    assert sum(map(len, prompts)) == len({prompt for prompt, _ in rows})  # no prompt has rows on two ranks
+    # no prompt has rows on two ranks
+    assert sum(map(len, prompts)) == len({prompt for prompt, _ in rows})
     tokens = [packed_tokens([rows[number] for number in hand]) for hand in hands]
-    groups = [packed_tokens([row for row in rows if row[0] == prompt]) for prompt in {prompt for prompt, _ in rows}]
+    groups = [
+        packed_tokens([row for row in rows if row[0] == prompt])
+        for prompt in {prompt for prompt, _ in rows}
+    ]
     assert max(tokens) - min(tokens) <= max(groups, default=0)
 
 
 def test_rows_are_dealt_largest_group_first():
-    rows = [((1,), (1, 1)), ((2, 2), (1,)), ((1,), (1,) * 5), ((3,), (1,) * 3), ((2, 2), ())]  # 8, 3 and 4 tokens
+    # 8, 3 and 4 tokens
+    rows = [
+        ((1,), (1, 1)),
+        ((2, 2), (1,)),
+        ((1,), (1,) * 5),
+        ((3,), (1,) * 3),
+        ((2, 2), ()),
+    ]
     assert deal(rows, 2) == [[0, 2], [1, 3, 4]]
     assert deal(rows, 4) == [[0, 2], [3], [1, 4], []]
 
@@ -62,7 +77,9 @@ def test_the_kind_of_policy(parallelism, devices, bytes_of_each, kind, tiny_fold
 
 
 @pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])
-def test_auto_takes_all_processes_that_torchrun_has_started(here, everywhere, tmp_path, monkeypatch):
+def test_auto_takes_all_processes_that_torchrun_has_started(
+    here, everywhere, tmp_path, monkeypatch
+):
     """One on each of two machines, two on one, and two on each of two."""
     for module in (checks, models):
         monkeypatch.setattr(module, "PROCESSES", everywhere)
@@ -71,19 +88,34 @@ def test_auto_takes_all_processes_that_torchrun_has_started(here, everywhere, tm
     args, base = from_preset(RLArgs, "tiny"), str(embedded_model("tiny", str(tmp_path)))
     devices, kind = models.kind_of_policy(args, base)
     assert devices == ("cpu",) * here and kind == "replicated"
-    with pytest.raises(UserError, match=f"torchrun has started {everywhere} processes: a policy that is single is one process"):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"torchrun has started {everywhere} processes: a policy that is single is one process"
+        ),
+    ):
         checks.check(dataclasses.replace(args, policy_parallelism="single"))
 
 
 @pytest.mark.parametrize(("dtype", "casts"), [("float32", 0), ("bfloat16", 2)])
-def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path, monkeypatch, dtype, casts):
-    """Four ranks on one host have a quarter of its memory each. One needs 12 bytes for each parameter of its quarter (gradient
-    and moments), and 8 for those outside the layers and in two of them, which it gathers; under autocast 2 for all layers'."""
+def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
+    tmp_path, monkeypatch, dtype, casts
+):
+    """Four ranks on one host have a quarter of its memory each. One needs 12 bytes for each
+    parameter of its quarter (gradient and moments), and 8 for those outside the layers and in two
+    of them, which it gathers; under autocast 2 for all layers'."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, seconds=60.0)
-        shard = Shard(ranks, PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype), replicated=False)
-        layers, everything = shard.model.model.layers, sum(p.numel() for p in shard.model.parameters())
+        shard = Shard(
+            ranks,
+            PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype),
+            replicated=False,
+        )
+        layers, everything = (
+            shard.model.model.layers,
+            sum(p.numel() for p in shard.model.parameters()),
+        )
         layer = sum(p.numel() for p in layers[0].parameters())
         whole = 8 * (everything - len(layers) * layer + 2 * layer) + casts * len(layers) * layer
         a_token = memory.activation_bytes(shard.config, shard.dtype.itemsize)
@@ -97,12 +129,17 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(tmp_path
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora_rank", "4", "--kinds", "layer_split", "replicated", "sharded"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--lora_rank", "4", "--kinds", "layer_split", "replicated", "sharded"]]
+)
 def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
-    """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all, SFT; within 1e-5."""
+    """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all,
+    SFT; within 1e-5."""
     command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -110,6 +147,11 @@ def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks():
     """Number and bytes of every kind of collective, counted on a fake process group."""
     command = [sys.executable, "-m", "benchmarks.collectives"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

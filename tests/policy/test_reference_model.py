@@ -1,4 +1,5 @@
-"""The reference model's own process: the same bits as a model in this process, whatever happens to it."""
+"""The reference model's own process: the same bits as a model in this process, whatever happens to
+it."""
 
 import contextlib
 import dataclasses
@@ -25,7 +26,10 @@ def model(tiny_folder):
 
 def make_batch(seed: int = 0, rows: int = 8) -> Batch:
     rng = random.Random(seed)
-    prompts, responses = ([[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(rows)] for _ in "pr")
+    prompts, responses = (
+        [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(rows)]
+        for _ in "pr"
+    )
     return collate(prompts, responses, pad_token_id=1)
 
 
@@ -36,9 +40,16 @@ def question(seed: int = 0, distribution=Distribution(), micro_batch_tokens=100)
 
 @pytest.mark.parametrize(
     ("distribution", "micro_batch_tokens"),
-    [(Distribution(), 1), (Distribution(), 100), (Distribution(0.7), 100), (Distribution(0.9, 0.8, 20), 100)],
+    [
+        (Distribution(), 1),
+        (Distribution(), 100),
+        (Distribution(0.7), 100),
+        (Distribution(0.9, 0.8, 20), 100),
+    ],
 )
-def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(process, model, distribution, micro_batch_tokens):
+def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(
+    process, model, distribution, micro_batch_tokens
+):
     asked = question(1, distribution, micro_batch_tokens)
     batch, log_probs = asked[0], process.log_probs(*asked)
     expected = model.log_probs(*asked)
@@ -48,7 +59,9 @@ def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(process, m
 
 @pytest.fixture
 def process(tiny_folder):
-    with contextlib.closing(ReferenceProcess(str(tiny_folder), "cpu", torch.float32, False, 30.0)) as process:
+    with contextlib.closing(
+        ReferenceProcess(str(tiny_folder), "cpu", torch.float32, False, 30.0)
+    ) as process:
         yield process
     assert not process._child.is_open and process._child.process.returncode is not None
 
@@ -58,18 +71,25 @@ def test_a_run_replaces_its_own_process_when_that_dies_or_hangs(process, model, 
     process._child.kill()
     assert torch.equal(process.log_probs(*question(1)), model.log_probs(*question(1)))
     assert process.restarts == 1
-    again = "the reference model is started again: the reference model's process was killed by SIGKILL"
+    again = (
+        "the reference model is started again: the reference model's process was killed by SIGKILL"
+    )
     assert again in capsys.readouterr().err
     process._child.process.send_signal(signal.SIGSTOP)
     process.timeout = 5.0
     assert torch.equal(process.log_probs(*question(2)), model.log_probs(*question(2)))
-    assert process.restarts == 2 and "gave no answer within 5 s (--sampler_timeout)" in capsys.readouterr().err
+    assert (
+        process.restarts == 2
+        and "gave no answer within 5 s (--sampler_timeout)" in capsys.readouterr().err
+    )
 
 
 def test_a_rollout_that_no_process_can_compute_stops_the_run_with_its_reason(process):
     batch, *settings = question()
     unknown = dataclasses.replace(batch, input_ids=batch.input_ids + VOCABULARY)
-    with pytest.raises(RunStopped, match="the reference model's process failed: IndexError: index out of range"):
+    with pytest.raises(
+        RunStopped, match="the reference model's process failed: IndexError: index out of range"
+    ):
         process.log_probs(unknown, *settings)
     assert process.restarts == 1
 

@@ -1,4 +1,5 @@
-"""Writing a model's folder: the weights come first, and what transformers refuses to write beside them is kept as it is."""
+"""Writing a model's folder: the weights come first, and what transformers refuses to write beside
+them is kept as it is."""
 
 import json
 import shutil
@@ -46,7 +47,8 @@ def lines_said_in_an_earlier_test():
 
 @pytest.fixture
 def changed(tiny_folder, tmp_path):
-    """A function that copies the tiny model and changes the values of one of its JSON files; returns the folder."""
+    """A function that copies the tiny model and changes the values of one of its JSON files;
+    returns the folder."""
 
     def change(file: str, values) -> Path:
         folder = tmp_path / "base"
@@ -63,7 +65,8 @@ def opened(folder: Path) -> SingleDevicePolicy:
 
 
 def saved(folder: Path) -> Path:
-    """Where the model of a folder is saved to, as a run does it, and whose weights are what it has loaded."""
+    """Where the model of a folder is saved to, as a run does it, and whose weights are what it has
+    loaded."""
     tokenizer, policy, copy = load_tokenizer(str(folder)), opened(folder), folder.with_name("copy")
     copy.mkdir()
     policy.save(copy, tokenizer)
@@ -79,17 +82,23 @@ def test_a_generation_config_that_transformers_does_not_save_is_kept(kind, chang
         GenerationConfig.from_pretrained(folder).save_pretrained(folder)
     check_saving(str(folder), load_tokenizer(str(folder)))
     line = capsys.readouterr().err.strip()
-    assert line.startswith(f"--model {folder}: transformers refuses to save its generation_config.json (")
+    assert line.startswith(
+        f"--model {folder}: transformers refuses to save its generation_config.json ("
+    )
     assert line.endswith("; trained models get it as it is") and "\n" not in line
     kept = json.loads((saved(folder) / "generation_config.json").read_text())
-    given = {name: value for name, value in REFUSED[kind].items() if value is not False}  # which is what a lack of it means
+    # which is what a lack of it means
+    given = {name: value for name, value in REFUSED[kind].items() if value is not False}
     assert {name: kept[name] for name in given} == given
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_one_that_transformers_does_not_read_is_refused(kind, changed):
     folder = changed("generation_config.json", UNREADABLE[kind])
-    with pytest.raises(UserError, match=r"its generation_config\.json cannot be read \(.*correct that file, or delete it"):
+    with pytest.raises(
+        UserError,
+        match=r"its generation_config\.json cannot be read \(.*correct that file, or delete it",
+    ):
         check_saving(str(folder), load_tokenizer(str(folder)))
 
 
@@ -97,7 +106,12 @@ def test_one_that_transformers_does_not_read_is_refused(kind, changed):
     "values",
     [
         {"chat_template": "\ud800"},
-        {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool/use", "template": "b"}]},
+        {
+            "chat_template": [
+                {"name": "default", "template": "a"},
+                {"name": "tool/use", "template": "b"},
+            ]
+        },
         {"note": "\udfff"},
     ],
     ids=["lone surrogate", "a path for a name", "another value"],
@@ -111,7 +125,9 @@ def test_tokenizer_files_that_transformers_does_not_save_are_copied(values, chan
     copy = saved(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (copy / file).read_bytes() == (folder / file).read_bytes()
-    assert not [path for path in copy.iterdir() if path.name not in {file.name for file in folder.iterdir()}]
+    assert not [
+        path for path in copy.iterdir() if path.name not in {file.name for file in folder.iterdir()}
+    ]
 
 
 def test_nothing_is_said_of_a_model_that_can_be_saved(tiny_folder, capsys):
@@ -124,7 +140,9 @@ def test_the_config_of_the_base_is_kept_with_the_type_of_the_saved_weights(chang
     monkeypatch.setattr(saving.PreTrainedConfig, "to_json_file", lambda *given, **options: 1 / 0)
     config = json.loads((saved(folder) / "config.json").read_text())
     base = json.loads((folder / "config.json").read_text())
-    assert config == {key: value for key, value in base.items() if key != "torch_dtype"} | {"dtype": "float32"}
+    assert config == {key: value for key, value in base.items() if key != "torch_dtype"} | {
+        "dtype": "float32"
+    }
 
 
 class Faulty:
@@ -144,17 +162,23 @@ def test_whatever_fails_beside_them_the_weights_are_written(tiny_folder, tmp_pat
     for name, weight in policy.weights():
         assert torch.equal(weights[name], weight)
     line = capsys.readouterr().err
-    assert line.startswith("its tokenizer cannot be saved: 'no template'; ") and line.endswith("the weights are saved without\n")
+    assert line.startswith("its tokenizer cannot be saved: 'no template'; ") and line.endswith(
+        "the weights are saved without\n"
+    )
     with pytest.raises(UserError, match="its tokenizer cannot be saved: 'no template'"):
         check_saving(str(tiny_folder), Faulty())
 
 
-def test_weights_that_transformers_refuses_are_written_by_their_names(tiny_folder, tmp_path, monkeypatch):
+def test_weights_that_transformers_refuses_are_written_by_their_names(
+    tiny_folder, tmp_path, monkeypatch
+):
     """As where two layers share a weight that the family does not tie."""
     policy = opened(tiny_folder)
     monkeypatch.setattr(type(policy.model), "save_pretrained", lambda *given, **options: 1 / 0)
     policy.save(tmp_path, load_tokenizer(str(tiny_folder)))
-    for (name, weight), (_, again) in zip(policy.weights(), opened(tmp_path).weights(), strict=True):
+    for (name, weight), (_, again) in zip(
+        policy.weights(), opened(tmp_path).weights(), strict=True
+    ):
         assert torch.equal(weight, again), name
 
 
@@ -169,11 +193,21 @@ def test_a_full_disk_is_no_refusal(tiny_folder, tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path)
 
 
-def test_sft_from_such_a_model_says_one_line_and_saves_its_work(changed, tmp_path, monkeypatch, capsys):
+def test_sft_from_such_a_model_says_one_line_and_saves_its_work(
+    changed, tmp_path, monkeypatch, capsys
+):
     folder = changed("generation_config.json", REFUSED["temperature"])
     sizes = ["--num_steps", "2", "--batch_size", "4", "--max_problems", "2", "--trackers"]
     target = ["--output_dir", str(tmp_path / "runs"), "--sft_base", str(tmp_path / "runs" / "sft")]
-    assert exit_code(monkeypatch, sft.main, "alignment.sft", "--model", str(folder), *sizes, *target) == 0
+    assert (
+        exit_code(monkeypatch, sft.main, "alignment.sft", "--model", str(folder), *sizes, *target)
+        == 0
+    )
     assert capsys.readouterr().err.count("transformers refuses to save") == 1
-    assert json.loads((tmp_path / "runs" / "sft" / "generation_config.json").read_text())["temperature"] == 0.6
+    assert (
+        json.loads((tmp_path / "runs" / "sft" / "generation_config.json").read_text())[
+            "temperature"
+        ]
+        == 0.6
+    )
     opened(tmp_path / "runs" / "sft")

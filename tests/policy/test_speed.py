@@ -8,14 +8,29 @@ import pytest
 from transformers import LlamaConfig
 
 from alignment.policy.placement import ModelShape
-from alignment.policy.speed import CARDS, KINDS, NUMBERS, Hardware, decoding, forward, hardware_of, rates
+from alignment.policy.speed import (
+    CARDS,
+    KINDS,
+    NUMBERS,
+    Hardware,
+    decoding,
+    forward,
+    hardware_of,
+    rates,
+)
 from alignment.system.errors import UserError
 
-# A layer: queries and output 64 each, keys and values 32 each, MLP 3 x 128, norms 16: 592. In all 2 x 592 + 2 x 400 + 8.
+# A layer: queries and output 64 each, keys and values 32 each, MLP 3 x 128, norms 16: 592. In all 2
+# x 592 + 2 x 400 + 8.
 SMALL = LlamaConfig(
-    vocab_size=50, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    vocab_size=50,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 SHAPE = ModelShape.from_config(SMALL)
 
 
@@ -26,23 +41,31 @@ def amounts(work: np.ndarray) -> dict[str, float]:
 def test_a_forward_passs_work_is_hand_worked():
     """10 tokens, of which each sees 4 others and 3 have logits, in two pieces, in bfloat16.
 
-    Products: 2 x 1,184 x 10 of layers, 4 x 16 x 4 x 10 of attention (16: both layers' queries), 2 x 400 x 3 of the head. Bytes:
-    3 x 736 x 10 of activations, 8 x 4 x 50 x 3 of logits, 2 x 1,992 of weights for each piece. Kernels: 2 x 53 + 90 each."""
+    Products: 2 x 1,184 x 10 of layers, 4 x 16 x 4 x 10 of attention (16: both layers' queries), 2 x
+    400 x 3 of the head. Bytes: 3 x 736 x 10 of activations, 8 x 4 x 50 x 3 of logits, 2 x 1,992 of
+    weights for each piece. Kernels: 2 x 53 + 90 each."""
     counted = amounts(forward(SHAPE, SMALL, 2, (10, 4, 3), 2))
-    assert counted == {"operations": 23_680 + 2_560 + 2_400, "bytes": 22_080 + 4_800 + 7_968, "launches": 392}
+    assert counted == {
+        "operations": 23_680 + 2_560 + 2_400,
+        "bytes": 22_080 + 4_800 + 7_968,
+        "launches": 392,
+    }
 
 
 def test_decodings_work_is_hand_worked():
-    """2 prompts of 5 tokens, 2 responses each of 3 tokens on average, 4 at most: 4 passes of 12 tokens in all, after prefill.
+    """2 prompts of 5 tokens, 2 responses each of 3 tokens on average, 4 at most: 4 passes of 12
+    tokens in all, after prefill.
 
-    A token's keys and values are 2 x 2 x 4 numbers of 2 bytes; each of 12 drawn tokens reads those of half a prompt, which two
-    rows share, and of 1.5 tokens of its own."""
+    A token's keys and values are 2 x 2 x 4 numbers of 2 bytes; each of 12 drawn tokens reads those
+    of half a prompt, which two rows share, and of 1.5 tokens of its own."""
     counted = amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), 2**30))
     operations = (28_416 + 4_992 + 9_600) + (23_680 + 1_600 + 1_600)
     moved = (26_496 + 19_200 + 4 * 3_984) + (22_080 + 3_200 + 3_984) + 12 * 32 * 4
     assert counted == {"operations": operations, "bytes": moved, "launches": 196 * 5}
-    assert amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), 0))["launches"] == 400 * 4 + 196  # vLLM replays a graph
-    two_lots = amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), (5 + 2 * 4) * 32))  # one group's keys and values at a time
+    # vLLM replays a graph
+    assert amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), 0))["launches"] == 400 * 4 + 196
+    # one group's keys and values at a time
+    two_lots = amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), (5 + 2 * 4) * 32))
     assert two_lots["launches"] == 2 * counted["launches"] and two_lots["operations"] == operations
 
 
@@ -50,7 +73,9 @@ def test_decodings_work_is_hand_worked():
 def test_every_card_has_its_numbers_and_their_source(name):
     card = CARDS[name]
     assert set(card) == {*NUMBERS, "source"} and len(card["source"]) > 40
-    assert card["bfloat16"] >= card["float32"] and card["bandwidth"] > card["link"] >= card["network"]
+    assert (
+        card["bfloat16"] >= card["float32"] and card["bandwidth"] > card["link"] >= card["network"]
+    )
     hardware = hardware_of(f"2x8x{name}")
     assert hardware == Hardware(8, 1e9 * card["memory"], 2, card)
     best, worst = rates(hardware, 2)
@@ -58,10 +83,21 @@ def test_every_card_has_its_numbers_and_their_source(name):
 
 
 def test_hardware_is_machines_gpus_and_a_card(tmp_path):
-    assert hardware_of("a100-40gb") == hardware_of("1xA100-40GB") == Hardware(1, 40e9, 1, CARDS["A100-40GB"])
+    assert (
+        hardware_of("a100-40gb")
+        == hardware_of("1xA100-40GB")
+        == Hardware(1, 40e9, 1, CARDS["A100-40GB"])
+    )
     own = tmp_path / "8x.toml"
-    own.write_text("[mine]\nmemory = 96\nbfloat16 = 200\nfloat32 = 20.5\nbandwidth = 1000\nlink = 50\nnetwork = 10\n")
-    assert hardware_of(f"4x{own}") == hardware_of(f"1x4x{own}") and hardware_of(f"4x{own}")[:3] == (4, 96e9, 1)
+    own.write_text(
+        "[mine]\nmemory = 96\nbfloat16 = 200\nfloat32 = 20.5\nbandwidth = 1000\nlink = 50\nnetwork"
+        " = 10\n"
+    )
+    assert hardware_of(f"4x{own}") == hardware_of(f"1x4x{own}") and hardware_of(f"4x{own}")[:3] == (
+        4,
+        96e9,
+        1,
+    )
     assert hardware_of("", 3, 2, 24.0) == Hardware(3, 24e9, 2, None)
 
 
@@ -90,7 +126,12 @@ def test_gpus_without_a_name_are_any_card():
 def test_hardware_mistakes_are_named(text, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     card = "\n".join(f"{number} = 1" for number in NUMBERS)
-    files = {"bad": "a = ", "two": f"[a]\n{card}\n[b]\n{card}", "short": "[a]\nmemory = 1", "flat": card}
+    files = {
+        "bad": "a = ",
+        "two": f"[a]\n{card}\n[b]\n{card}",
+        "short": "[a]\nmemory = 1",
+        "flat": card,
+    }
     for name, content in files.items():
         (tmp_path / f"{name}.toml").write_text(content)
     with pytest.raises(UserError, match=f"--hardware .*: .*{reason}"):
@@ -99,10 +140,15 @@ def test_hardware_mistakes_are_named(text, reason, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("other", [{"gpus": 8}, {"machines": 2}, {"memory": 40.0}])
 def test_hardware_beside_what_it_says_is_refused(other):
-    with pytest.raises(UserError, match="--hardware 8xT4: says all that --num_gpus, --machines and --gpu_memory do"):
+    with pytest.raises(
+        UserError, match="--hardware 8xT4: says all that --num_gpus, --machines and --gpu_memory do"
+    ):
         hardware_of("8xT4", **other)
 
 
 def test_hardware_is_read_before_torch_is_loaded():
-    code = "import sys; from alignment.policy.speed import hardware_of; hardware_of('8xT4'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from alignment.policy.speed import hardware_of; hardware_of('8xT4');"
+        " sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

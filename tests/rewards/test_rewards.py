@@ -33,17 +33,27 @@ MISSHAPEN = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
 
 def test_no_hack_is_rewarded():
     assert len(HACKS) >= 40
-    paid = [h["name"] for h in HACKS if r1_zero_strict_reward_fn(h["response"], h["ground_truth"])["reward"]]
+    paid = [
+        h["name"]
+        for h in HACKS
+        if r1_zero_strict_reward_fn(h["response"], h["ground_truth"])["reward"]
+    ]
     assert paid == []
 
 
 def test_the_published_rule_pays_for_some():
-    assert 5 <= sum(r1_zero_reward_fn(h["response"], h["ground_truth"])["reward"] for h in HACKS) <= 30
+    assert (
+        5 <= sum(r1_zero_reward_fn(h["response"], h["ground_truth"])["reward"] for h in HACKS) <= 30
+    )
 
 
 def test_honest_responses_are_rewarded():
     assert len(HONEST) >= 30
-    unpaid = [h["name"] for h in HONEST if r1_zero_strict_reward_fn(h["response"], h["ground_truth"]) != RIGHT]
+    unpaid = [
+        h["name"]
+        for h in HONEST
+        if r1_zero_strict_reward_fn(h["response"], h["ground_truth"]) != RIGHT
+    ]
     assert unpaid == []
 
 
@@ -52,7 +62,10 @@ def test_honest_responses_are_rewarded():
     [
         ("2 + 3 is 5 </think> <answer> 5 </answer>", RIGHT),
         ("<think> 2 + 3 </think> <answer>5</answer>\n", RIGHT),
-        ("6? <answer> 6 </answer> no </think> <answer> 5 </answer>", RIGHT),  # the thinking is not looked at
+        (
+            "6? <answer> 6 </answer> no </think> <answer> 5 </answer>",
+            RIGHT,
+        ),  # the thinking is not looked at
         ("</think> <answer> 4 </answer> <answer> 5 </answer>", RIGHT),  # the last block counts
         ("</think> <answer> 5 </answer> <answer> 4 </answer>", WRONG),
         ("</think> <answer> 4 </answer> or <answer> 5 </answer>", MISSHAPEN),
@@ -93,14 +106,25 @@ def test_the_strict_rule(response, score):
 
 @pytest.mark.parametrize(
     ("answer", "truth", "reward"),
-    [("3/4", "0.75", 1), ("6/8", "3/4", 1), ("1/2 + 1/4", "3/4", 0), ("x + x", "2x", 1), (r"1 + \sqrt{2}", r"\sqrt2+1", 1)],
+    [
+        ("3/4", "0.75", 1),
+        ("6/8", "3/4", 1),
+        ("1/2 + 1/4", "3/4", 0),
+        ("x + x", "2x", 1),
+        (r"1 + \sqrt{2}", r"\sqrt2+1", 1),
+    ],
 )
 def test_only_a_number_has_to_be_worked_out(answer, truth, reward):
-    assert r1_zero_strict_reward_fn(f"</think> <answer> {answer} </answer>", truth)["reward"] == reward
+    assert (
+        r1_zero_strict_reward_fn(f"</think> <answer> {answer} </answer>", truth)["reward"] == reward
+    )
 
 
 PIECES = st.lists(
-    st.sampled_from(["<think>", "</think>", " ", "<answer>", "</answer>", "5", "6", r"\boxed{5}", "\n", "or"]), max_size=12
+    st.sampled_from(
+        ["<think>", "</think>", " ", "<answer>", "</answer>", "5", "6", r"\boxed{5}", "\n", "or"]
+    ),
+    max_size=12,
 )
 
 
@@ -151,10 +175,19 @@ def test_the_random_reward_is_a_fair_coin_that_can_be_thrown_again():
 
 def test_scores_keep_their_order_and_the_report_shows_what_the_rule_decides():
     problems = [Problem("a", "?", "", "5"), Problem("b", "?", "", "7")]
-    texts = [["</think> <answer> 5 </answer>", "</think> <answer> 2 + 3 </answer>"], ["</think> <answer> 8 </answer>", "x"]]
-    groups = score_groups(problems, [[completion(text) for text in drawn] for drawn in texts], r1_zero_reward_fn)
+    texts = [
+        ["</think> <answer> 5 </answer>", "</think> <answer> 2 + 3 </answer>"],
+        ["</think> <answer> 8 </answer>", "x"],
+    ]
+    groups = score_groups(
+        problems, [[completion(text) for text in drawn] for drawn in texts], r1_zero_reward_fn
+    )
     assert [[score["reward"] for score in group.scores] for group in groups] == [[1, 1], [0, 0]]
-    assert grading_report(groups, MATHS) == {"reward_r1_zero": 0.5, "reward_r1_zero_strict": 0.25, "grading_failed": 0}
+    assert grading_report(groups, MATHS) == {
+        "reward_r1_zero": 0.5,
+        "reward_r1_zero_strict": 0.25,
+        "grading_failed": 0,
+    }
 
 
 GOOD = " 2 + 3 = 5 </think> <answer> 5 </answer>"
@@ -197,10 +230,14 @@ def test_the_language_is_the_questions_own():
 
 def test_a_weighted_sum_and_its_parts():
     score = rewarded("format:0.5,tag_count:0.5,accuracy:2", "</think> <answer> 6 </answer>")
-    assert score["reward"] == 0.5 + 0.5 and score["answer_reward"] == 0 and score["format_reward"] == 1
+    assert (
+        score["reward"] == 0.5 + 0.5 and score["answer_reward"] == 0 and score["format_reward"] == 1
+    )
     assert {name: value for name, value in score.items() if name.startswith("part_")} == {
-        "part_format": 1, "part_tag_count": 1, "part_accuracy": 0,
-    }  # fmt: skip
+        "part_format": 1,
+        "part_tag_count": 1,
+        "part_accuracy": 0,
+    }
 
 
 USERS = """
@@ -297,7 +334,10 @@ def users(tmp_path, monkeypatch):
     ("name", "expected"),
     [
         ("by_length:0.5", 0.5 * len(GOOD) / 10),
-        ("like_trl:-1,accuracy", 1),  # None: it does not apply, so that the other part is the whole reward
+        (
+            "like_trl:-1,accuracy",
+            1,
+        ),  # None: it does not apply, so that the other part is the whole reward
         ("of_fewer", 1),
         ("tensors", 0.5),
         ("one_by_one", 0.25),
@@ -329,28 +369,46 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_mean(users
     assert scored["reward"] == scored[part] == 2 and "unscored" not in scored
     assert grading_report([group], MATHS)[part] == 2
     (group,) = find_reward("users_rewards:like_trl,accuracy", MATHS).score([PROBLEM], drawn)
-    assert [score["reward"] for score in group.scores] == [1, 2] and not any("unscored" in score for score in group.scores)
+    assert [score["reward"] for score in group.scores] == [1, 2] and not any(
+        "unscored" in score for score in group.scores
+    )
 
 
 def test_chats_are_lists_of_messages_and_columns_those_of_the_data(tmp_path, monkeypatch):
-    turns = [{"role": "user", "content": "Q: What is 2 + 3?"}, {"role": "assistant", "content": "<think>"}]
+    turns = [
+        {"role": "user", "content": "Q: What is 2 + 3?"},
+        {"role": "assistant", "content": "<think>"},
+    ]
     expected = (turns, [{"role": "assistant", "content": GOOD}], [2], "2 + 3 #### 5", 7)
     source = "def chat(prompts, completions, completion_ids, answer, level):\n"
-    source += "    return [float(row == EXPECTED) for row in zip(prompts, completions, completion_ids, answer, level)]\n"
+    source += (
+        "    return [float(row == EXPECTED) for row in zip(prompts, completions, completion_ids,"
+        " answer, level)]\n"
+    )
     (tmp_path / "users_chat.py").write_text(f"{source}EXPECTED = {expected!r}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     asked = tuple((turn["role"], turn["content"]) for turn in turns)
-    problem = dataclasses.replace(PROBLEM, turns=asked, columns={"prompt": "?", "answer": "2 + 3 #### 5", "level": 7})
+    problem = dataclasses.replace(
+        PROBLEM, turns=asked, columns={"prompt": "?", "answer": "2 + 3 #### 5", "level": 7}
+    )
     reward = find_reward("users_chat:chat", MATHS)
     assert reward.score([problem], [[completion(GOOD)]])[0].scores[0]["reward"] == 1
-    assert reward.score([dataclasses.replace(problem, turns=())], [[completion(GOOD)]])[0].scores[0]["reward"] == 0
+    assert (
+        reward.score([dataclasses.replace(problem, turns=())], [[completion(GOOD)]])[0].scores[0][
+            "reward"
+        ]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("name", "text"), [("hangs", "a" * 40 + "b"), ("waits", GOOD)])
 def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, name, text):
     reward = find_reward(f"users_rewards:{name}", MATHS, seconds=0.5)
     with pytest.raises(
-        RunStopped, match=f"^--reward users_rewards:{name}: the function gave no answer within 0.5 s .--reward_ti"
+        RunStopped,
+        match=(
+            f"^--reward users_rewards:{name}: the function gave no answer within 0.5 s .--reward_ti"
+        ),
     ):
         reward.score([PROBLEM], [[completion(text)]])
     if name == "hangs":
@@ -374,11 +432,17 @@ def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, 
         ("users_rewards:leaves", r"it has called sys.exit\(3\)"),
         ("users_rewards:forgets", "gave None, which is no number"),
         ("users_rewards:forgets_all", "gave None for 2 completions"),
-        ("users_rewards:too_few", "gave 0 rewards for 2 completions, and must give a list of as many numbers"),
+        (
+            "users_rewards:too_few",
+            "gave 0 rewards for 2 completions, and must give a list of as many numbers",
+        ),
         ("users_rewards:no_number", "gave 'much', which is no number"),
         ("users_rewards:breaks", r"KeyError: 'missing' \(.*users_rewards.py:22\)"),
         ("users_rewards:in_a_library", r"JSONDecodeError: .* \(.*users_rewards.py:43\)"),
-        ("users_rewards:of_three", "missing 1 required positional argument: 'question'.*docs/extending.md says how"),
+        (
+            "users_rewards:of_three",
+            "missing 1 required positional argument: 'question'.*docs/extending.md says how",
+        ),
         ("users_rewards:of_the_state", "missing 1 required positional argument: 'trainer_state'"),
     ],
 )
@@ -405,11 +469,15 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "users_rule.py").write_text(OWN_RULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     rules = ("users_rule:rule",)
-    (group,) = find_reward("users_rule:rule", rules).score([PROBLEM], [[completion("it is 5"), completion("6")]])
+    (group,) = find_reward("users_rule:rule", rules).score(
+        [PROBLEM], [[completion("it is 5"), completion("6")]]
+    )
     assert [score["reward"] for score in group.scores] == [1, 0]
     assert grading_report([group], rules) == {"reward_users_rule.rule": 0.5, "grading_failed": 0}
     assert find_rule(evaluation_rule("random", rules))("5", "5")["reward"] == 1
-    with pytest.raises(UserError, match="r1_zero: it does not fit this --task, which is graded by users_rule:rule"):
+    with pytest.raises(
+        UserError, match="r1_zero: it does not fit this --task, which is graded by users_rule:rule"
+    ):
         find_reward("r1_zero", rules)
     for name, message in (
         ("no_score", "gave 1.0; a rule gives reward, format_reward"),
@@ -420,5 +488,7 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_part_that_cannot_go_with_a_rule_says_why():
-    with pytest.raises(UserError, match="--reward signed_accuracy: it looks for a number that is the answer"):
+    with pytest.raises(
+        UserError, match="--reward signed_accuracy: it looks for a number that is the answer"
+    ):
         find_reward("format,signed_accuracy:0.5", ("countdown",))

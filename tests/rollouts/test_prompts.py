@@ -32,7 +32,10 @@ def test_training_problems_are_the_first_ones_with_short_enough_prompts(tiny_fol
     kept = training_problems(problems, 22, 10, tokenizer)
     short = [p for p in problems if len(tokenizer(p.prompt)["input_ids"]) <= 22]
     assert kept == short[:10] and 10 < len(short) < 200
-    assert training_problems(problems, ARGS.max_prompt_tokens, ARGS.num_problems, tokenizer) == problems
+    assert (
+        training_problems(problems, ARGS.max_prompt_tokens, ARGS.num_problems, tokenizer)
+        == problems
+    )
 
 
 def test_endless_problems_are_numbered_by_step_and_seed(tiny_folder):

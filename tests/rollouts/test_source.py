@@ -1,4 +1,5 @@
-"""One step's groups: refills for groups of equal rewards, and the version of the weights that sampled them."""
+"""One step's groups: refills for groups of equal rewards, and the version of the weights that
+sampled them."""
 
 import dataclasses
 
@@ -14,7 +15,9 @@ PROBLEMS = arithmetic.problems("train")
 
 def group_of(number: int, *rewards: float) -> Group:
     """A group with made-up rewards, whose problem's id is a number."""
-    scores = tuple({"reward": reward, "format_reward": 1.0, "answer_reward": reward} for reward in rewards)
+    scores = tuple(
+        {"reward": reward, "format_reward": 1.0, "answer_reward": reward} for reward in rewards
+    )
     completions = tuple(Completion((1,), (2,), (-1.0,), "", "stop", 0) for _ in rewards)
     return Group(Problem(str(number), "", "", ""), completions, scores)
 
@@ -50,9 +53,20 @@ def test_zero_variance_groups_are_replaced_by_others():
         return next(draws)
 
     groups, sampled = refilled_groups(PROBLEMS, config, 1, sample)
-    assert calls == [(4, 0), (3, 1), (2, 2)] and [group.problem.id for group in sampled] == list("012345678")
-    assert [group.problem.id for group in groups] == ["0", "5", "7", "1"]  # a zero-variance group fills the step up
-    assert refilled_groups(PROBLEMS, ARGS.rollout_config, 1, lambda problems, refill: first) == (first, first)
+    assert calls == [(4, 0), (3, 1), (2, 2)] and [group.problem.id for group in sampled] == list(
+        "012345678"
+    )
+    # a zero-variance group fills the step up
+    assert [group.problem.id for group in groups] == [
+        "0",
+        "5",
+        "7",
+        "1",
+    ]
+    assert refilled_groups(PROBLEMS, ARGS.rollout_config, 1, lambda problems, refill: first) == (
+        first,
+        first,
+    )
 
 
 def test_variance_is_that_of_counted_responses_with_penalties():
@@ -61,8 +75,14 @@ def test_variance_is_that_of_counted_responses_with_penalties():
     overlong = with_last(group_of(1, 1, 1), token_ids=(2,) * 48)
 
     def sampled_groups(group, **options):
-        config = dataclasses.replace(ARGS, max_refills=1, prompts_per_rollout=1, **options).rollout_config
-        return len(refilled_groups(PROBLEMS, config, 1, lambda _, refill: [group_of(9, 1, 0)] if refill else [group])[1])
+        config = dataclasses.replace(
+            ARGS, max_refills=1, prompts_per_rollout=1, **options
+        ).rollout_config
+        return len(
+            refilled_groups(
+                PROBLEMS, config, 1, lambda _, refill: [group_of(9, 1, 0)] if refill else [group]
+            )[1]
+        )
 
     assert (sampled_groups(unfinished), sampled_groups(unfinished, skip_unfinished=True)) == (1, 2)
     assert (sampled_groups(overlong), sampled_groups(overlong, overlong_buffer=8)) == (2, 1)

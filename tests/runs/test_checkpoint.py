@@ -11,12 +11,20 @@ from alignment.policy.loading import load_tokenizer
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import OPTIMIZER_FILE, SingleDevicePolicy
-from alignment.runs.run_folder import TRAINER, checkpoint_folder, drop_old_checkpoints, last_whole_step, save_checkpoint
+from alignment.runs.run_folder import (
+    TRAINER,
+    checkpoint_folder,
+    drop_old_checkpoints,
+    last_whole_step,
+    save_checkpoint,
+)
 from alignment.system.files import manifested
 
 
 def open_policy(folder, optimizer: str) -> SingleDevicePolicy:
-    return SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", optimizer, weight_decay=0.1))
+    return SingleDevicePolicy(
+        PolicyConfig(str(folder), ("cpu",), "float32", optimizer, weight_decay=0.1)
+    )
 
 
 def step_once(policy: SingleDevicePolicy, step: int) -> None:
@@ -41,7 +49,9 @@ def test_a_checkpoint_continues_bit_for_bit(tiny_folder, tmp_path, optimizer):
         save_checkpoint(tmp_path / name, each, tokenizer)
     for (name, one), (_, other) in zip(policy.weights(), resumed.weights(), strict=True):
         assert torch.equal(one, other), name
-    undisturbed, resumed_state = (load_file(tmp_path / name / TRAINER / OPTIMIZER_FILE) for name in ("undisturbed", "resumed"))
+    undisturbed, resumed_state = (
+        load_file(tmp_path / name / TRAINER / OPTIMIZER_FILE) for name in ("undisturbed", "resumed")
+    )
     assert undisturbed.keys() == resumed_state.keys()
     assert all(torch.equal(undisturbed[name], resumed_state[name]) for name in undisturbed)
 
@@ -50,12 +60,18 @@ def test_a_checkpoint_continues_bit_for_bit(tiny_folder, tmp_path, optimizer):
 def test_other_users_read_a_checkpoint_as_far_as_the_umask_lets_them(tiny_folder, tmp_path, mask):
     before = os.umask(mask)
     try:
-        save_checkpoint(tmp_path / "saved", open_policy(tiny_folder, "adamw"), load_tokenizer(str(tiny_folder)))
+        save_checkpoint(
+            tmp_path / "saved", open_policy(tiny_folder, "adamw"), load_tokenizer(str(tiny_folder))
+        )
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {"model.safetensors", OPTIMIZER_FILE, "manifest.sha256.json", "tokenizer.json"} <= {file.name for file in files}
-    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in files} == {file.name: 0o666 & ~mask for file in files}
+    assert {"model.safetensors", OPTIMIZER_FILE, "manifest.sha256.json", "tokenizer.json"} <= {
+        file.name for file in files
+    }
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in files} == {
+        file.name: 0o666 & ~mask for file in files
+    }
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
@@ -66,4 +82,8 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     drop_old_checkpoints(tmp_path, 0)
     assert last_whole_step(tmp_path) == (1_000_000, [])
     drop_old_checkpoints(tmp_path, 2, spared=5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005", "step_000015", "step_1000000"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000005",
+        "step_000015",
+        "step_1000000",
+    ]

@@ -48,7 +48,10 @@ def stop_if_hopeless(records: list[dict]) -> None:
         ({"response_length": 19.0, "finished": 0.7}, []),
         ({"entropy": None}, []),
         ({"entropy": None, "updates": 0}, ["nothing_trained"]),
-        ({"entropy": None, "updates": 0, "bad_updates": 2}, []),  # each such step has a message of its own
+        (
+            {"entropy": None, "updates": 0, "bad_updates": 2},
+            [],
+        ),  # each such step has a message of its own
     ],
 )
 def test_warnings_after_three_steps(change, names):
@@ -56,28 +59,40 @@ def test_warnings_after_three_steps(change, names):
     assert warnings_of(steps(change, change)) == {}  # too few steps
 
 
-@pytest.mark.parametrize(("usual", "last", "warned"), [(0.02, 0.059, False), (0.02, 0.061, True), (1e-9, 0.012, False)])
+@pytest.mark.parametrize(
+    ("usual", "last", "warned"), [(0.02, 0.059, False), (0.02, 0.061, True), (1e-9, 0.012, False)]
+)
 def test_a_mismatch_beyond_its_own_baseline_is_named(usual, last, warned):
-    """0.02 nats a token are usual in bfloat16; momentum alone moves float32 weights by up to 0.012."""
+    """0.02 nats a token are usual in bfloat16; momentum alone moves float32 weights by up to
+    0.012."""
     records = steps(*[{}] * 3, {"sampler_mismatch": last})
     records = [{"sampler_mismatch": usual, **record} for record in records]
     assert ("sampler_drift" in warnings_of(records)) == warned
-    assert "sampler_drift" not in warnings_of([records[0], *records[2:]])  # five steps are no baseline
+    # five steps are no baseline
+    assert "sampler_drift" not in warnings_of([records[0], *records[2:]])
 
 
 def test_a_warning_has_the_numbers():
-    warnings = warnings_of(steps(*[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3))
+    warnings = warnings_of(
+        steps(
+            *[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3
+        )
+    )
     assert warnings == {
         "entropy_collapse": "entropy is 0.05 nats a token, it began at 1",
         "equal_rewards": "in 100% of the groups all rewards are equal, which teaches nothing",
-        "runaway_length": "responses have 48 tokens, they began with 10, and 75% do not end within --max_new_tokens 48",
+        "runaway_length": (
+            "responses have 48 tokens, they began with 10, and 75% do not end within"
+            " --max_new_tokens 48"
+        ),
     }
 
 
 def test_only_bad_steps_in_a_row_stop_a_run():
     bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
     stop_if_hopeless(steps(bad, {}, bad))
-    stop_if_hopeless(steps(skipped, skipped))  # no response was to be trained on: nothing is wrong with the numbers
+    # no response was to be trained on: nothing is wrong with the numbers
+    stop_if_hopeless(steps(skipped, skipped))
     with pytest.raises(RunStopped, match="2 steps in a row"):
         stop_if_hopeless(steps(bad, {}, bad, bad))
 
@@ -87,22 +102,32 @@ def test_failed_gradings_are_counted_over_twenty_steps():
     stop_if_hopeless(steps({"grading_failed": 10}))
     with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
         stop_if_hopeless(steps({"grading_failed": 10}, {"grading_failed": 1}))
-    stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)])  # forgotten after twenty steps
+    # forgotten after twenty steps
+    stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)])
 
 
 def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
     health = Health(steps(*[{}] * 1000), **LIMITS)
-    assert [record["step"] for record in health.first] == [1, 2, 3] and health.latest[-1]["step"] == 1003
-    assert [record["step"] for record in health.latest] == list(range(1003 - GRADER_WINDOW + 1, 1004))
+    assert [record["step"] for record in health.first] == [1, 2, 3] and health.latest[-1][
+        "step"
+    ] == 1003
+    assert [record["step"] for record in health.latest] == list(
+        range(1003 - GRADER_WINDOW + 1, 1004)
+    )
     assert Health([], **LIMITS).latest == []
 
 
 def test_a_warning_is_printed_when_it_begins():
     flat = {"flat_groups": 1.0}
     health = Health([], **LIMITS)
-    judged = [health.judge(record) for record in steps(flat, flat, flat, flat, {**flat, "bad_updates": 1})]
+    judged = [
+        health.judge(record) for record in steps(flat, flat, flat, flat, {**flat, "bad_updates": 1})
+    ]
     assert [messages for messages, _ in judged[:5]] == [[]] * 5
-    assert judged[5][0] == ["in 100% of the groups all rewards are equal, which teaches nothing"] and judged[6][0] == []
+    assert (
+        judged[5][0] == ["in 100% of the groups all rewards are equal, which teaches nothing"]
+        and judged[6][0] == []
+    )
     assert judged[7][0] == ["1 updates were left out, since their loss or gradient is not finite"]
     assert [record["warnings"] for _, record in judged] == [*[[]] * 5, *[["equal_rewards"]] * 3]
     assert health.latest == [record for _, record in judged]

@@ -27,7 +27,9 @@ def test_tensorboard_has_one_sample_of_each_evaluation_as_text(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     samples = events.Tensors("eval/sample/text_summary")
     assert [sample.step for sample in samples] == [0, 5]
-    assert list(samples[0].tensor_proto.string_val) == [b"<pre>&lt;b&gt;q\n\n&lt;script&gt;\\x1b</pre>"]
+    assert list(samples[0].tensor_proto.string_val) == [
+        b"<pre>&lt;b&gt;q\n\n&lt;script&gt;\\x1b</pre>"
+    ]
 
 
 def test_a_bad_batch_whose_mask_is_a_view_is_saved(tmp_path):
@@ -36,10 +38,15 @@ def test_a_bad_batch_whose_mask_is_a_view_is_saved(tmp_path):
     assert not batch.response_mask.is_contiguous()
     ones_21 = torch.ones(2, 1)
     run = RunFolder(tmp_path)
-    run.save_bad_batches(Rollout(batch, ones_21, ones_21.bool(), torch.zeros(batch.labels.shape)), 3, [[0, 1]])
+    run.save_bad_batches(
+        Rollout(batch, ones_21, ones_21.bool(), torch.zeros(batch.labels.shape)), 3, [[0, 1]]
+    )
     run.close()
     saved = load_file(tmp_path / "bad_batches" / "step_000003_1.safetensors")
-    assert saved["response_mask"].tolist() == batch.response_mask.tolist() and saved["labels"].tolist() == batch.labels.tolist()
+    assert (
+        saved["response_mask"].tolist() == batch.response_mask.tolist()
+        and saved["labels"].tolist() == batch.labels.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,10 @@ def test_a_run_is_found_again_by_the_default_name_that_it_got(tmp_path):
     for number in ("", "-2"):
         path = claim_run_folder(str(tmp_path), "", "tiny_file:/a/b_seed0", {}, {})
         assert path == tmp_path / f"tiny_file-a-b_seed0{number}"
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "tiny_file-a-b_seed0", tmp_path / "tiny_file-a-b_seed0-2"]
+    assert sorted(tmp_path.iterdir()) == [
+        tmp_path / "tiny_file-a-b_seed0",
+        tmp_path / "tiny_file-a-b_seed0-2",
+    ]
     assert resumed_run_name(str(tmp_path), "", "tiny_file:/a/b_seed0") == "tiny_file-a-b_seed0-2"
 
 

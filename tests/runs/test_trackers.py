@@ -1,4 +1,5 @@
-"""Trackers: the same fields in each, one run from its first step to its last, and no say in the run."""
+"""Trackers: the same fields in each, one run from its first step to its last, and no say in the
+run."""
 
 import json
 import os
@@ -16,13 +17,18 @@ from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import RunFolder
 from alignment.system.errors import UserError
 
-GROUP = Group(Problem("a", "<b>q", "", ""), (Completion((1,), (2,), (-0.1,), "5", "stop", 0),), ({"reward": 1.0},))
+GROUP = Group(
+    Problem("a", "<b>q", "", ""),
+    (Completion((1,), (2,), (-0.1,), "5", "stop", 0),),
+    ({"reward": 1.0},),
+)
 SAMPLE = "<pre>&lt;b&gt;q\n\n5</pre>"
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A stand-in for a tracker, which fails where the run's name says so: the ids it is opened with, and what it is sent."""
+    """A stand-in for a tracker, which fails where the run's name says so: the ids it is opened
+    with, and what it is sent."""
     ids, sent = [], []
 
     def open_recorded(folder, run_id, arguments):
@@ -46,7 +52,8 @@ def recorded(monkeypatch):
 
 
 def train(folder, first: int, last: int, names):
-    """Log steps `first` to `last` of a run that goes on after step `first` - 1, and an evaluation of the last one."""
+    """Log steps `first` to `last` of a run that goes on after step `first` - 1, and an evaluation
+    of the last one."""
     folder.mkdir(exist_ok=True)
     run = RunFolder(folder, first - 1, names)
     if first == 1:
@@ -81,27 +88,40 @@ def test_a_tracker_that_is_added_later_gets_the_run_from_its_start(tmp_path, rec
     assert [step for step, numbers, _ in recorded[1] if "eval/pass@1" in numbers] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(("when", "sent"), [("opening", []), ("logging", [1]), ("closing", [1, 2, 3])])
-def test_a_tracker_that_fails_is_warned_of_once_and_stops_nothing(when, sent, tmp_path, recorded, capsys):
+@pytest.mark.parametrize(
+    ("when", "sent"), [("opening", []), ("logging", [1]), ("closing", [1, 2, 3])]
+)
+def test_a_tracker_that_fails_is_warned_of_once_and_stops_nothing(
+    when, sent, tmp_path, recorded, capsys
+):
     folder = tmp_path / f"fails at {when}"
     train(folder, 1, 3, ["recorded", "tensorboard"])
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1 and warnings[0].startswith("warning: --trackers recorded failed, and is left out until")
+    assert len(warnings) == 1 and warnings[0].startswith(
+        "warning: --trackers recorded failed, and is left out until"
+    )
     assert [step for step, numbers, _ in recorded[1] if "reward" in numbers] == sent
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3]
     if when == "logging":
         train(folder, 4, 4, ["recorded"])  # resumed: what it lacks, it gets
-        assert sorted(step for step, numbers, _ in recorded[1] if "reward" in numbers) == [1, 2, 3, 4]
+        assert sorted(step for step, numbers, _ in recorded[1] if "reward" in numbers) == [
+            1,
+            2,
+            3,
+            4,
+        ]
 
 
 def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     train(tmp_path, 1, 2, ["wandb"])
     assert (
-        "warning: --trackers wandb failed, and is left out until the run is resumed: ModuleNotFoundError"
-        in capsys.readouterr().err
+        "warning: --trackers wandb failed, and is left out until the run is resumed:"
+        " ModuleNotFoundError" in capsys.readouterr().err
     )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
@@ -118,19 +138,26 @@ def test_flags():
     args = parse(RLArgs, ["--trackers"])
     assert args.trackers == () and parse(RLArgs, command_line(args)) == args
     assert parse(RLArgs, ["--trackers", "wandb", "mlflow"]).trackers == ("wandb", "mlflow")
-    with pytest.raises(UserError, match="--trackers clearml: choose one of tensorboard, wandb, trackio, mlflow"):
+    with pytest.raises(
+        UserError, match="--trackers clearml: choose one of tensorboard, wandb, trackio, mlflow"
+    ):
         parse(RLArgs, ["--trackers", "clearml"])
 
 
-# --- the libraries themselves, where they are installed -----------------------------------------------------------------
+# --- the libraries themselves, where they are installed -------------------------------------------
 
 
 def in_wandb(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
-    """The ids of the offline runs, and the distinct values of each field, in their order: some are in a summary, too."""
+    """The ids of the offline runs, and the distinct values of each field, in their order: some are
+    in a summary, too."""
     files = sorted(Path("wandb").glob("offline-run-*/run-*.wandb"))
     data = b"".join(file.read_bytes() for file in files)
     fields = {}
-    for name in ("reward", "eval/pass@1"):  # in each record a name is followed by the length of the value, and the value
+    # in each record a name is followed by the length of the value, and the value
+    for name in (
+        "reward",
+        "eval/pass@1",
+    ):
         found = re.findall(rb"\x12.%s\x82\x01(.)(.{4})" % name.encode(), data, re.DOTALL)
         fields[name] = list(dict.fromkeys(float(value[: length[0]]) for length, value in found))
     return {file.stem.removeprefix("run-") for file in files}, fields
@@ -141,7 +168,9 @@ def in_trackio(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
 
     runs = SQLiteStorage.get_runs("alignment")
     logs = [record for run in runs for record in SQLiteStorage.get_logs("alignment", run)]
-    return set(runs), {name: [log[name] for log in logs if name in log] for name in ("reward", "eval/pass@1")}
+    return set(runs), {
+        name: [log[name] for log in logs if name in log] for name in ("reward", "eval/pass@1")
+    }
 
 
 def in_mlflow(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
@@ -149,16 +178,28 @@ def in_mlflow(run_id: str) -> tuple[set[str], dict[str, list[float]]]:
 
     client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     runs = client.search_runs([client.get_experiment_by_name("alignment").experiment_id])
-    history = {name: client.get_metric_history(runs[0].info.run_id, name) for name in ("reward", "eval/pass_1")}
-    fields = {name.replace("_1", "@1"): [point.value for point in points] for name, points in history.items()}
+    history = {
+        name: client.get_metric_history(runs[0].info.run_id, name)
+        for name in ("reward", "eval/pass_1")
+    }
+    fields = {
+        name.replace("_1", "@1"): [point.value for point in points]
+        for name, points in history.items()
+    }
     assert runs[0].info.status == "FINISHED" and runs[0].data.params == {"seed": "3"}
     return {run.info.run_name for run in runs}, fields
 
 
-@pytest.mark.parametrize(("name", "read"), [("wandb", in_wandb), ("trackio", in_trackio), ("mlflow", in_mlflow)])
+@pytest.mark.parametrize(
+    ("name", "read"), [("wandb", in_wandb), ("trackio", in_trackio), ("mlflow", in_mlflow)]
+)
 def test_the_library_itself(name, read, tmp_path, monkeypatch, capsys, wait_for):
     monkeypatch.chdir(tmp_path)
-    for key, value in {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}.items():
+    for key, value in {
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_SILENT": "true",
+    }.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     pytest.importorskip(name)

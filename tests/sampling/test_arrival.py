@@ -1,4 +1,5 @@
-"""Weights that do not arrive stop the run: checksums by hand, and engines that drop, damage or repeat a transfer."""
+"""Weights that do not arrive stop the run: checksums by hand, and engines that drop, damage or
+repeat a transfer."""
 
 import pytest
 import torch
@@ -9,8 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.policy.loading import load_model, load_tokenizer
 from alignment.sampling.arrival import (
-    COLUMNS, checked_columns, checksum, compare, load_proven, read_sums, tensor_checksum, with_checksums,
-)  # fmt: skip
+    COLUMNS,
+    checked_columns,
+    checksum,
+    compare,
+    load_proven,
+    read_sums,
+    tensor_checksum,
+    with_checksums,
+)
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
@@ -24,18 +32,28 @@ def test_a_checksum_by_hand():
     assert checksum(torch.full((20,), 1.0)) == (20 * ONE**2 + 2**63) % 2**64 - 2**63  # modulo 2^64
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=9), st.integers(1, 8), st.randoms())
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=9),
+    st.integers(1, 8),
+    st.randoms(),
+)
 def test_an_engine_may_stack_and_pad_and_permute(numbers, cut, random):
     shuffled = [*numbers, 0.0, -0.0]
     random.shuffle(shuffled)
-    parts = (checksum(torch.tensor(part, dtype=torch.float32)) for part in (numbers[:cut], numbers[cut:]))
+    parts = (
+        checksum(torch.tensor(part, dtype=torch.float32)) for part in (numbers[:cut], numbers[cut:])
+    )
     assert (sum(parts) - checksum(torch.tensor(shuffled, dtype=torch.float32))) % 2**64 == 0
 
 
 def test_other_columns_of_a_matrix_are_checked_at_each_version():
     matrix_64 = torch.arange(64.0).expand(3, 64)
     columns = checked_columns(64, version=5)
-    assert len(columns) == COLUMNS and columns != checked_columns(64, version=6) and checked_columns(3, 1) == [0, 1, 2]
+    assert (
+        len(columns) == COLUMNS
+        and columns != checked_columns(64, version=6)
+        and checked_columns(3, 1) == [0, 1, 2]
+    )
     assert tensor_checksum(matrix_64, 5, torch.float32) == checksum(matrix_64[:, columns])
     seen = {column for version in range(60) for column in checked_columns(64, version)}
     assert seen == set(range(64))
@@ -47,11 +65,16 @@ def test_stacked_and_tied_tensors_are_compared_by_their_parts():
     embedding = (["wte.weight"], 7)
     compare(sent, {"a.qk.weight": stacked, "wte.weight": embedding, "lm_head.weight": embedding}, 1)
     with pytest.raises(RunStopped, match="1 of 2 tensors differ, such as lm_head.weight"):
-        compare({"wte.weight": (7, 8)}, {"wte.weight": embedding, "lm_head.weight": (["wte.weight"], 9)}, 1)
+        compare(
+            {"wte.weight": (7, 8)},
+            {"wte.weight": embedding, "lm_head.weight": (["wte.weight"], 9)},
+            1,
+        )
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that are read one by one, for each of which a GPU would have to be waited for."""
+    """Counts the numbers that are read one by one, for each of which a GPU would have to be waited
+    for."""
 
     def __init__(self):
         super().__init__()
@@ -71,21 +94,30 @@ def test_checksums_are_read_together_after_the_transfer():
     assert reads.count == 0
     with Reads() as reads:
         expected = {name: tensor_checksum(tensor, 1, torch.float32) for name, tensor in weights}
-    assert reads.count == 6 and {name: of_matrix for name, (of_matrix, _) in numbers.items()} == expected
+    assert (
+        reads.count == 6
+        and {name: of_matrix for name, (of_matrix, _) in numbers.items()} == expected
+    )
     assert list(numbers) == list(expected) and read_sums({}) == {}
 
 
 def test_an_engine_may_keep_the_transpose():
     matrix_35 = torch.arange(15.0).view(3, 5)
     checksums = {}
-    assert [name for name, _ in with_checksums([("a", matrix_35), ("b", matrix_35[0])], torch.float32, 1, checksums)] == [
+    assert [
+        name
+        for name, _ in with_checksums(
+            [("a", matrix_35), ("b", matrix_35[0])], torch.float32, 1, checksums
+        )
+    ] == [
         "a",
         "b",
     ]
     of_transpose = tensor_checksum(matrix_35.T.contiguous(), 1, torch.float32)
     assert checksums["a"] == (tensor_checksum(matrix_35, 1, torch.float32), of_transpose)
     compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 30)}, 1)
-    with pytest.raises(RunStopped, match="such as ab"):  # a part of one and a part of the other are neither
+    # a part of one and a part of the other are neither
+    with pytest.raises(RunStopped, match="such as ab"):
         compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 21)}, 1)
 
 
@@ -98,17 +130,24 @@ def test_tensors_that_were_never_sent_or_are_not_held_differ():
 
 def test_names_of_the_engines_own_are_said_to_be_unchecked(capsys):
     compare({"a": (1, 1), "experts.0": (2, 2)}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
-    assert "keeps 1 of 2 weights, such as experts.0, under names of its own" in capsys.readouterr().err
+    assert (
+        "keeps 1 of 2 weights, such as experts.0, under names of its own" in capsys.readouterr().err
+    )
 
 
-def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in_its_type(tiny_folder):
+def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in_its_type(
+    tiny_folder,
+):
     """As families with routers of experts do; a number without axes is compared, too."""
     policy, sampler = open_tiny(tiny_folder), Faulty(str(tiny_folder), "none")
     sampler.model.bfloat16().model.norm.float()
     sampler.model.model.layers[0].scale = torch.nn.Parameter(torch.tensor(2.0))
     weights = [*policy.weights(), ("model.layers.0.scale", torch.tensor(3.0))]
     sampler.dtype = torch.bfloat16
-    assert sampler.model.dtype == torch.bfloat16 and sampler.model.model.norm.weight.dtype == torch.float32
+    assert (
+        sampler.model.dtype == torch.bfloat16
+        and sampler.model.model.norm.weight.dtype == torch.float32
+    )
     load_proven(sampler, weights, 1)
     with torch.no_grad():
         sampler.model.model.norm.weight += 1
@@ -117,7 +156,7 @@ def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in
         compare(sent, sampler.weight_checksums(1), 1)
 
 
-# --- engines with a fault -------------------------------------------------------------------------------------------------
+# --- engines with a fault -------------------------------------------------------------------------
 
 
 class Faulty(TransformersSampler):
@@ -133,19 +172,25 @@ class Faulty(TransformersSampler):
         if version == 2 and self.fault == "sync":
             tensors = []
         if version == 2 and self.fault == "tensor":
-            tensors = [(name, tensor) for name, tensor in tensors if "layers.1.mlp.up_proj" not in name]
+            tensors = [
+                (name, tensor) for name, tensor in tensors if "layers.1.mlp.up_proj" not in name
+            ]
         if version == 2 and self.fault == "twice":
             tensors = [(name, 2 * tensor - before[name]) for name, tensor in tensors]
         super().load_weights(tensors, version)
 
 
-@pytest.mark.parametrize(("fault", "share"), [("sync", "all"), ("tensor", "1"), ("twice", "all"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("fault", "share"), [("sync", "all"), ("tensor", "1"), ("twice", "all"), ("none", "none")]
+)
 @pytest.mark.parametrize("restarting", [False, True])
 def test_a_fault_of_one_transfer_stops_the_run_in_that_step(fault, share, restarting, tiny_folder):
     """At a learning rate of 1e-6, far below what a comparison of log-probs could see."""
     policy, sampler = open_tiny(tiny_folder), Faulty(str(tiny_folder), fault)
     if restarting:
-        sampler = SamplerPool({"engine": lambda: Faulty(str(tiny_folder), fault)}, torch.float32, 256, policy.weights)
+        sampler = SamplerPool(
+            {"engine": lambda: Faulty(str(tiny_folder), fault)}, torch.float32, 256, policy.weights
+        )
 
     def train() -> None:
         with torch.no_grad():
@@ -162,7 +207,9 @@ def test_a_fault_of_one_transfer_stops_the_run_in_that_step(fault, share, restar
     total = len(list(policy.weights()))
     number = total if share == "all" else 1
     differ = f"after step 2 .*: {number} of {total} tensors differ, such as model"
-    with pytest.raises(RunStopped, match=f"{differ}.* start a new run with --sampler transformers$"):
+    with pytest.raises(
+        RunStopped, match=f"{differ}.* start a new run with --sampler transformers$"
+    ):
         load_proven(sampler, policy.weights(), 2)
 
 

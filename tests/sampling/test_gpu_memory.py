@@ -1,4 +1,5 @@
-"""A GPU's memory as an engine finds it, on a machine without one: stand-ins for torch's allocator and for an engine."""
+"""A GPU's memory as an engine finds it, on a machine without one: stand-ins for torch's allocator
+and for an engine."""
 
 import gc
 import os
@@ -24,7 +25,8 @@ UUID = "GPU-8f2bd1a5-6e3c-4b8e-9d0a-1c2f3a4b5c6d"
 
 
 class Allocator:
-    """A card of 24 GiB. What torch has freed it keeps until `empty_cache`; CUDA's figure of free memory leaves that out."""
+    """A card of 24 GiB. What torch has freed it keeps until `empty_cache`; CUDA's figure of free
+    memory leaves that out."""
 
     def __init__(self, monkeypatch):
         self.used, self.kept = 0, 0
@@ -57,12 +59,19 @@ def strict_engine(config, tokenizer, policy):
     """Refuses as vLLM does where less than its share is free."""
     free, total = torch.cuda.mem_get_info(config.device)
     if free < config.memory_share * total:
-        raise UserError(f"free memory {free / GIB:.0f} GiB is less than {config.memory_share} of {total / GIB:.0f}")
+        raise UserError(
+            f"free memory {free / GIB:.0f} GiB is less than {config.memory_share} of"
+            f" {total / GIB:.0f}"
+        )
     return "started"
 
 
 def start(share: float):
-    return open_sampler(SamplerEngine(strict_engine), SamplerConfig("m", "cuda:0", "bfloat16", memory_share=share), None)
+    return open_sampler(
+        SamplerEngine(strict_engine),
+        SamplerConfig("m", "cuda:0", "bfloat16", memory_share=share),
+        None,
+    )
 
 
 def test_memory_that_a_trainer_has_left_is_given_back_before_an_engine_starts(monkeypatch):
@@ -93,36 +102,55 @@ def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder
     allocator, policy, collected, frees = Allocator(monkeypatch), open_tiny(tiny_folder), [], []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(allocator, "kept", 10 * GIB)
-    monkeypatch.setattr(memory, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")])
+    monkeypatch.setattr(
+        memory, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")]
+    )
     read = memory.free_bytes
-    monkeypatch.setattr(memory, "free_bytes", lambda device: frees.append(read(device)) or frees[-1])
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda device: frees.append(read(device)) or frees[-1]
+    )
     choose_micro_batch_tokens(policy.model, policy.optimizer, policy.policy_config, longest=9)
     assert frees == [24 * GIB] * 2 and len(collected) == 1
 
 
 @pytest.mark.parametrize(
     ("visible", "device", "expected"),
-    [(None, "cuda:3", "3"), ("5,2", "cuda:1", "2"), (f"0,{UUID}", "cuda:1", UUID), ("0", "cpu", "")],
+    [
+        (None, "cuda:3", "3"),
+        ("5,2", "cuda:1", "2"),
+        (f"0,{UUID}", "cuda:1", UUID),
+        ("0", "cpu", ""),
+    ],
 )
 def test_the_worker_sees_its_gpu_only(visible, device, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert worker_environment((device,), environment)["CUDA_VISIBLE_DEVICES"] == expected
 
 
-@pytest.mark.parametrize("entry", ["MIG-8f2bd1a5-6e3c-4b8e-9d0a-1c2f3a4b5c6d", "GPU-8f2bd1a5", "MIG-GPU-8f2b/1/0"])
+@pytest.mark.parametrize(
+    "entry", ["MIG-8f2bd1a5-6e3c-4b8e-9d0a-1c2f3a4b5c6d", "GPU-8f2bd1a5", "MIG-GPU-8f2b/1/0"]
+)
 def test_gpus_that_vllm_cannot_name_are_refused(entry):
-    with pytest.raises(UserError, match=f"vLLM cannot be started on {entry}; list GPUs by index or by whole UUID"):
+    with pytest.raises(
+        UserError, match=f"vLLM cannot be started on {entry}; list GPUs by index or by whole UUID"
+    ):
         worker_environment(("cuda:0",), {"CUDA_VISIBLE_DEVICES": entry})
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines"), [(EXPANDABLE_SEGMENTS, ""), ("max_split_size_mb:512", "max_split_size_mb:512")]
+    ("trainers", "engines"),
+    [(EXPANDABLE_SEGMENTS, ""), ("max_split_size_mb:512", "max_split_size_mb:512")],
 )
 def test_the_trainers_allocator_setting_is_not_the_engines(trainers, engines):
     """In a process that imports what the worker imports, this package among it."""
     environment = worker_environment(("cpu",), {**os.environ, "PYTORCH_ALLOC_CONF": trainers})
     code = "import os, alignment.sampling.vllm; print(os.environ['PYTORCH_ALLOC_CONF'])"
     process = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert process.stdout == f"{engines}\n"

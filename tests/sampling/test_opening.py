@@ -1,4 +1,5 @@
-"""An engine that opens beside the loading of models: what it waits for, what the user sees, and what is left when it is given up."""
+"""An engine that opens beside the loading of models: what it waits for, what the user sees, and
+what is left when it is given up."""
 
 import io
 import threading
@@ -37,7 +38,14 @@ def opening_of(folder, engine, devices=("cpu", "cpu")) -> Opening:
     tokenizer = load_tokenizer(str(folder))
 
     def start(begun):
-        config = SamplerConfig(str(folder), devices[0], "float32", timeout=SECONDS, further_devices=devices[1:], start=begun)
+        config = SamplerConfig(
+            str(folder),
+            devices[0],
+            "float32",
+            timeout=SECONDS,
+            further_devices=devices[1:],
+            start=begun,
+        )
         return open_sampler(SamplerEngine(engine), config, tokenizer, PolicyToCome(("cpu",)))
 
     return Opening("the engines", start)
@@ -57,10 +65,16 @@ def happens_within(seconds, condition) -> bool:
 def test_processes_start_at_once_and_engines_when_they_may_take_memory(tiny_folder, monkeypatch):
     before, asked = processes(), []
     ask = ChildProcess.ask
-    monkeypatch.setattr(ChildProcess, "ask", lambda self, *arguments, **named: asked.append(1) or ask(self, *arguments, **named))
+    monkeypatch.setattr(
+        ChildProcess,
+        "ask",
+        lambda self, *arguments, **named: asked.append(1) or ask(self, *arguments, **named),
+    )
     opening = opening_of(tiny_folder, open_transformers)
     try:
-        assert happens_within(SECONDS, lambda: len(processes() - before) == 2 and len(opening._processes) == 2)
+        assert happens_within(
+            SECONDS, lambda: len(processes() - before) == 2 and len(opening._processes) == 2
+        )
         time.sleep(0.5)  # in which an engine that does not wait would be asked to start
         assert not asked
         sampler = opening.result(Console(file=io.StringIO()))
@@ -78,7 +92,11 @@ def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
     opening = opening_of(tiny_folder, slow_engine)
     opening.result(Console(file=output, width=200)).close()
     lines = output.getvalue().splitlines()
-    assert lines and lines[-1].startswith("waiting for the engines: ") and lines[-1].endswith(" s (compiling)")
+    assert (
+        lines
+        and lines[-1].startswith("waiting for the engines: ")
+        and lines[-1].endswith(" s (compiling)")
+    )
 
 
 def test_an_engine_that_is_lost_later_is_replaced_at_once(tiny_folder, capfd):

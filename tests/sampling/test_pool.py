@@ -24,7 +24,9 @@ SAMPLING = SamplingConfig(n=3, max_new_tokens=12, seed=3, stop=())
 
 
 def open_engines(folder, number: int, engine: SamplerEngine = SAMPLERS["transformers"]):
-    config = SamplerConfig(str(folder), "cpu", "float32", timeout=60.0, further_devices=("cpu",) * (number - 1))
+    config = SamplerConfig(
+        str(folder), "cpu", "float32", timeout=60.0, further_devices=("cpu",) * (number - 1)
+    )
     return open_sampler(engine, config, load_tokenizer(str(folder)))
 
 
@@ -62,7 +64,11 @@ def here_and_there(tiny_folder):
 
 
 def tokens(groups) -> list:
-    return [(c.prompt_ids, c.token_ids, c.text, c.finish_reason, c.policy_version) for group in groups for c in group]
+    return [
+        (c.prompt_ids, c.token_ids, c.text, c.finish_reason, c.policy_version)
+        for group in groups
+        for c in group
+    ]
 
 
 def log_probs(groups) -> torch.Tensor:
@@ -75,7 +81,10 @@ def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_fol
     two = open_engines(tiny_folder, 2)
     try:
         assert isinstance(one, TransformersSampler)
-        for sampling in (SAMPLING, dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9)):
+        for sampling in (
+            SAMPLING,
+            dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9),
+        ):
             expected = one.sample(prompts, sampling)
             for pool in (two, three):
                 drawn = pool.sample(prompts, sampling)
@@ -85,7 +94,9 @@ def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_fol
         two.close()
 
 
-def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(here_and_there, moved, tiny_folder, capfd):
+def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(
+    here_and_there, moved, tiny_folder, capfd
+):
     """And an engine there that is killed is replaced there."""
     one = open_engines(tiny_folder, 1)
     assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == tokens(one.sample(PROMPTS, SAMPLING))
@@ -94,11 +105,20 @@ def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_wei
     drawn = tokens(one.sample(PROMPTS, SAMPLING))
     assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
     name = "engine 2 of 2 on cpu of b (rank 2)"
-    (connection,) = psutil.Process(here_and_there._engines[name]._worker.process.pid).net_connections("tcp")
-    ends = {end.raddr: process for process in psutil.Process().children() for end in process.net_connections("tcp")}
+    (connection,) = psutil.Process(
+        here_and_there._engines[name]._worker.process.pid
+    ).net_connections("tcp")
+    ends = {
+        end.raddr: process
+        for process in psutil.Process().children()
+        for end in process.net_connections("tcp")
+    }
     ends[connection.laddr].kill()
     assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
-    said = "started again: the sampler process on cpu of b (rank 2) failed: the process was killed by SIGKILL"
+    said = (
+        "started again: the sampler process on cpu of b (rank 2) failed: the process was killed by"
+        " SIGKILL"
+    )
     assert here_and_there.restarts == 1 and said in capfd.readouterr().err
 
 
@@ -107,7 +127,9 @@ def test_no_two_prompts_share_random_numbers(three):
     assert len({c.token_ids for group in drawn for c in group}) == 21
 
 
-def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(three, moved, tiny_folder, capfd):
+def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(
+    three, moved, tiny_folder, capfd
+):
     expected = TransformersSampler(moved, load_tokenizer(str(tiny_folder)), 256, policy_version=5)
     try:
         load_proven(three, moved.named_parameters(), 5)
@@ -115,9 +137,14 @@ def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(th
         assert three.policy_version == 5 and tokens(three.sample(PROMPTS, SAMPLING)) == drawn
         three._engines["engine 2 of 3 on cpu"]._worker.kill()
         assert tokens(three.sample(PROMPTS, SAMPLING)) == drawn
-        assert three.restarts == 1 and "started again: the sampler process on cpu was killed" in capfd.readouterr().err
+        assert (
+            three.restarts == 1
+            and "started again: the sampler process on cpu was killed" in capfd.readouterr().err
+        )
     finally:
-        load_proven(three, load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters(), 0)
+        load_proven(
+            three, load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters(), 0
+        )
 
 
 @pytest.mark.parametrize("fault", ["a tensor is lost", "all keep their old values"])
@@ -128,16 +155,21 @@ def test_weights_that_reach_only_one_engine_are_noticed(fault, tiny_folder, move
     def send_wrongly(connection, tensors, dtype):
         sent = list(tensors)
         if connection is pool._engines["engine 2 of 2 on cpu"]._worker.connection:
-            sent = sent[1:] if fault == "a tensor is lost" else [(name, old[name]) for name, _ in sent]
+            sent = (
+                sent[1:] if fault == "a tensor is lost" else [(name, old[name]) for name, _ in sent]
+            )
         send(connection, sent, dtype)
 
     monkeypatch.setattr(module, "send_tensors", send_wrongly)
-    with pytest.raises(RunStopped, match="^engine 2 of 2 on cpu: after step 1 the sampler holds other weights"):
+    with pytest.raises(
+        RunStopped, match="^engine 2 of 2 on cpu: after step 1 the sampler holds other weights"
+    ):
         load_proven(pool, moved.named_parameters(), 1)
 
 
 def slow_or_faulty(config, tokenizer, policy):
-    """An engine that takes long, but where it draws the first prompt: there it is lost, again and again."""
+    """An engine that takes long, but where it draws the first prompt: there it is lost, again and
+    again."""
     sampler = open_transformers(config, tokenizer, policy)
     draw = sampler.sample
 
@@ -155,7 +187,10 @@ def test_an_engine_that_fails_is_named_and_the_others_end(tiny_folder):
     before, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
     pool = open_engines(tiny_folder, 2, SamplerEngine(slow_or_faulty))
     start = time.monotonic()
-    with pytest.raises(RunStopped, match="^engine 1 of 2 on cpu: the sampler was lost .*ValueError: a cable is loose"):
+    with pytest.raises(
+        RunStopped,
+        match="^engine 1 of 2 on cpu: the sampler was lost .*ValueError: a cable is loose",
+    ):
         pool.sample(PROMPTS, SAMPLING)
     assert time.monotonic() - start < 60
     assert not set(psutil.Process().children(recursive=True)) - before
@@ -168,6 +203,9 @@ def refuses_to_start(config, tokenizer, policy):
 
 def test_an_engine_that_cannot_start_ends_all(tiny_folder):
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(UserError, match="^engine . of 2 on cpu: sampler could not start on cpu with .*: UserError: no"):
+    with pytest.raises(
+        UserError,
+        match="^engine . of 2 on cpu: sampler could not start on cpu with .*: UserError: no",
+    ):
         open_engines(tiny_folder, 2, SamplerEngine(refuses_to_start))
     assert not set(psutil.Process().children(recursive=True)) - before

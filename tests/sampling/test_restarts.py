@@ -1,4 +1,5 @@
-"""An engine that is lost: replaced once a request, with the weights it had, or the run is stopped."""
+"""An engine that is lost: replaced once a request, with the weights it had, or the run is
+stopped."""
 
 import copy
 import dataclasses
@@ -18,7 +19,8 @@ PROMPTS = ["User: What is 2 + 3?\nAssistant: <think>", "User: What is 6 * 2?\nAs
 
 
 class Engine(TransformersSampler):
-    """A real sampler that is lost where `faults` says: "dies", "hangs", or a function that spoils its answer."""
+    """A real sampler that is lost where `faults` says: "dies", "hangs", or a function that spoils
+    its answer."""
 
     faults: list = []
 
@@ -52,7 +54,11 @@ def sampler(tiny_folder, policy):
     Engine.faults = []
     tokenizer = load_tokenizer(str(tiny_folder))
     return SamplerPool(
-        {"engine": lambda: Engine(load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256)},
+        {
+            "engine": lambda: Engine(
+                load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, 256
+            )
+        },
         torch.float32,
         len(tokenizer),
         policy.named_parameters,
@@ -70,9 +76,13 @@ FAULTS = {
     "too few samples": lambda drawn: [drawn[0][:1], drawn[1]],
     "no tokens": spoil(token_ids=(), log_probs=()),
     "too many tokens": spoil(token_ids=(5,) * 9, log_probs=(-1.0,) * 9),
-    "a token that there is not": lambda drawn: spoil(token_ids=(9999, *drawn[0][0].token_ids[1:]))(drawn),
+    "a token that there is not": lambda drawn: spoil(token_ids=(9999, *drawn[0][0].token_ids[1:]))(
+        drawn
+    ),
     "a log-prob is missing": spoil(log_probs=(-1.0,)),
-    "not a number": lambda drawn: spoil(log_probs=(float("nan"),) * len(drawn[0][0].token_ids))(drawn),
+    "not a number": lambda drawn: spoil(log_probs=(float("nan"),) * len(drawn[0][0].token_ids))(
+        drawn
+    ),
     "above zero": lambda drawn: spoil(log_probs=(0.5,) * len(drawn[0][0].token_ids))(drawn),
 }
 
@@ -84,13 +94,17 @@ def test_a_lost_engine_is_replaced_with_the_weights_it_had(fault, sampler, polic
     assert expected[0][0].policy_version == 7
     Engine.faults = [fault]
     assert sampler.sample(PROMPTS, SAMPLING) == expected
-    assert sampler.restarts == 1 and capfd.readouterr().err.startswith("the sampler is started again: ")
+    assert sampler.restarts == 1 and capfd.readouterr().err.startswith(
+        "the sampler is started again: "
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_an_engine_that_is_lost_twice_stops_the_run(fault, sampler):
     Engine.faults = [fault, fault]
-    with pytest.raises(RunStopped, match="the sampler was lost .*, and once more after it was started again"):
+    with pytest.raises(
+        RunStopped, match="the sampler was lost .*, and once more after it was started again"
+    ):
         sampler.sample(PROMPTS, SAMPLING)
     assert sampler.restarts == 1
 
@@ -102,7 +116,9 @@ def test_lost_while_it_takes_new_weights(sampler, policy):
     after = sampler.sample(PROMPTS, SAMPLING)
     assert sampler.policy_version == after[0][0].policy_version == 1
     assert [c.log_probs for g in after for c in g] != [c.log_probs for g in before for c in g]
-    reference = TransformersSampler(policy, sampler._engines["engine"].tokenizer, 256, policy_version=1)
+    reference = TransformersSampler(
+        policy, sampler._engines["engine"].tokenizer, 256, policy_version=1
+    )
     assert after == reference.sample(PROMPTS, SAMPLING)
 
 

@@ -1,4 +1,5 @@
-"""When a sampler that shares a GPU with the trainer sleeps: who says so, and what a pool and a client of an engine make of it."""
+"""When a sampler that shares a GPU with the trainer sleeps: who says so, and what a pool and a
+client of an engine make of it."""
 
 from types import SimpleNamespace
 
@@ -91,7 +92,9 @@ def test_a_sampler_sleeps_once_a_step_while_the_trainer_computes_and_keeps_no_we
 
 def test_a_sampler_that_only_evaluates_sleeps_before_the_trainer_computes_log_probs():
     log = []
-    evaluations = evaluator(Sampler(log), check=lambda groups: log.append("the trainer's log-probs"))
+    evaluations = evaluator(
+        Sampler(log), check=lambda groups: log.append("the trainer's log-probs")
+    )
     evaluations.run_if_due(0)
     evaluations.run_if_due(1)
     once = ["sample", "sleep, weights discarded", "the trainer's log-probs"]
@@ -113,7 +116,9 @@ def pool():
         return started[-1]
 
     dies: list[str] = []
-    pool = SamplerPool({"engine": start}, torch.float32, 9, weights=lambda: iter([("a", torch.ones(1))]))
+    pool = SamplerPool(
+        {"engine": start}, torch.float32, 9, weights=lambda: iter([("a", torch.ones(1))])
+    )
     started[0].dies = dies
     pool.log, pool.dies = log, dies
     yield pool
@@ -125,7 +130,10 @@ def test_an_engine_that_is_lost_as_it_falls_asleep_is_replaced_by_one_that_sleep
     pool.dies.append("sleep, weights discarded")
     pool.sleep(keep_weights=False)
     discarded = "sleep, weights discarded"
-    assert pool.log == ["start 1", "load 3", discarded, "close", "start 2", "load 3", discarded] and pool.restarts == 1
+    assert (
+        pool.log == ["start 1", "load 3", discarded, "close", "start 2", "load 3", discarded]
+        and pool.restarts == 1
+    )
 
 
 def test_one_that_died_asleep_is_replaced_with_the_weights_that_come_next(pool):
@@ -188,12 +196,18 @@ def test_a_client_asks_no_engine_for_completions_with_discarded_weights(client):
     assert client._worker.asked[-1][0] == "generate"
 
 
-def test_the_trainer_gives_back_unused_memory_once_before_an_engine_wakes_and_not_in_each_phase(client, monkeypatch):
+def test_the_trainer_gives_back_unused_memory_once_before_an_engine_wakes_and_not_in_each_phase(
+    client, monkeypatch
+):
     from alignment.policy import memory
 
     released = []
-    monkeypatch.setattr(memory, "release_memory", lambda: released.append(len(client._worker.asked)))
-    client._client.send = lambda named_tensors, version: [client._ask("transfer", number) for number in range(9)]
+    monkeypatch.setattr(
+        memory, "release_memory", lambda: released.append(len(client._worker.asked))
+    )
+    client._client.send = lambda named_tensors, version: [
+        client._ask("transfer", number) for number in range(9)
+    ]
     before = len(client._worker.asked)
     client.load_weights(iter(()), 8)
     client.sample(["1"], SAMPLING)
@@ -207,7 +221,10 @@ def test_spans_of_addresses():
     assert overlaps(blocks, parts) == [Span(10, 30), Span(90, 100), Span(200, 210), Span(255, 260)]
     assert gaps(blocks, parts) == [Span(0, 10), Span(30, 90), Span(210, 255)]
     assert gaps(blocks, []) == blocks and gaps(blocks, [Span(0, 300)]) == []
-    assert merged([Span(5, 9), Span(0, 6), Span(9, 12), Span(20, 21), Span(30, 30)]) == [Span(0, 12), Span(20, 21)]
+    assert merged([Span(5, 9), Span(0, 6), Span(9, 12), Span(20, 21), Span(30, 30)]) == [
+        Span(0, 12),
+        Span(20, 21),
+    ]
     matrix = torch.zeros(4, 6)
     start = matrix.data_ptr()
     assert extent(matrix.mT) == Span(start, start + 96)

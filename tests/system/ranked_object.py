@@ -1,4 +1,5 @@
-"""What the ranks of test_ranks.py hold: python -m ranked_object WHAT prints what rank 0 sees when rank 1 is done that harm."""
+"""What the ranks of test_ranks.py hold: python -m ranked_object WHAT prints what rank 0 sees when
+rank 1 is done that harm."""
 
 import atexit
 import os
@@ -42,7 +43,10 @@ class Held:
                 raise ValueError("rank 1 cannot do this\nand says more")
             if what == "hang":
                 time.sleep(600)
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM}[what])
+            os.kill(
+                os.getpid(),
+                {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM}[what],
+            )
         return self.total()
 
 
@@ -53,7 +57,9 @@ def main(what):
     held = ranks.open("ranked_object:Held", 10)
     if what == "none":
         torch.manual_seed(7)
-        print(held.ranks.count, ranks.call("total"), list(ranks.call("steps", 2)), ranks.call("drawn"))
+        print(
+            held.ranks.count, ranks.call("total"), list(ranks.call("steps", 2)), ranks.call("drawn")
+        )
         ranks.open("ranked_object:Held", 0)
         print(ranks.call("total"))
         return
@@ -65,7 +71,11 @@ def main(what):
         try:
             print(ranks.call(*call))
         except RunStopped as error:
-            print(f"{error} [{'soon' if time.monotonic() - start < 30 else 'late'}]".replace("\n", " "))
+            print(
+                f"{error} [{'soon' if time.monotonic() - start < 30 else 'late'}]".replace(
+                    "\n", " "
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -71,5 +71,8 @@ def test_what_was_started_gives_its_result_or_its_error():
 
 
 def test_a_program_ends_while_what_it_started_goes_on():
-    code = "import time; from alignment.system.clock import start_in_background; start_in_background(lambda: time.sleep(60))"
+    code = (
+        "import time; from alignment.system.clock import start_in_background;"
+        " start_in_background(lambda: time.sleep(60))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

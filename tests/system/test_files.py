@@ -12,7 +12,13 @@ from safetensors.numpy import save_file
 
 from alignment.system import files
 from alignment.system.errors import in_words
-from alignment.system.files import atomic_folder, write_atomically, write_json, write_jsonl, written_by_library
+from alignment.system.files import (
+    atomic_folder,
+    write_atomically,
+    write_json,
+    write_jsonl,
+    written_by_library,
+)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -66,7 +72,8 @@ def test_files_that_a_library_makes_get_the_mode_that_the_umask_says(tmp_path, u
 @pytest.mark.parametrize("write", [write_atomically, lambda path, text: write_jsonl(path, [text])])
 def test_a_full_disk_names_the_file(write, tmp_path, monkeypatch):
     def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a file that is open, so that the system names none
+        # of a file that is open, so that the system names none
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError) as caught:
@@ -82,9 +89,18 @@ def test_a_full_disk_names_the_file(write, tmp_path, monkeypatch):
     ("error", "said"),
     [
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "/data/run: disk quota exceeded"),
-        (OSError(errno.EACCES, "Permission denied", "/data/run/a"), "/data/run/a: permission denied"),
-        (SafetensorError("I/O error: No space left on device (os error 28)"), "/data/run could not be written: I/O error: No"),
-        (Exception("No space left on device (os error 28)"), "/data/run could not be written: No space left"),
+        (
+            OSError(errno.EACCES, "Permission denied", "/data/run/a"),
+            "/data/run/a: permission denied",
+        ),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "/data/run could not be written: I/O error: No",
+        ),
+        (
+            Exception("No space left on device (os error 28)"),
+            "/data/run could not be written: No space left",
+        ),
         (OSError("no such file of a library"), "no such file of a library"),
     ],
 )
@@ -99,13 +115,18 @@ def test_other_errors_of_a_library_stay_what_they_are():
         raise KeyError
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), SafetensorError("full (os error 28)")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), SafetensorError("full (os error 28)")]
+)
 def test_the_path_that_is_named_is_the_folders_own_and_not_the_hidden_one(error, tmp_path):
     with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "step_000003") as building:
         with written_by_library(building / "weights"):
             raise error
     said = in_words(caught.value)
-    assert f"{tmp_path}/step_000003/weights: full" in said or f"{tmp_path}/step_000003/weights could not be written: full" in said
+    assert (
+        f"{tmp_path}/step_000003/weights: full" in said
+        or f"{tmp_path}/step_000003/weights could not be written: full" in said
+    )
     assert said.startswith(f"{tmp_path}/step_000003") and ".tmp" not in said
 
 

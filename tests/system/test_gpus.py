@@ -7,7 +7,10 @@ from alignment import checks
 from alignment.system import gpus
 from alignment.system.errors import UserError
 
-VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build  (dvs-builder@U22)\nGCC version:  12"
+VERSION = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build "
+    " (dvs-builder@U22)\nGCC version:  12"
+)
 
 
 @pytest.fixture
@@ -25,8 +28,14 @@ def old_driver(tmp_path, monkeypatch):
 def test_a_driver_too_old_is_one_line_that_says_which_is_needed(old_driver):
     with pytest.raises(UserError) as error:
         checks.visible_gpus()
-    needed = f"torch {torch.__version__} needs an NVIDIA driver for CUDA 13.0, 580 or later; this machine has 535.104.05"
-    assert str(error.value) == f"{needed}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU"
+    needed = (
+        f"torch {torch.__version__} needs an NVIDIA driver for CUDA 13.0, 580 or later; this"
+        " machine has 535.104.05"
+    )
+    assert (
+        str(error.value)
+        == f"{needed}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU"
+    )
 
 
 def test_a_build_without_cuda_says_so(old_driver, monkeypatch):

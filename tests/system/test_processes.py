@@ -96,7 +96,10 @@ def test_a_time_limit_kills_the_child_with_what_it_started(child):
         made.connection.recv()
     assert timed_out.is_set()
     wait_for_end(made.process.pid, helper)
-    assert made.exit_report() == "the helper was killed by SIGKILL, often a sign that memory ran out\nbefore"
+    assert (
+        made.exit_report()
+        == "the helper was killed by SIGKILL, often a sign that memory ran out\nbefore"
+    )
 
 
 def test_a_child_without_grace_is_killed_at_once(child):
@@ -130,7 +133,12 @@ def started(tmp_path, monkeypatch, wait_for):
 
 def test_a_command_runs_as_with_python_m_in_its_folder(started, tmp_path):
     process, (pid, _, flags, folder, threads) = started
-    assert (pid, flags, folder, threads) == (process.pid, ["--a", "b c"], str(tmp_path.resolve()), "3")
+    assert (pid, flags, folder, threads) == (
+        process.pid,
+        ["--a", "b c"],
+        str(tmp_path.resolve()),
+        "3",
+    )
     assert os.getpgid(pid) == pid != os.getpgrp()
 
 

@@ -15,18 +15,28 @@ import torch
 from alignment.system.signals import Interrupted, deferred_signals, interruptible
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def run(what: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "ranked_object", what]
-    return subprocess.run(command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_every_rank_makes_the_calls_of_rank_0():
     *lines, end = run("none").stdout.splitlines()
     torch.manual_seed(7)
-    assert lines == [f"3 33.0 [99.0, 297.0] {torch.rand(1).item()}", "3.0"]  # 10 + 11 + 12; then 3 x 33, 3 x 99; 0 + 1 + 2
+    # 10 + 11 + 12; then 3 x 33, 3 x 99; 0 + 1 + 2
+    assert lines == [
+        f"3 33.0 [99.0, 297.0] {torch.rand(1).item()}",
+        "3.0",
+    ]
     assert end == "threads at the end: 1"  # one that is within the store would abort the process
 
 
@@ -34,18 +44,40 @@ def test_every_rank_makes_the_calls_of_rank_0():
     ("what", "line"),
     [
         ("error", r"rank 1 of 3 on \S+ failed: ValueError: rank 1 cannot do this"),
-        ("kill", r"rank 1 of 3 on \S+ was lost: the process of rank 1 was killed by SIGKILL, often a sign that memory ran out"),
-        ("hang", r"rank 1 of 3 on \S+ did not take part in a computation within 5 s \(--rank_timeout\), or has ended"),
-        ("stop", r"rank 1 of 3 on \S+ (has given no sign of life for|did not take part in a computation within) 5 s \(.*\).*"),
+        (
+            "kill",
+            (
+                r"rank 1 of 3 on \S+ was lost: the process of rank 1 was killed by SIGKILL, often a"
+                r" sign that memory ran out"
+            ),
+        ),
+        (
+            "hang",
+            (
+                r"rank 1 of 3 on \S+ did not take part in a computation within 5 s"
+                r" \(--rank_timeout\), or has ended"
+            ),
+        ),
+        (
+            "stop",
+            (
+                r"rank 1 of 3 on \S+ (has given no sign of life for|did not take part in a"
+                r" computation within) 5 s \(.*\).*"
+            ),
+        ),
     ],
 )
 def test_a_lost_rank_is_named_within_its_deadline_and_nothing_is_left_running(what, line):
     before = {process.pid for process in psutil.process_iter()}
     first, second = run(what).stdout.splitlines()
-    assert re.fullmatch(rf"{line} \[soon\]", first) and second == first  # the next call says the same
+    # the next call says the same
+    assert re.fullmatch(rf"{line} \[soon\]", first) and second == first
     new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    left = [process for process in new if "ranks:follow_child" in (process.info["cmdline"] or ())]  # a zombie has no words
-    assert not [process for process in left if process.environ().get("RANK") and process.ppid() == 1]
+    # a zombie has no words
+    left = [process for process in new if "ranks:follow_child" in (process.info["cmdline"] or ())]
+    assert not [
+        process for process in left if process.environ().get("RANK") and process.ppid() == 1
+    ]
 
 
 def test_a_signal_for_any_rank_is_rank_0s():
@@ -54,7 +86,8 @@ def test_a_signal_for_any_rank_is_rank_0s():
 
 
 def test_a_signal_waits_for_the_end_of_the_outermost_call_and_comes_once():
-    """A call that the ranks do not finish together would leave the others in the middle of a collective."""
+    """A call that the ranks do not finish together would leave the others in the middle of a
+    collective."""
     reached = []
     with interruptible():
         with pytest.raises(Interrupted), deferred_signals():

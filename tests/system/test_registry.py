@@ -34,15 +34,27 @@ def test_an_entry_is_found_in_the_table_or_imported():
 
 
 def test_a_function_becomes_an_entry_where_the_registry_wraps():
-    assert find("--animal", "users_zoo:halve", TABLE, wrap=lambda f: Animal(str(f(4)))) == Animal("2.0")
-    assert find("--animal", "users_zoo:goat", TABLE, wrap=lambda f: Animal("wrapped")) == Animal("meh")
-    assert find("--function", "users_zoo:halve", FUNCTIONS, wrap=lambda f: lambda x: f(f(x)))(4) == 1
+    assert find("--animal", "users_zoo:halve", TABLE, wrap=lambda f: Animal(str(f(4)))) == Animal(
+        "2.0"
+    )
+    assert find("--animal", "users_zoo:goat", TABLE, wrap=lambda f: Animal("wrapped")) == Animal(
+        "meh"
+    )
+    assert (
+        find("--function", "users_zoo:halve", FUNCTIONS, wrap=lambda f: lambda x: f(f(x)))(4) == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wolf", "--farm_animal wolf: there is no such farm animal; choose one of cow, sheep, or name one of your own as"),
+        (
+            "wolf",
+            (
+                "--farm_animal wolf: there is no such farm animal; choose one of cow, sheep, or"
+                " name one of your own as"
+            ),
+        ),
         ("shep", "there is no such farm animal; .* \\(did you mean sheep\\?\\)$"),
         ("no_zoo:goat", "--farm_animal no_zoo:goat: cannot be imported \\(ModuleNotFoundError"),
         ("users_zoo:cat", "cannot be imported \\(AttributeError"),

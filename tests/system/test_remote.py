@@ -42,8 +42,16 @@ def send_parts(number: int, connection: Connection) -> None:
 
 VERBS = {
     "start": lambda *arguments: arguments,
-    "who": lambda started, _: (started, os.getpid(), os.getppid(), os.environ.get("GIVEN"), os.environ.get("RANK")),
-    "receive": lambda _, connection, number: all(connection.recv_bytes() == part for part in parts(number)),
+    "who": lambda started, _: (
+        started,
+        os.getpid(),
+        os.getppid(),
+        os.environ.get("GIVEN"),
+        os.environ.get("RANK"),
+    ),
+    "receive": lambda _, connection, number: all(
+        connection.recv_bytes() == part for part in parts(number)
+    ),
     "fail": lambda started, connection: fail("now"),
     "raise": lambda started, connection: 1 / 0,
     "sleep": lambda started, connection: time.sleep(600),
@@ -63,7 +71,9 @@ def hosting():
     """The process that hosts, and the machine that it is."""
     environment = {**os.environ, "PYTHONPATH": PATH, "RANK": "2", "GIVEN": "by the machine"}
     line = [sys.executable, "-c", f"from {__name__} import be_a_machine; be_a_machine()"]
-    with subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process, Machine(*json.loads(process.stdout.readline()))
         process.kill()
 
@@ -119,7 +129,9 @@ def test_a_killed_process_is_lost_when_it_is_asked_and_when_not(asked, engine):
     threading.Timer(0.5 if asked else 0, os.kill, (pid, signal.SIGKILL)).start()
     time.sleep(0 if asked else 2)
     start = time.monotonic()
-    with pytest.raises(ProcessLost, match="^the engine failed: the process was killed by SIGKILL, often a sign"):
+    with pytest.raises(
+        ProcessLost, match="^the engine failed: the process was killed by SIGKILL, often a sign"
+    ):
         engine.ask(60, "sleep")
     assert time.monotonic() - start < 5
 
@@ -138,11 +150,18 @@ def test_a_lost_machine_is_named_and_ends_its_processes():
         engine.ask(60, "start")
         process = psutil.Process(engine.ask(60, "who")[1])
         host.kill()
-        with pytest.raises(ProcessLost, match=r"^the engine ended with exit code 1\nthe connection to b \(rank 2\) has ended"):
+        with pytest.raises(
+            ProcessLost,
+            match=r"^the engine ended with exit code 1\nthe connection to b \(rank 2\) has ended",
+        ):
             engine.ask(60, "sleep")
         wait_for_end(process)
         with pytest.raises(
-            ProcessLost, match=r"^the engine ended with exit code 1\nb \(rank 2\) does not answer at 127.0.0.1, port \d+"
+            ProcessLost,
+            match=(
+                r"^the engine ended with exit code 1\nb \(rank 2\) does not answer at 127.0.0.1,"
+                r" port \d+"
+            ),
         ):
             machine.start("engine", HERE, os.environ).ask(60, "start")
 
@@ -153,13 +172,18 @@ def test_who_does_not_know_the_key_starts_nothing(host):
         machine._replace(key="another").start("engine", HERE, os.environ).ask(60, "start")
     with socket.create_connection(("127.0.0.1", machine.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        machine.start("engine", HERE, os.environ).ask(60, "start")  # whom a stranger does not keep waiting
+        # whom a stranger does not keep waiting
+        machine.start("engine", HERE, os.environ).ask(60, "start")
     assert len(psutil.Process(process.pid).children()) <= 1
 
 
 def test_the_end_of_the_caller_ends_the_process(host):
     """Also where it is killed, and says nothing more."""
-    caller = ChildProcess("caller", f"{__name__}:call", {**os.environ, "PYTHONPATH": PATH, "MACHINE": json.dumps(host[1])})
+    caller = ChildProcess(
+        "caller",
+        f"{__name__}:call",
+        {**os.environ, "PYTHONPATH": PATH, "MACHINE": json.dumps(host[1])},
+    )
     process = psutil.Process(caller.receive())
     caller.process.kill()
     wait_for_end(process)

@@ -22,10 +22,21 @@ def test_the_time_left_is_called_so():
 
 
 def test_off_a_terminal_a_tenth_or_a_minute_makes_a_line():
-    """The third step ends in the second minute, the tenth is a tenth. What is left is by the pace since the first step."""
+    """The third step ends in the second minute, the tenth is a tenth. What is left is by the pace
+    since the first step."""
     now, said = [0.0], io.StringIO()
-    with progress_line("RL", 100, Console(file=said, get_time=lambda: now[0], width=200)) as advance:
-        for step, seconds in ((1, 10.0), (2, 20.0), (3, 80.0), (4, 90.0), (10, 100.0), (11, 101.0), (100, 110.0)):
+    with progress_line(
+        "RL", 100, Console(file=said, get_time=lambda: now[0], width=200)
+    ) as advance:
+        for step, seconds in (
+            (1, 10.0),
+            (2, 20.0),
+            (3, 80.0),
+            (4, 90.0),
+            (10, 100.0),
+            (11, 101.0),
+            (100, 110.0),
+        ):
             now[0] = seconds
             advance(step, "reward 0.5" if step < 100 else "")
     assert said.getvalue().splitlines() == [

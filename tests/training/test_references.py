@@ -1,4 +1,5 @@
-"""Old and reference log-probs: when the loss needs them, and that they are those of the right weights."""
+"""Old and reference log-probs: when the loss needs them, and that they are those of the right
+weights."""
 
 import dataclasses
 import threading
@@ -24,11 +25,16 @@ def test_the_samplers_log_probs_replace_the_old_ones_with_the_flag():
     trusting = dataclasses.replace(several_updates, old_log_probs="sampler")
     assert trusting.trusts_sampler and not trusting.needs_old_policy
     assert trusting.update_config.old_log_probs == "sampler"
-    # REINFORCE has no ratio, so nothing replaces an old policy; its correction for the sampler still needs one.
+    # REINFORCE has no ratio, so nothing replaces an old policy; its correction for the sampler
+    # still needs one.
     for correction, needed in (("none", False), ("token_truncate", True)):
-        other = dataclasses.replace(trusting, loss_type="no_baseline", sampler_correction=correction)
+        other = dataclasses.replace(
+            trusting, loss_type="no_baseline", sampler_correction=correction
+        )
         assert not other.trusts_sampler and other.needs_old_policy is needed
-    with pytest.raises(UserError, match="--old_log_probs sampler: the ratio of --loss_type grpo_clip"):
+    with pytest.raises(
+        UserError, match="--old_log_probs sampler: the ratio of --loss_type grpo_clip"
+    ):
         dataclasses.replace(trusting, sampler_correction="token_mask")
 
 
@@ -37,7 +43,9 @@ def test_old_log_probs_are_computed_where_the_loss_or_the_samplers_correction_ne
     reinforce = dataclasses.replace(several_updates, loss_type="reinforce_with_baseline")
     assert several_updates.needs_old_policy and not reinforce.needs_old_policy
     assert dataclasses.replace(reinforce, sampler_correction="token_truncate").needs_old_policy
-    assert not dataclasses.replace(ARGS, sampler_correction="token_truncate").needs_old_policy  # one update a rollout
+    assert not dataclasses.replace(
+        ARGS, sampler_correction="token_truncate"
+    ).needs_old_policy  # one update a rollout
 
 
 @pytest.mark.parametrize("own", [{"compile": True}, {"use_liger_kernel": True}, {"lora_rank": 2}])
@@ -47,7 +55,10 @@ def test_no_copy_is_the_old_policy_where_the_policy_has_kernels_or_adapters_of_i
     changed = dataclasses.replace(several_updates, **own)
     assert changed.needs_old_policy and not changed.copies_old_policy
     roles = Roles(policy=("cuda:0",), sample=("cuda:3",), eval="cuda:1", reference="cuda:2")
-    assert [step_shape(args, roles, 8e10, True).frozen for args in (several_updates, changed)] == [1, 0]
+    assert [step_shape(args, roles, 8e10, True).frozen for args in (several_updates, changed)] == [
+        1,
+        0,
+    ]
 
 
 def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sampler, tiny_folder):
@@ -56,7 +67,10 @@ def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sample
             weight.mul_(1.1)  # the other model was loaded with weights that are now out of date
     rollout = sample_rollout(sampler)
     old_policy = FrozenModel(str(tiny_folder), "cpu", torch.float32)
-    apart, shared = (with_old_log_probs(rollout, policy, ARGS, old).old_log_probs_BT for old in (old_policy, None))
+    apart, shared = (
+        with_old_log_probs(rollout, policy, ARGS, old).old_log_probs_BT
+        for old in (old_policy, None)
+    )
     assert torch.equal(apart, shared)
     # Rows without a gradient need no old log-probs.
     informative = rows_with_gradient(rollout, ARGS.update_config)
@@ -68,17 +82,27 @@ def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sample
 
 
 def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler, tiny_folder):
-    """The KL divergence of a run's first step is 0. Weights all in bfloat16 gave 3e-4 to 5e-4 nats."""
-    policy = SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "bfloat16", micro_batch_tokens=1000))
+    """The KL divergence of a run's first step is 0. Weights all in bfloat16 gave 3e-4 to 5e-4
+    nats."""
+    policy = SingleDevicePolicy(
+        PolicyConfig(str(tiny_folder), ("cpu",), "bfloat16", micro_batch_tokens=1000)
+    )
     reference = FrozenModel(str(tiny_folder), "cpu", torch.bfloat16)
     kept = {parameter.dtype for parameter in reference.model.parameters()}
     assert kept == {torch.bfloat16, torch.float32}
-    for frozen, trained in zip(reference.model.parameters(), policy.model.parameters(), strict=True):
+    for frozen, trained in zip(
+        reference.model.parameters(), policy.model.parameters(), strict=True
+    ):
         assert torch.equal(frozen.bfloat16(), trained.bfloat16())
     batch, config = sample_rollout(sampler).batch, dataclasses.replace(ARGS, beta=0.1).update_config
-    ours, theirs = policy.log_probs(batch, config.distribution), reference.log_probs(batch, config.distribution, 1000)
+    ours, theirs = (
+        policy.log_probs(batch, config.distribution),
+        reference.log_probs(batch, config.distribution, 1000),
+    )
     assert ours.lt(0).any() and torch.equal(ours, theirs)
-    other = MicroBatchedModel(policy.model.bfloat16(), torch.bfloat16, 1000).log_probs(batch, config.distribution)
+    other = MicroBatchedModel(policy.model.bfloat16(), torch.bfloat16, 1000).log_probs(
+        batch, config.distribution
+    )
     assert not torch.equal(ours, other)  # as all in bfloat16
 
 
@@ -105,7 +129,9 @@ class ReferenceElsewhere:
         return -batch.response_mask.float()
 
 
-def test_a_reference_in_another_process_computes_while_the_trainer_does_something_else(policy, sampler, wait_for):
+def test_a_reference_in_another_process_computes_while_the_trainer_does_something_else(
+    policy, sampler, wait_for
+):
     config = dataclasses.replace(ARGS, beta=0.1, epochs_per_rollout=2).update_config
     rollout, elsewhere = sample_rollout(sampler), ReferenceElsewhere()
     references = References(config, None, elsewhere.log_probs, Clock(), in_background=True)
@@ -114,7 +140,8 @@ def test_a_reference_in_another_process_computes_while_the_trainer_does_somethin
     elsewhere.may_answer.set()
     annotated = references.annotate(rollout, policy, step=3)
     assert torch.equal(annotated.reference_log_probs_BT, -rollout.batch.response_mask.float())
-    assert elsewhere.asked == [(rollout.batch, config.distribution, policy.micro_batch_tokens)]  # and not again
+    # and not again
+    assert elsewhere.asked == [(rollout.batch, config.distribution, policy.micro_batch_tokens)]
 
     def old_log_probs(*question):
         """The old policy's pass, during which the reference must be at work already."""
@@ -124,14 +151,22 @@ def test_a_reference_in_another_process_computes_while_the_trainer_does_somethin
 
     elsewhere.may_answer.clear()
     policy.log_probs = old_log_probs
-    assert torch.equal(references.annotate(rollout, policy, step=4).reference_log_probs_BT, annotated.reference_log_probs_BT)
+    assert torch.equal(
+        references.annotate(rollout, policy, step=4).reference_log_probs_BT,
+        annotated.reference_log_probs_BT,
+    )
     assert len(elsewhere.asked) == 2
 
 
 def test_a_reference_in_this_process_is_asked_when_its_log_probs_are_needed(policy, sampler):
     asked, rollout = [], sample_rollout(sampler)
     reference = lambda *question: asked.append(question) or -rollout.batch.response_mask.float()
-    references = References(dataclasses.replace(ARGS, beta=0.1).update_config, None, reference, Clock())
+    references = References(
+        dataclasses.replace(ARGS, beta=0.1).update_config, None, reference, Clock()
+    )
     references.request(1, rollout.batch, policy.micro_batch_tokens)
     assert asked == []
-    assert references.annotate(rollout, policy, step=1).reference_log_probs_BT.lt(0).any() and len(asked) == 1
+    assert (
+        references.annotate(rollout, policy, step=1).reference_log_probs_BT.lt(0).any()
+        and len(asked) == 1
+    )

@@ -11,39 +11,64 @@ from alignment.training.sft import SFTConfig, SFTData, fine_tune
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "ends"), [(True, ["50% of the curriculum", "100% of the curriculum"]), (False, ["", ""])]
+    ("curriculum", "ends"),
+    [(True, ["50% of the curriculum", "100% of the curriculum"]), (False, ["", ""])],
 )
 def test_a_validation_loss_says_how_much_of_the_curriculum_came_before(curriculum, ends, tmp_path):
-    """Under a curriculum it rises at first: the examples that it is of may be of a kind that comes later."""
+    """Under a curriculum it rises at first: the examples that it is of may be of a kind that comes
+    later."""
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    config = Qwen2Config(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     policy, said = open_tiny(str(tmp_path / "model")), []
     policy.micro_batch_tokens = 64
     data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
-    settings = dict(num_steps=2, batch_size=2, curriculum=curriculum, learning_rate=1e-3, warmup_steps=0)
+    settings = dict(
+        num_steps=2, batch_size=2, curriculum=curriculum, learning_rate=1e-3, warmup_steps=0
+    )
     sft_config = SFTConfig(**settings, max_grad_norm=1.0, eval_interval=1, seed=0)
-    fine_tune(policy, data, sft_config, lambda record, words: said.append((record["validation_loss"], words)))
+    fine_tune(
+        policy,
+        data,
+        sft_config,
+        lambda record, words: said.append((record["validation_loss"], words)),
+    )
     for (loss, words), end in zip(said, ends, strict=True):
         assert words == f"validation loss {loss:.3f}" + (f", after {end}" if end else "")
 
 
 def test_dropout_draws_by_the_step_and_not_by_what_came_before(tmp_path):
-    """So a resumed run, which makes the later steps alone, ends with the weights of an undisturbed one."""
+    """So a resumed run, which makes the later steps alone, ends with the weights of an undisturbed
+    one."""
     folder = str(tmp_path / "model")
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    ).save_pretrained(folder)
     data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
-    settings = dict(batch_size=2, curriculum=True, learning_rate=1e-2, warmup_steps=4)  # a rate of the step alone
+    # a rate of the step alone
+    settings = dict(batch_size=2, curriculum=True, learning_rate=1e-2, warmup_steps=4)
 
     def trained(*parts: tuple[int, int], dropout: bool = True) -> list[torch.Tensor]:
         """The weights after steps that are made in parts, (steps done, last step)."""
-        policy = SingleDevicePolicy(PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=64, dropout=dropout))
+        policy = SingleDevicePolicy(
+            PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=64, dropout=dropout)
+        )
         for done, last in parts:
             torch.rand(7)
-            sft_config = SFTConfig(num_steps=last, **settings, max_grad_norm=1.0, eval_interval=1, seed=0)
+            sft_config = SFTConfig(
+                num_steps=last, **settings, max_grad_norm=1.0, eval_interval=1, seed=0
+            )
             fine_tune(policy, data, sft_config, lambda record, words: None, done)
         return [weight.clone() for _, weight in policy.weights()]
 
     whole = trained((0, 4))
     assert all(torch.equal(*pair) for pair in zip(whole, trained((0, 2), (2, 4)), strict=True))
-    assert not all(torch.equal(*pair) for pair in zip(whole, trained((0, 4), dropout=False), strict=True))
+    assert not all(
+        torch.equal(*pair) for pair in zip(whole, trained((0, 4), dropout=False), strict=True)
+    )

@@ -1,4 +1,5 @@
-"""The checks of `alignment.verify`: healthy ones pass, and each planted fault fails the check that is named for it."""
+"""The checks of `alignment.verify`: healthy ones pass, and each planted fault fails the check that
+is named for it."""
 
 import dataclasses
 import functools
@@ -24,24 +25,43 @@ from alignment.runs.run_folder import reproducibility, write_args
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 from alignment.verification import checks
-from alignment.verification.checks import Check, Verified, checks_of_plan, checks_without_model, plain_policy
+from alignment.verification.checks import (
+    Check,
+    Verified,
+    checks_of_plan,
+    checks_without_model,
+    plain_policy,
+)
 from alignment.verify import report, write_results
 
 LOG_PROBS = "policy's log-probs: nats from plain"
 GRADIENT, SCALE = "gradient: from one row at a time", "gradient: scale, off that one's"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
 STEP, RATE_0 = "step: from one row at a time", "learning rate 0: change of weights"
-ARRIVED, GROWTH = "after updates, weights sent: tensors that differ", "learning rate 0: growth of mismatch in 3 steps"
+ARRIVED, GROWTH = (
+    "after updates, weights sent: tensors that differ",
+    "learning rate 0: growth of mismatch in 3 steps",
+)
 OWN_LOSS, PAPERS, GRADER = (check.what for check in checks_without_model(ARGS.update_config))
 
 
 def verified(folder, lora_rank: int = 0, **settings) -> Verified:
     """A policy, a sampler with weights of its own, and the plain model, all of one folder."""
     args = dataclasses.replace(
-        ARGS, sampling_temperature=0.8, sampling_top_p=0.9, beta=0.05, epochs_per_rollout=2, max_new_tokens=12, **settings
+        ARGS,
+        sampling_temperature=0.8,
+        sampling_top_p=0.9,
+        beta=0.05,
+        epochs_per_rollout=2,
+        max_new_tokens=12,
+        **settings,
     )
-    policy = SingleDevicePolicy(PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=60, lora_rank=lora_rank))
-    sampler = TransformersSampler(load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=128)
+    policy = SingleDevicePolicy(
+        PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=60, lora_rank=lora_rank)
+    )
+    sampler = TransformersSampler(
+        load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=128
+    )
     source = open_source(args.rollout_config, load_tokenizer(str(folder)))
     plain = plain_policy(policy.policy_config)
     return Verified(policy, sampler, plain, source, args.update_config, exact=True)
@@ -65,9 +85,13 @@ def plant(monkeypatch, owner, name: str, change) -> None:
     monkeypatch.setattr(owner, name, functools.partial(change, getattr(owner, name)))
 
 
-@pytest.mark.parametrize("loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"])
+@pytest.mark.parametrize(
+    "loss", ["grpo_clip", "no_baseline", "cispo", "alignment.core.losses:_gspo"]
+)
 def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
-    results = results_of(verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks())
+    results = results_of(
+        verified(tiny_folder, loss_type=loss, sampler_correction="token_truncate").checks()
+    )
     assert len(results) == 14 and all(record["passed"] for record in results), results
 
 
@@ -81,20 +105,33 @@ def test_adapters(tiny_folder, monkeypatch):
 
 
 def test_stale_weights(healthy, monkeypatch):
-    plant(monkeypatch, healthy.sampler, "load_weights", lambda load, tensors, version: [None for _ in tensors])
+    plant(
+        monkeypatch,
+        healthy.sampler,
+        "load_weights",
+        lambda load, tensors, version: [None for _ in tensors],
+    )
     assert failed(healthy) == {ARRIVED, SYNCED}
 
 
 def test_a_dropped_tensor(healthy, monkeypatch):
     def drop(load, tensors, version):
-        load([(name, tensor) for name, tensor in tensors if "layers.0.mlp.up_proj" not in name], version)
+        load(
+            [(name, tensor) for name, tensor in tensors if "layers.0.mlp.up_proj" not in name],
+            version,
+        )
 
     plant(monkeypatch, healthy.sampler, "load_weights", drop)
     assert failed(healthy) == {ARRIVED, SYNCED}
 
 
 def test_a_denominator_of_every_rank_for_itself(healthy, monkeypatch):
-    plant(monkeypatch, checks, "rollout_objective", lambda make, rollout, rows, config: make(rollout, rows[::2], config))
+    plant(
+        monkeypatch,
+        checks,
+        "rollout_objective",
+        lambda make, rollout, rows, config: make(rollout, rows[::2], config),
+    )
     assert failed(healthy) == {GRADIENT, SCALE}
 
 
@@ -102,7 +139,8 @@ def test_a_mask_off_by_one(healthy, monkeypatch):
     def shifted(collate_groups, groups, config, pad_token_id):
         rollout = collate_groups(groups, config, pad_token_id)
         mask = rollout.batch.response_mask
-        batch = dataclasses.replace(rollout.batch, response_mask=mask & mask.roll(1, dims=1))  # without the first token
+        # without the first token
+        batch = dataclasses.replace(rollout.batch, response_mask=mask & mask.roll(1, dims=1))
         return dataclasses.replace(rollout, batch=batch)
 
     plant(monkeypatch, checks, "collate_groups", shifted)
@@ -128,11 +166,22 @@ def test_a_sampler_whose_top_p_differs(healthy, monkeypatch):
 def test_a_window_that_is_ignored(tiny_folder, tmp_path):
     tokenizer = load_tokenizer(str(tiny_folder))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     config = MistralConfig(
-        vocab_size=len(tokenizer), num_hidden_layers=2, sliding_window=4, max_position_embeddings=128,
-        initializer_range=0.3, eos_token_id=tokenizer.eos_token_id, **sizes,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        num_hidden_layers=2,
+        sliding_window=4,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+        **sizes,
+    )
     MistralForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     checked = verified(tmp_path)
@@ -145,7 +194,11 @@ def test_a_window_that_is_ignored(tiny_folder, tmp_path):
 def test_a_seed_shared_by_two_prompts(healthy, monkeypatch):
     def shared(sample, prompts, sampling):
         half = sample(prompts[: len(prompts) // 2], sampling)
-        return half + half if prompts[: len(half)] == prompts[len(half) :] else sample(prompts, sampling)
+        return (
+            half + half
+            if prompts[: len(half)] == prompts[len(half) :]
+            else sample(prompts, sampling)
+        )
 
     plant(monkeypatch, healthy.sampler, "sample", shared)
     assert failed(healthy) == {"prompts asked twice: share of same answers"}
@@ -166,7 +219,9 @@ def test_answers_that_depend_on_what_shares_a_batch(healthy, monkeypatch):
         return sample(prompts, dataclasses.replace(sampling, seed=len(prompts)))
 
     plant(monkeypatch, healthy.sampler, "sample", of_batch)
-    assert failed(dataclasses.replace(healthy, batch_invariant=True)) == {"half the prompts: other answers"}
+    assert failed(dataclasses.replace(healthy, batch_invariant=True)) == {
+        "half the prompts: other answers"
+    }
 
 
 def test_a_sampler_that_drifts_away_at_a_learning_rate_of_0(healthy, monkeypatch):
@@ -243,7 +298,8 @@ def test_a_step_of_another_size(healthy, monkeypatch):
 
 
 def test_memory_and_seconds_beside_what_plan_said():
-    """The worst device took 12 of 10 GB; the worst phase, which may take 2 to 4 s, took 16: a busy machine's, and no failure."""
+    """The worst device took 12 of 10 GB; the worst phase, which may take 2 to 4 s, took 16: a busy
+    machine's, and no failure."""
     peaks = {"cuda:0": (9e9, 10e9), "cuda:1": (12e9, 10e9)}
     seconds = {"sample": (3.0, (2.0, 4.0)), "update": (16.0, (2.0, 4.0))}
     memory, time = checks_of_plan(peaks, seconds)
@@ -252,16 +308,27 @@ def test_memory_and_seconds_beside_what_plan_said():
     (fast,) = checks_of_plan({}, {"sample": (3.0, (2.0, 4.0)), "update": (0.5, (2.0, 4.0))})
     assert fast.what.endswith("update") and fast.quantity() == 4.0
     within = results_of(checks_of_plan({"cpu": (9e9, 10e9)}, {"sample": (3.0, (2.0, 4.0))}))
-    assert [record["passed"] for record in within] == [True, True] and within[0]["measured"] == pytest.approx(0.9)
-    assert [record["passed"] for record in results_of(checks_of_plan(peaks, seconds))] == [False, True]
+    assert [record["passed"] for record in within] == [True, True] and within[0][
+        "measured"
+    ] == pytest.approx(0.9)
+    assert [record["passed"] for record in results_of(checks_of_plan(peaks, seconds))] == [
+        False,
+        True,
+    ]
     assert time.limit == math.inf and fast.limit == math.inf
 
 
 def test_a_plan_that_is_wrong_says_nothing_of_results(tmp_path):
     write_args(tmp_path, {"preset": "tiny", "model": "tiny", "seed": 0}, {})
-    records = results_of([Check("the same", 0.0, lambda: 0.0), *checks_of_plan({"cpu": (2e9, 1e9)}, {})])
-    assert [record["passed"] for record in records] == [True, False] and write_results(tmp_path, records) == "bitwise"
-    assert write_results(tmp_path, results_of([Check("the same", 0.0, lambda: 1.0)])) == "not verified"
+    records = results_of(
+        [Check("the same", 0.0, lambda: 0.0), *checks_of_plan({"cpu": (2e9, 1e9)}, {})]
+    )
+    assert [record["passed"] for record in records] == [True, False] and write_results(
+        tmp_path, records
+    ) == "bitwise"
+    assert (
+        write_results(tmp_path, results_of([Check("the same", 0.0, lambda: 1.0)])) == "not verified"
+    )
 
 
 def test_a_quantity_that_is_no_number_fails():
@@ -279,11 +346,17 @@ def test_a_run_that_would_stop_fails_with_its_reason():
 
 def test_the_plain_log_probs_are_those_of_transformers_own_model(healthy, tiny_folder):
     completion = healthy.sample()[0].completions[0]
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])
     with torch.no_grad():
-        log_probs_TV = (model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / 0.8).log_softmax(dim=-1)
+        log_probs_TV = (
+            model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / 0.8
+        ).log_softmax(dim=-1)
     want = log_probs_TV.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     batch = collate([completion.prompt_ids], [completion.token_ids], pad_token_id=0)
     plain = healthy.plain.log_probs(batch, Distribution(temperature=0.8))[batch.response_mask]
-    assert healthy.plain.model is not healthy.policy.model and torch.allclose(plain, want, atol=1e-6)
+    assert healthy.plain.model is not healthy.policy.model and torch.allclose(
+        plain, want, atol=1e-6
+    )

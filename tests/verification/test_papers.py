@@ -10,12 +10,34 @@ from rollout_helpers import ARGS
 from alignment.core import advantages, losses
 from alignment.core.advantages import BASELINES, DEVIATIONS
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS
-from alignment.verification.checks import checks_without_model, difference_from_papers, paper_settings
+from alignment.verification.checks import (
+    checks_without_model,
+    difference_from_papers,
+    paper_settings,
+)
 from alignment.verification.papers import paper_advantage, paper_loss, paper_values
 
-ADVANTAGE = {"group_size": 4, "baseline": "group_mean", "normalize_by_std": True, "std_of": "group", "advantage_eps": 0.0}
-LOSS = {"loss": "grpo_clip", "loss_normalization": "token_mean", "kl_estimator": "k3", "sampler_correction": "none"}
-LOSS |= {"cliprange": 0.2, "cliprange_high": None, "dual_clip": 0.0, "beta": 0.0, "correction_cap": 2.0, "max_new_tokens": 4}
+ADVANTAGE = {
+    "group_size": 4,
+    "baseline": "group_mean",
+    "normalize_by_std": True,
+    "std_of": "group",
+    "advantage_eps": 0.0,
+}
+LOSS = {
+    "loss": "grpo_clip",
+    "loss_normalization": "token_mean",
+    "kl_estimator": "k3",
+    "sampler_correction": "none",
+}
+LOSS |= {
+    "cliprange": 0.2,
+    "cliprange_high": None,
+    "dual_clip": 0.0,
+    "beta": 0.0,
+    "correction_cap": 2.0,
+    "max_new_tokens": 4,
+}
 
 
 def difference(seed: int = 0) -> float:
@@ -29,14 +51,24 @@ def test_training_computes_what_the_papers_say(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_choice_is_compared(seed):
-    chosen = [vars(config) | vars(advantage) | {"loss": name} for name, config, advantage in paper_settings(seed)]
+    chosen = [
+        vars(config) | vars(advantage) | {"loss": name}
+        for name, config, advantage in paper_settings(seed)
+    ]
     values = lambda name: {setting[name] for setting in chosen}
     every = {(s["loss"], s["loss_normalization"], s["sampler_correction"]) for s in chosen}
     assert every == set(product(LOSSES, NORMALIZATIONS, CORRECTIONS)) and len(chosen) == len(every)
-    assert values("kl_estimator") == set(KL_ESTIMATORS) and values("normalize_by_std") == {True, False}
+    assert values("kl_estimator") == set(KL_ESTIMATORS) and values("normalize_by_std") == {
+        True,
+        False,
+    }
     assert values("baseline") == set(BASELINES) and values("std_of") == set(DEVIATIONS)
     assert values("dual_clip") == {0.0, 1.5} and values("cliprange_high") == {None, 0.28}
-    assert values("beta") == {0.1} and values("correction_cap") == {1.1} and values("cliprange") == {0.2}
+    assert (
+        values("beta") == {0.1}
+        and values("correction_cap") == {1.1}
+        and values("cliprange") == {0.2}
+    )
 
 
 def test_another_seed_makes_other_numbers(monkeypatch):
@@ -53,7 +85,9 @@ def test_a_biased_deviation_is_noticed(monkeypatch):
 def test_another_loss_in_an_entrys_place_is_noticed(name, monkeypatch):
     function = losses._reinforce if name != "reinforce_with_baseline" else LOSSES["cispo"].function
     weight = "raw_rewards" if name != "no_baseline" else "advantages"
-    monkeypatch.setitem(LOSSES, name, dataclasses.replace(LOSSES[name], function=function, weight=weight))
+    monkeypatch.setitem(
+        LOSSES, name, dataclasses.replace(LOSSES[name], function=function, weight=weight)
+    )
     assert difference() > 0.01
 
 
@@ -63,10 +97,14 @@ def test_another_kl_estimator_is_noticed(estimator, monkeypatch):
     assert difference() > 1e-3
 
 
-@pytest.mark.parametrize(("loss", "number"), [("grpo_clip", 3), ("cispo", 3), ("alignment.core.losses:_gspo", 2)])
+@pytest.mark.parametrize(
+    ("loss", "number"), [("grpo_clip", 3), ("cispo", 3), ("alignment.core.losses:_gspo", 2)]
+)
 def test_a_runs_own_settings_are_compared_first(loss, number):
     """A function of the user's own stands in no paper."""
-    config = dataclasses.replace(ARGS, loss_type=loss, beta=0.3, std_of="batch", correction_cap=1.5).update_config
+    config = dataclasses.replace(
+        ARGS, loss_type=loss, beta=0.3, std_of="batch", correction_cap=1.5
+    ).update_config
     checks = list(checks_without_model(config))
     assert len(checks) == number and all(check.quantity() <= check.limit for check in checks)
 
@@ -92,25 +130,34 @@ def test_advantages_by_hand():
 def test_losses_by_hand():
     """A ratio of 2 is clipped at 1.2."""
     twice, zeros = ([[number], [number] * 3] for number in (math.log(2), 0.0))
-    loss_of = lambda half, **changed: paper_loss(LOSS | changed, [0.0] * 2, [half] * 2, twice, zeros, zeros, zeros)
+    loss_of = lambda half, **changed: paper_loss(
+        LOSS | changed, [0.0] * 2, [half] * 2, twice, zeros, zeros, zeros
+    )
     assert loss_of(0.5) == pytest.approx(-0.6)
     assert loss_of(0.5, loss="grpo_no_clip") == pytest.approx(-1.0)
     assert loss_of(-0.5, dual_clip=1.5) == pytest.approx(0.75)
     assert loss_of(0.5, loss="grpo_no_clip", loss_normalization="constant") == pytest.approx(-4 / 8)
-    assert loss_of(0.5, loss="reinforce_with_baseline", loss_normalization="sequence_mean") == pytest.approx(-math.log(2) / 2)
+    assert loss_of(
+        0.5, loss="reinforce_with_baseline", loss_normalization="sequence_mean"
+    ) == pytest.approx(-math.log(2) / 2)
     # k3 of twice the reference's probability: 1/2 - log(1/2) - 1
     assert loss_of(0.0, beta=0.1) == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
 
 
 def test_gradients_by_hand():
-    """Two responses of one token, with rewards 1 and 0: the advantages are 1/2 and -1/2. A ratio's derivative is the ratio."""
+    """Two responses of one token, with rewards 1 and 0: the advantages are 1/2 and -1/2. A ratio's
+    derivative is the ratio."""
     plain = {**LOSS, **ADVANTAGE, "group_size": 2, "normalize_by_std": False}
     twice, zeros = ([[number], [number]] for number in (math.log(2), 0.0))
-    gradient_of = lambda **changed: paper_values({**plain, **changed}, [1.0, 0.0], twice, zeros, zeros, zeros)[3:]
+    gradient_of = lambda **changed: paper_values(
+        {**plain, **changed}, [1.0, 0.0], twice, zeros, zeros, zeros
+    )[3:]
     assert gradient_of(loss="grpo_no_clip") == pytest.approx([-0.5, 0.5])
-    assert gradient_of(loss="grpo_clip") == pytest.approx([0.0, 0.5])  # the better one is clipped at 1.2
+    # the better one is clipped at 1.2
+    assert gradient_of(loss="grpo_clip") == pytest.approx([0.0, 0.5])
     assert gradient_of(loss="grpo_clip", dual_clip=1.5) == pytest.approx([0.0, 0.0])
-    assert gradient_of(loss="cispo") == pytest.approx([-0.3, 0.3])  # 1.2 times reinforce's: no gradient of the weight
+    # 1.2 times reinforce's: no gradient of the weight
+    assert gradient_of(loss="cispo") == pytest.approx([-0.3, 0.3])
     assert gradient_of(loss="reinforce_with_baseline") == pytest.approx([-0.25, 0.25])
     # both weights are pi_old / pi_sampler = 1, under the cap; the gradient of k2 is the log-ratio
     assert gradient_of(loss="no_baseline", beta=1.0, kl_estimator="k2") == pytest.approx(

@@ -1,4 +1,5 @@
-"""What a resumed run's first update begins with: the killed run's state on any device, and the fault that loses a part of it."""
+"""What a resumed run's first update begins with: the killed run's state on any device, and the
+fault that loses a part of it."""
 
 import dataclasses
 import hashlib
@@ -30,9 +31,23 @@ STEPS = 2
 
 
 def arguments(folder, base, **others) -> RLArgs:
-    facts = {"prompts_per_rollout": 2, "group_size": 4, "train_mini_batch_size": 4, "max_new_tokens": 8, "max_problems": 2}
-    facts |= {"reward": "random", "num_steps": STEPS, "eval_interval": 2, "save_interval": 1, "log_state": True}
-    return from_preset(RLArgs, "tiny", output_dir=str(folder), sft_base=str(base), run_name="run", **facts | others)
+    facts = {
+        "prompts_per_rollout": 2,
+        "group_size": 4,
+        "train_mini_batch_size": 4,
+        "max_new_tokens": 8,
+        "max_problems": 2,
+    }
+    facts |= {
+        "reward": "random",
+        "num_steps": STEPS,
+        "eval_interval": 2,
+        "save_interval": 1,
+        "log_state": True,
+    }
+    return from_preset(
+        RLArgs, "tiny", output_dir=str(folder), sft_base=str(base), run_name="run", **facts | others
+    )
 
 
 def trained(args: RLArgs):
@@ -48,7 +63,8 @@ def straight(tiny_folder, tmp_path_factory):
 
 @pytest.fixture
 def resumed(straight, tiny_folder, tmp_path):
-    """A function that resumes a copy of that run, as it was when it was killed in its second step; returns its folder."""
+    """A function that resumes a copy of that run, as it was when it was killed in its second step;
+    returns its folder."""
 
     def resume():
         shutil.copytree(straight, tmp_path / "run")
@@ -65,15 +81,20 @@ def differences(straight, run) -> list[str]:
 
 
 def noisy_step(policy, rate, real=SingleDevicePolicy.step) -> None:
-    """As on a GPU, whose sums are in no fixed order: the gradient's last digits are others each time."""
+    """As on a GPU, whose sums are in no fixed order: the gradient's last digits are others each
+    time."""
     for parameter in policy.model.parameters():
-        parameter.grad *= 1 + 1e-6 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(torch.seed()))
+        parameter.grad *= 1 + 1e-6 * torch.rand(
+            parameter.shape, generator=torch.Generator().manual_seed(torch.seed())
+        )
     real(policy, rate)
 
 
 def test_a_digest_is_of_names_shapes_types_and_bits():
     pairs = [("a", torch.tensor([[1.0, 2.0]])), ("b", torch.tensor(3.0, dtype=torch.bfloat16))]
-    text = b"a (1, 2) torch.float32" + b"\0\0\x80\x3f\0\0\0\x40" + b"b () torch.bfloat16" + b"\x40\x40"
+    text = (
+        b"a (1, 2) torch.float32" + b"\0\0\x80\x3f\0\0\0\x40" + b"b () torch.bfloat16" + b"\x40\x40"
+    )
     assert digest_of_tensors(pairs) == hashlib.sha256(text).hexdigest()
     assert digest_of_tensors(pairs[::-1]) != digest_of_tensors(pairs)
 
@@ -83,7 +104,10 @@ def test_a_resumed_run_begins_with_the_killed_ones_state(straight, resumed):
     assert [record["step"] for record in read_jsonl(run / "state.jsonl")] == [1, 2]
     assert differences(straight, run) == [] == differing_parts(straight, run)
     first, second = (read_state(straight, step) for step in (1, 2))
-    assert all(first[part] != second[part] for part in ("weights", "moments", "problems", "sampling_seed", "completions"))
+    assert all(
+        first[part] != second[part]
+        for part in ("weights", "moments", "problems", "sampling_seed", "completions")
+    )
 
 
 def test_other_bits_in_an_update_are_no_other_beginning(straight, resumed, monkeypatch):
@@ -153,7 +177,8 @@ def test_a_gpu_promises_bits_with_deterministic_kernels_alone():
 
 
 def peaks_as_predicted(metrics: Path) -> None:
-    """Write the predicted peaks in the place of the measured ones: what other tests have left in this process is resident, too."""
+    """Write the predicted peaks in the place of the measured ones: what other tests have left in
+    this process is resident, too."""
     rows = read_jsonl(metrics)
     for row in rows:
         for phases in row["peak_bytes"].values():
@@ -162,15 +187,22 @@ def peaks_as_predicted(metrics: Path) -> None:
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(("kinds", "flags", "code"), [(("cpu",), (), 1), ((), (), 0), ((), ("--deterministic",), 1)])
-def test_the_command_fails_for_other_bits_where_they_are_promised(kinds, flags, code, straight, tmp_path, monkeypatch):
-    """A resumed run whose update differs, on a CPU, on a kind of device that promises no bits, and there with --deterministic."""
+@pytest.mark.parametrize(
+    ("kinds", "flags", "code"), [(("cpu",), (), 1), ((), (), 0), ((), ("--deterministic",), 1)]
+)
+def test_the_command_fails_for_other_bits_where_they_are_promised(
+    kinds, flags, code, straight, tmp_path, monkeypatch
+):
+    """A resumed run whose update differs, on a CPU, on a kind of device that promises no bits, and
+    there with --deterministic."""
     run = tmp_path / "other"
     undisturbed = tmp_path / "straight"
     shutil.copytree(straight, undisturbed)
     peaks_as_predicted(undisturbed / "metrics.jsonl")
     shutil.copytree(undisturbed, run)
-    (run / "metrics.jsonl").write_text((undisturbed / "metrics.jsonl").read_text().replace('"loss": ', '"loss": 1'))
+    (run / "metrics.jsonl").write_text(
+        (undisturbed / "metrics.jsonl").read_text().replace('"loss": ', '"loss": 1')
+    )
 
     def trained_before(rl, killed, console):
         shutil.copytree(undisturbed, f"{rl.output_dir}/{rl.run_name}")
@@ -182,12 +214,21 @@ def test_the_command_fails_for_other_bits_where_they_are_promised(kinds, flags, 
     monkeypatch.setattr(verify, "training_checks", lambda args, base: [])
     monkeypatch.setattr(verify, "train_and_resume", trained_before)
     base = ("--sft_base", "", "--output_dir", str(tmp_path), "--run_name", "verified")
-    assert exit_code(monkeypatch, verify.main, "verify", *base, "--max_new_tokens", "8", *flags) == code
-    records = {record["what"]: record for record in read_json(tmp_path / "verified" / "summary.json")["checks"]}
+    assert (
+        exit_code(monkeypatch, verify.main, "verify", *base, "--max_new_tokens", "8", *flags)
+        == code
+    )
+    records = {
+        record["what"]: record
+        for record in read_json(tmp_path / "verified" / "summary.json")["checks"]
+    }
     assert records["resumed: other parts of the next step's start"]["measured"] == 0
     parts = records["killed, resumed: parts with other bits"]
     assert parts["error"] == "other metrics" and parts["passed"] == (code == 0)
-    assert any(what.startswith("seconds / plan's range") and record["passed"] for what, record in records.items())
+    assert any(
+        what.startswith("seconds / plan's range") and record["passed"]
+        for what, record in records.items()
+    )
 
 
 def test_what_is_not_promised_passes_and_is_named(capsys):
@@ -203,5 +244,9 @@ def test_what_is_not_promised_passes_and_is_named(capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert not promised["passed"] and lines[0].endswith("FAILED other weights, metrics")
-    assert free["passed"] and free["measured"] == 2 and lines[1].endswith("not promised other weights, metrics")
+    assert (
+        free["passed"]
+        and free["measured"] == 2
+        and lines[1].endswith("not promised other weights, metrics")
+    )
     assert none["passed"] and none["measured"] == 0 and lines[2].endswith("not promised")

@@ -1,4 +1,5 @@
-"""A tiny Llama with weights of its own making, and one engine that the tests of this folder share."""
+"""A tiny Llama with weights of its own making, and one engine that the tests of this folder
+share."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.sampling.pool import SamplerPool
 
-# GiB of keys and values, which an engine fills with zeros when it starts. Set before any engine gets the environment.
+# GiB of keys and values, which an engine fills with zeros when it starts. Set before any engine
+# gets the environment.
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,8 @@ def happens_within(seconds: float, condition) -> bool:
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
-    """A float32 Llama whose distributions are far from flat, so that a wrong temperature or nucleus shows."""
+    """A float32 Llama whose distributions are far from flat, so that a wrong temperature or nucleus
+    shows."""
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=64,
@@ -53,8 +56,11 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, its leading space included: text is the tokens put side by side. The tag is a special token."""
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<eos>"))
+    """One token a word, its leading space included: text is the tokens put side by side. The tag is
+    a special token."""
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<eos>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|</answer>"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["</answer>"])
@@ -81,23 +87,36 @@ def start_sampler(model_path, tokenizer):
     from alignment.sampling.vllm import VLLMSampler
 
     def start(model_path: str = model_path) -> VLLMSampler:
-        return VLLMSampler(SamplerConfig(model_path, "cpu", "float32", memory_share=0.5), tokenizer, context=CONTEXT)
+        return VLLMSampler(
+            SamplerConfig(model_path, "cpu", "float32", memory_share=0.5),
+            tokenizer,
+            context=CONTEXT,
+        )
 
     return start
 
 
 @pytest.fixture(scope="session")
 def restarting(start_sampler):
-    """The shared engine, in what replaces it where it is lost: an engine takes ten seconds of a core to start."""
+    """The shared engine, in what replaces it where it is lost: an engine takes ten seconds of a
+    core to start."""
     before = set(psutil.Process().children(recursive=True))
-    shared = SamplerPool({"engine": start_sampler}, torch.float32, len(VOCABULARY), tiny_llama(seed=1).named_parameters)
+    shared = SamplerPool(
+        {"engine": start_sampler},
+        torch.float32,
+        len(VOCABULARY),
+        tiny_llama(seed=1).named_parameters,
+    )
     yield shared
     shared.close()
     shared.close()
-    assert not set(psutil.Process().children(recursive=True)) - before, "close() left a process behind"
+    assert not set(psutil.Process().children(recursive=True)) - before, (
+        "close() left a process behind"
+    )
 
 
 @pytest.fixture
 def sampler(restarting):
-    """The shared engine itself, with the weights of `policy`. A test that changes them puts them back."""
+    """The shared engine itself, with the weights of `policy`. A test that changes them puts them
+    back."""
     return restarting._engines["engine"]

@@ -13,13 +13,30 @@ from alignment.system.files import read_jsonl
 
 def engines() -> list[psutil.Process]:
     """The processes of vLLM that this process has started."""
-    return [child for child in psutil.Process().children() if "alignment.sampling.vllm:serve" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "alignment.sampling.vllm:serve" in child.cmdline()
+    ]
 
 
 def test_reinforcement_learning_and_evaluation(warm_start, tmp_path, monkeypatch, capsys):
     shared = ["--output_dir", str(tmp_path), "--sampler", "vllm", "--max_problems", "16"]
-    small = ["--prompts_per_rollout", "8", "--group_size", "4", "--train_mini_batch_size", "16", "--num_steps", "2"]
-    small += ["--reward", "random"]  # which an untrained model earns too: what has no gradient is not compared
+    small = [
+        "--prompts_per_rollout",
+        "8",
+        "--group_size",
+        "4",
+        "--train_mini_batch_size",
+        "16",
+        "--num_steps",
+        "2",
+    ]
+    # which an untrained model earns too: what has no gradient is not compared
+    small += [
+        "--reward",
+        "random",
+    ]
     flags = [*shared, *small, "--sft_base", str(warm_start / "sft"), "--learning_rate", "1e-3"]
     monkeypatch.setattr(sys, "argv", ["alignment.train_rl", *flags])
     train_rl.main()
@@ -27,9 +44,19 @@ def test_reinforcement_learning_and_evaluation(warm_start, tmp_path, monkeypatch
     assert "held-out problems" in capsys.readouterr().out
     run = tmp_path / "tiny_grpo_clip_seed0"
     # The second rollout is sampled with refreshed weights; stale ones would be far beyond rounding.
-    assert [record["sampler_mismatch"] < 1e-4 for record in read_jsonl(run / "metrics.jsonl")] == [True, True]
-    monkeypatch.setattr(sys, "argv", ["alignment.evaluate", *shared, "--model", str(run / "final"), "--run_name", "again"])
+    assert [record["sampler_mismatch"] < 1e-4 for record in read_jsonl(run / "metrics.jsonl")] == [
+        True,
+        True,
+    ]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["alignment.evaluate", *shared, "--model", str(run / "final"), "--run_name", "again"],
+    )
     evaluate.main()
     assert "avg_all_rewards" in capsys.readouterr().out
-    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "again", run))
-    assert ours["response_length"] == theirs["after"]["response_length"]  # same weights, same seed, same samples
+    ours, theirs = (
+        json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "again", run)
+    )
+    # same weights, same seed, same samples
+    assert ours["response_length"] == theirs["after"]["response_length"]

@@ -1,4 +1,5 @@
-"""What vLLM runs on GPUs and never on a CPU, Model Runner V2, as far as its sources tell: the parts that the sampler uses."""
+"""What vLLM runs on GPUs and never on a CPU, Model Runner V2, as far as its sources tell: the parts
+that the sampler uses."""
 
 import ast
 import importlib.util
@@ -14,17 +15,25 @@ FOLDER = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 
 
 def methods(file: str, name: str) -> dict[str, list[str]]:
-    """Methods of a class in one of vLLM's files, which need no GPU to be read: name -> arguments."""
+    """Methods of a class in one of vLLM's files, which need no GPU to be read: name ->
+    arguments."""
     tree = ast.parse((FOLDER / file).read_text())
-    (definition,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    (definition,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
+    )
     functions = (node for node in definition.body if isinstance(node, ast.FunctionDef))
-    return {function.name: [argument.arg for argument in function.args.args] for function in functions}
+    return {
+        function.name: [argument.arg for argument in function.args.args] for function in functions
+    }
 
 
 @pytest.mark.parametrize("file", ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"])
 def test_both_runners_take_weights_and_show_their_model(file):
     runner = methods(file, "GPUModelRunner")
-    assert runner["get_model"] == ["self"] and runner["reload_weights"][:2] == ["self", "weights_iterator"]
+    assert runner["get_model"] == ["self"] and runner["reload_weights"][:2] == [
+        "self",
+        "weights_iterator",
+    ]
 
 
 def test_the_gpu_worker_hands_weights_on_to_its_runner():
@@ -37,22 +46,33 @@ def test_the_second_runner_reports_log_probs_of_the_distribution_that_it_samples
     assert "logprobs_mode in PROCESSED_LOGPROBS_MODES" in source
     modes = next(
         ast.unparse(node.value)
-        for file in (FOLDER / "v1/worker/gpu/sample/sampler.py", FOLDER / "config/model.py", FOLDER / "v1/sample/sampler.py")
+        for file in (
+            FOLDER / "v1/worker/gpu/sample/sampler.py",
+            FOLDER / "config/model.py",
+            FOLDER / "v1/sample/sampler.py",
+        )
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Assign | ast.AnnAssign) and "PROCESSED_LOGPROBS_MODES" in ast.unparse(node).split("=")[0]
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and "PROCESSED_LOGPROBS_MODES" in ast.unparse(node).split("=")[0]
     )
     assert "'processed_logprobs'" in modes
 
 
 def test_the_second_runner_refuses_nothing_that_the_sampler_sets():
-    """What it does not support, it says by these words; the sampler sets neither speculation nor parallelism of any kind."""
+    """What it does not support, it says by these words; the sampler sets neither speculation nor
+    parallelism of any kind."""
     source = (FOLDER / "config/vllm.py").read_text()
     tree = next(
         node
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "_get_v2_model_runner_unsupported_features"
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "_get_v2_model_runner_unsupported_features"
     )
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "unsupported.append"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "unsupported.append"
+    ]
     reasons = [ast.unparse(call.args[0]) for call in calls]
     known = ("speculative", "parallel", "ubatching", "microbatching", "draft", "dual batch", "DBO")
     assert reasons and all(any(word in reason for word in known) for reason in reasons), reasons
@@ -84,4 +104,7 @@ def test_the_older_runner_is_advised_where_the_newer_one_fails(file, error, advi
     with pytest.raises(RuntimeError):
         vllm.serve(os.dup(workers.fileno()))
     failure, _ = ours.recv()
-    assert failure.startswith(f"RuntimeError: {error}") and ("VLLM_USE_V2_MODEL_RUNNER=0" in failure) is advised
+    assert (
+        failure.startswith(f"RuntimeError: {error}")
+        and ("VLLM_USE_V2_MODEL_RUNNER=0" in failure) is advised
+    )

@@ -1,4 +1,5 @@
-"""Two real vLLM engines, one as on another machine, draw what one draws, and both take new weights."""
+"""Two real vLLM engines, one as on another machine, draw what one draws, and both take new
+weights."""
 
 import dataclasses
 import socket
@@ -39,30 +40,49 @@ def two(model_path, tokenizer):
 
 def test_two_engines_draw_the_tokens_of_one(two, restarting):
     for sampling in (SAMPLING, dataclasses.replace(SAMPLING, seed=8, temperature=0.7, top_p=0.9)):
-        pairs = list(zip(flat(two.sample(PROMPTS, sampling)), flat(restarting.sample(PROMPTS, sampling)), strict=True))
+        pairs = list(
+            zip(
+                flat(two.sample(PROMPTS, sampling)),
+                flat(restarting.sample(PROMPTS, sampling)),
+                strict=True,
+            )
+        )
         assert len(pairs) == 12
         for drawn, expected in pairs:
             assert drawn.token_ids == expected.token_ids and drawn.prompt_ids == expected.prompt_ids
-            assert (torch.tensor(drawn.log_probs) - torch.tensor(expected.log_probs)).abs().max() < 1e-3
+            assert (
+                torch.tensor(drawn.log_probs) - torch.tensor(expected.log_probs)
+            ).abs().max() < 1e-3
 
 
-def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights(tokenizer, tmp_path, monkeypatch):
-    """Tensor parallelism over two processes, each on a core of its own: vLLM binds them to two NUMA nodes otherwise."""
+def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights(
+    tokenizer, tmp_path, monkeypatch
+):
+    """Tensor parallelism over two processes, each on a core of its own: vLLM binds them to two NUMA
+    nodes otherwise."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     models = [two_heads(seed) for seed in (0, 1)]
     models[0].save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config = SamplerConfig(str(tmp_path), "cpu", "float32", memory_share=0.4)
     one = open_sampler(SAMPLERS["vllm"], config, tokenizer)
-    two = open_sampler(SAMPLERS["vllm"], dataclasses.replace(config, further_devices=("cpu",), tensor_parallel=2), tokenizer)
+    two = open_sampler(
+        SAMPLERS["vllm"],
+        dataclasses.replace(config, further_devices=("cpu",), tensor_parallel=2),
+        tokenizer,
+    )
     try:
         for version in range(2):
             for sampler in (one, two) if version else ():
                 load_proven(sampler, models[version].named_parameters(), version)
             drawn, expected = (flat(sampler.sample(PROMPTS, SAMPLING)) for sampler in (two, one))
-            assert [completion.token_ids for completion in drawn] == [completion.token_ids for completion in expected]
+            assert [completion.token_ids for completion in drawn] == [
+                completion.token_ids for completion in expected
+            ]
             for completion in drawn:
-                difference = torch.tensor(completion.log_probs) - expected_log_probs(models[version], completion)
+                difference = torch.tensor(completion.log_probs) - expected_log_probs(
+                    models[version], completion
+                )
                 assert completion.policy_version == version and difference.abs().max() < 1e-3
     finally:
         one.close()
@@ -70,17 +90,29 @@ def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights
 
 
 def test_both_take_new_weights_and_one_that_does_not_is_named(two, monkeypatch):
-    moved, later, first = tiny_llama(seed=1), tiny_llama(seed=2), two._engines["engine 1 of 2 on cpu"]._client._source
+    moved, later, first = (
+        tiny_llama(seed=1),
+        tiny_llama(seed=2),
+        two._engines["engine 1 of 2 on cpu"]._client._source,
+    )
     load_proven(two, moved.named_parameters(), 3)
     for completion in flat(two.sample(PROMPTS, SAMPLING)):
         assert completion.policy_version == 3
-        assert (torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)).abs().max() < 1e-3
+        assert (
+            torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)
+        ).abs().max() < 1e-3
 
     def old_ones_for_the_first(source):
         new = list(right(source))
-        return iter([(name, tensor.detach()) for name, tensor in moved.named_parameters()] if source is first else new)
+        return iter(
+            [(name, tensor.detach()) for name, tensor in moved.named_parameters()]
+            if source is first
+            else new
+        )
 
     right = type(first).__iter__
     monkeypatch.setattr(type(first), "__iter__", old_ones_for_the_first)
-    with pytest.raises(RunStopped, match="^engine 1 of 2 on cpu: after step 4 the sampler holds other weights"):
+    with pytest.raises(
+        RunStopped, match="^engine 1 of 2 on cpu: after step 4 the sampler holds other weights"
+    ):
         load_proven(two, later.named_parameters(), 4)

@@ -1,4 +1,5 @@
-"""The sampler of a vLLM server against vLLM within a process and a plain forward pass, with a real server on this machine."""
+"""The sampler of a vLLM server against vLLM within a process and a plain forward pass, with a real
+server on this machine."""
 
 from __future__ import annotations
 
@@ -21,16 +22,27 @@ from alignment.sampling.sampler import SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import VLLMServerSampler
 from alignment.system.errors import RunStopped, UserError
 from tests.with_vllm.conftest import CONTEXT, ROOT, VOCABULARY, happens_within, tiny_llama
-from tests.with_vllm.test_vllm_sampler import LONG_PROMPT, OPEN_END, PROMPTS, expected_log_probs, flat
+from tests.with_vllm.test_vllm_sampler import (
+    LONG_PROMPT,
+    OPEN_END,
+    PROMPTS,
+    expected_log_probs,
+    flat,
+)
 
 KEY = "the key"
-READY_SECONDS = 400  # three processes, each of which takes ten seconds or more of a core to import what it needs
+# three processes, each of which takes ten seconds or more of a core to import what it needs
+READY_SECONDS = 400
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, str]:
-    """Settings by which processes share what they compile, where Python is told to keep none of it: half of their start."""
-    return {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled")), "PYTHONDONTWRITEBYTECODE": ""}
+    """Settings by which processes share what they compile, where Python is told to keep none of it:
+    half of their start."""
+    return {
+        "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled")),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +75,33 @@ def starting(tmp_path_factory, tokenizer, compiled):
     for each in left:
         each.kill()
     psutil.wait_procs(left, 10)
-    print((folder / "log").read_text(errors="replace")[-5000:])  # which pytest shows where a test failed
+    # which pytest shows where a test failed
+    print((folder / "log").read_text(errors="replace")[-5000:])
 
 
 @pytest.fixture(scope="module")
 def server(starting, restarting):
     """The port of the server once it answers; the engine of this process starts meanwhile."""
     process, port = starting
-    assert happens_within(READY_SECONDS, lambda: process.poll() is not None or status(port, "GET", "/health", KEY) == 200)
+    assert happens_within(
+        READY_SECONDS,
+        lambda: process.poll() is not None or status(port, "GET", "/health", KEY) == 200,
+    )
     assert process.is_running()
     return port
 
 
 @pytest.fixture
 def connect(server, model_path, tokenizer, tmp_path, monkeypatch):
-    def connecting(model_path: str = model_path, context: int = CONTEXT, token: str = KEY, **options) -> VLLMServerSampler:
+    def connecting(
+        model_path: str = model_path, context: int = CONTEXT, token: str = KEY, **options
+    ) -> VLLMServerSampler:
         url, folder = f"http://127.0.0.1:{server}", str(tmp_path / "weights")
         options = {"timeout": 120.0, "url": url, "weights_folder": folder} | options
         monkeypatch.setenv("ALIGNMENT_SAMPLER_TOKEN", token or "")
-        return VLLMServerSampler(SamplerConfig(model_path, "cpu", "float32", **options), tokenizer, context=context)
+        return VLLMServerSampler(
+            SamplerConfig(model_path, "cpu", "float32", **options), tokenizer, context=context
+        )
 
     return connecting
 
@@ -108,7 +128,9 @@ HOW = {
         n=4, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=24, stop=()
     ),
     "greedy": SamplingConfig(n=2, temperature=0.0, max_new_tokens=24, stop=()),
-    "to a stop string or EOS": SamplingConfig(n=8, max_new_tokens=48, stop=(" ba", " fe ", "</answer>"), seed=2),
+    "to a stop string or EOS": SamplingConfig(
+        n=8, max_new_tokens=48, stop=(" ba", " fe ", "</answer>"), seed=2
+    ),
 }
 
 
@@ -118,8 +140,14 @@ def test_completions_are_those_of_vllm_within_a_process(sampling, connect, sampl
     ours, theirs = connect().sample(prompts, sampling), sampler.sample(prompts, sampling)
     assert [len(group) for group in ours] == [sampling.n] * 4
     for own, other in zip(flat(ours), flat(theirs), strict=True):
-        assert (own.prompt_ids, own.token_ids, own.text) == (other.prompt_ids, other.token_ids, other.text)
-        assert own.finish_reason == other.finish_reason and own.policy_version == other.policy_version
+        assert (own.prompt_ids, own.token_ids, own.text) == (
+            other.prompt_ids,
+            other.token_ids,
+            other.text,
+        )
+        assert (
+            own.finish_reason == other.finish_reason and own.policy_version == other.policy_version
+        )
         torch.testing.assert_close(own.log_probs, other.log_probs, rtol=0, atol=1e-4)
     if sampling.stop:
         assert {completion.finish_reason for completion in flat(ours)} == {"stop", "length"}
@@ -130,11 +158,16 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(connect, pol
     for seed, model in [(0, policy), (1, tiny_llama(seed=1)), (2, tiny_llama(seed=2))]:
         server.load_weights(model.named_parameters(), version=seed)
         assert list((tmp_path / "weights").iterdir()) == []
-        first, again = (flat(server.sample(prompts, OPEN_END)) for _ in range(2))  # the second finds cached prefixes
-        assert [completion.token_ids for completion in first] == [completion.token_ids for completion in again]
+        # the second finds cached prefixes
+        first, again = (flat(server.sample(prompts, OPEN_END)) for _ in range(2))
+        assert [completion.token_ids for completion in first] == [
+            completion.token_ids for completion in again
+        ]
         for completion in (*first, *again):
             assert completion.policy_version == seed
-            assert (torch.tensor(completion.log_probs) - expected_log_probs(model, completion)).abs().max() < 1e-3
+            assert (
+                torch.tensor(completion.log_probs) - expected_log_probs(model, completion)
+            ).abs().max() < 1e-3
 
 
 def test_weights_that_another_command_has_replaced_are_brought_again(connect):
@@ -153,23 +186,40 @@ def test_without_the_key_nothing_is_answered(connect, server):
     for token in (None, "another"):
         with pytest.raises(UserError, match="--sampler_url: .*401. Set ALIGNMENT_SAMPLER_TOKEN"):
             connect(token=token)
-    for method, path in [("POST", "/collective_rpc"), ("POST", "/reset_prefix_cache"), ("GET", "/server_info")]:
+    for method, path in [
+        ("POST", "/collective_rpc"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/server_info"),
+    ]:
         assert status(server, method, path, "another") == 401
 
 
-def test_a_server_that_does_not_fit_says_how_to_start_it(connect, model_path, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=f"a context of {CONTEXT} tokens and not 9999. Start it as: .* --max-model-len 9999 "):
+def test_a_server_that_does_not_fit_says_how_to_start_it(
+    connect, model_path, tmp_path, monkeypatch
+):
+    with pytest.raises(
+        UserError,
+        match=f"a context of {CONTEXT} tokens and not 9999. Start it as: .* --max-model-len 9999 ",
+    ):
         connect(context=9999)
     config = AutoConfig.from_pretrained(model_path)
     config.hidden_size, config.tie_word_embeddings = 128, False
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match="another model, with hidden_size 64 and not 128, tie_word_embeddings True and not False"
+        UserError,
+        match=(
+            "another model, with hidden_size 64 and not 128, tie_word_embeddings True and not False"
+        ),
     ):
         connect(str(tmp_path))
     call = VLLMServerSampler._call  # as where the server has no such method
-    monkeypatch.setattr(VLLMServerSampler, "_call", lambda self, method, *rest: call(self, "no_such_method", *rest))
-    with pytest.raises(UserError, match="no attribute 'no_such_method'.* must be started as: .*--worker-extension-cls"):
+    monkeypatch.setattr(
+        VLLMServerSampler, "_call", lambda self, method, *rest: call(self, "no_such_method", *rest)
+    )
+    with pytest.raises(
+        UserError,
+        match="no attribute 'no_such_method'.* must be started as: .*--worker-extension-cls",
+    ):
         connect()
 
 
@@ -209,9 +259,13 @@ def test_what_is_interrupted_is_dropped_by_the_server(connect):
 def test_a_server_that_is_killed_loses_the_sampler(connect, starting):
     """The last test: it kills the server."""
     sampler = SamplerPool({"engine": connect}, torch.float32, len(VOCABULARY))
-    engine = processes(starting[0])[:-1]  # what is left is the process that listens, which then ends itself
+    # what is left is the process that listens, which then ends itself
+    engine = processes(starting[0])[:-1]
     threading.Timer(0.5, lambda: [each.kill() for each in engine]).start()
-    with pytest.raises(RunStopped, match="the sampler was lost .*, and once more after it was started again: --sampler_url: "):
+    with pytest.raises(
+        RunStopped,
+        match="the sampler was lost .*, and once more after it was started again: --sampler_url: ",
+    ):
         sampler.sample(PROMPTS * 20, SamplingConfig(n=32, max_new_tokens=480, stop=()))
     left = processes(starting[0])
     for each in left:

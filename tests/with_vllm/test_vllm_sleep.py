@@ -1,6 +1,7 @@
-"""vLLM's sleep mode, which only GPUs have. What runs here is vLLM's own: `Executor` and `Worker` as far as they sleep and wake, the
-backend and `CuMemAllocator` with its table of blocks. Stand-ins are what CUDA does: a block's memory is the host's, and when the
-allocator gives it back it is filled with garbage."""
+"""vLLM's sleep mode, which only GPUs have. What runs here is vLLM's own: `Executor` and `Worker` as
+far as they sleep and wake, the backend and `CuMemAllocator` with its table of blocks. Stand-ins are
+what CUDA does: a block's memory is the host's, and when the allocator gives it back it is filled
+with garbage."""
 
 import ctypes
 from types import SimpleNamespace
@@ -74,7 +75,8 @@ class GPU:
 
 
 class Model(torch.nn.Module):
-    """Tied embeddings, a projection, a buffer, and ALiBi's slopes as vLLM has them: an attribute that is no buffer."""
+    """Tied embeddings, a projection, a buffer, and ALiBi's slopes as vLLM has them: an attribute
+    that is no buffer."""
 
     def __init__(self, first: torch.Tensor, second: torch.Tensor):
         super().__init__()
@@ -84,7 +86,8 @@ class Model(torch.nn.Module):
         self.slopes = numbers[512:520]
         self.register_buffer("rotary", numbers[768:1024])
         self.projection = torch.nn.Parameter(second.view(torch.bfloat16)[:512].view(16, 32).mT)
-        self.requests = second.view(torch.int32)[256:]  # as the sampler's state of requests, which is there, too
+        # as the sampler's state of requests, which is there, too
+        self.requests = second.view(torch.int32)[256:]
         with torch.no_grad():
             self.embedding.copy_(torch.arange(256).view(16, 16))
             self.projection.copy_(torch.arange(512).view(32, 16) / 4)
@@ -121,17 +124,36 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def engine(gpu):
-    """An engine that is awake, with `engine.model`, a block of each tag, and the names of the calls that it gets."""
+    """An engine that is awake, with `engine.model`, a block of each tag, and the names of the calls
+    that it gets."""
     model = Model(gpu.allocate("weights", 2 * KIB), gpu.allocate("weights", 4 * KIB))
-    for tag, size in {"kv_cache": 64 * KIB, "runtime": KIB, "cudagraph": 8 * KIB, "workspace": KIB}.items():
+    for tag, size in {
+        "kv_cache": 64 * KIB,
+        "runtime": KIB,
+        "cudagraph": 8 * KIB,
+        "workspace": KIB,
+    }.items():
         gpu.allocate(tag, size)
     worker = Worker.__new__(Worker)
-    worker.model_runner = SimpleNamespace(model=model, get_model=lambda: model, get_draft_model=lambda: None)
+    worker.model_runner = SimpleNamespace(
+        model=model, get_model=lambda: model, get_draft_model=lambda: None
+    )
     worker.model_config = SimpleNamespace(
-        enable_sleep_mode=True, sleep_mode_backend="cumem", enable_nccl_comm_suspend=False, sleep_preserve_parameter_names=[]
+        enable_sleep_mode=True,
+        sleep_mode_backend="cumem",
+        enable_nccl_comm_suspend=False,
+        sleep_preserve_parameter_names=[],
     )
     worker.vllm_config = SimpleNamespace(model_config=worker.model_config)
-    worker._sleep_saved_buffers, worker._sleep_saved_draft_buffers, worker._sleep_saved_parameters = {}, {}, {}
+    (
+        worker._sleep_saved_buffers,
+        worker._sleep_saved_draft_buffers,
+        worker._sleep_saved_parameters,
+    ) = (
+        {},
+        {},
+        {},
+    )
     worker._sleep_mode_backend = None
     executor, calls = SleepingExecutor(worker), []
 
@@ -171,7 +193,9 @@ def test_a_sleeping_engine_has_no_memory_of_the_gpu_and_wakes_as_it_was(engine, 
 
 
 @pytest.mark.parametrize("change", [4 * KIB, -4 * KIB])
-def test_memory_that_others_take_or_give_back_meanwhile_says_nothing_of_the_engine(change, engine, gpu, monkeypatch):
+def test_memory_that_others_take_or_give_back_meanwhile_says_nothing_of_the_engine(
+    change, engine, gpu, monkeypatch
+):
     gpu.used_by_others = 100 * KIB
     give_back = gpu.give_back
 
@@ -190,12 +214,17 @@ def test_keys_and_values_that_stay_on_the_gpu_are_noticed(keep_weights, engine, 
 
     def keeps_one_block(offload_tags):
         sleep(offload_tags)
-        data = next(data for data in gpu.allocator.pointer_to_data.values() if data.tag == "kv_cache")
+        data = next(
+            data for data in gpu.allocator.pointer_to_data.values() if data.tag == "kv_cache"
+        )
         gpu.take(data.handle)
         data.is_asleep = False
 
     gpu.allocator.sleep = keeps_one_block
-    with pytest.raises(RuntimeError, match="vLLM sleeps, but keeps 65536 of the 65536 bytes of its kv_cache on a GPU"):
+    with pytest.raises(
+        RuntimeError,
+        match="vLLM sleeps, but keeps 65536 of the 65536 bytes of its kv_cache on a GPU",
+    ):
         engine.sleep(keep_weights)
 
 
@@ -209,11 +238,13 @@ def test_memory_outside_the_pool_is_noticed(tag, engine, gpu):
 
 
 def test_discarded_weights_are_neither_copied_nor_used(engine, gpu):
-    """The first wake takes the weights' memory and not that of keys and values, for which the trainer still has no room."""
+    """The first wake takes the weights' memory and not that of keys and values, for which the
+    trainer still has no room."""
     before = engine.model.state()
     engine.sleep(keep_weights=False)
     parameters = 256 * 2 + 512 * 2  # bytes
-    # What is copied to the host: all blocks of weights but the parameters, the graphs, the runtime's state.
+    # What is copied to the host: all blocks of weights but the parameters, the graphs, the
+    # runtime's state.
     assert gpu.runtime.copied == 6 * KIB - parameters + 8 * KIB + KIB
     with pytest.raises(WeightsDiscarded, match="discarded its weights"):
         engine.wake_to_sample()
@@ -228,10 +259,16 @@ def test_discarded_weights_are_neither_copied_nor_used(engine, gpu):
     assert gpu.free() == 560 * KIB
     after = engine.model.state()
     assert all(torch.equal(before[name], after[name]) for name in ("slopes", "rotary", "requests"))
-    assert after["embedding"][0, 1] == -1 and engine.model.head[0, 1] == -1 and (after["projection"] == 0.5).all()
+    assert (
+        after["embedding"][0, 1] == -1
+        and engine.model.head[0, 1] == -1
+        and (after["projection"] == 0.5).all()
+    )
 
 
-def test_the_sequence_of_training_copies_no_weights_and_never_sleeps_between_sync_and_sampling(engine):
+def test_the_sequence_of_training_copies_no_weights_and_never_sleeps_between_sync_and_sampling(
+    engine,
+):
     engine.sleep(keep_weights=True)  # it has started
     engine.wake_to_sample()  # an evaluation
     engine.wake_to_sample()  # the first rollout
@@ -243,8 +280,13 @@ def test_the_sequence_of_training_copies_no_weights_and_never_sleeps_between_syn
     engine.sleep(keep_weights=False)
     functions = ["save_all_but_parameters", "blocks_by_tag", "restore_all_but_parameters"]
     assert [call for call in engine.calls if call not in functions] == [
-        "sleep 1", "wake kv_cache weights", "sleep 2", "wake weights", "wake kv_cache", "sleep 2",
-    ]  # fmt: skip
+        "sleep 1",
+        "wake kv_cache weights",
+        "sleep 2",
+        "wake weights",
+        "wake kv_cache",
+        "sleep 2",
+    ]
 
 
 def test_an_engine_that_sleeps_with_its_weights_may_be_told_that_they_are_not_needed(engine):
@@ -274,7 +316,10 @@ def test_weights_that_came_in_part_are_not_sampled_with(engine):
 def test_vllm_has_what_is_called():
     assert methods("entrypoints/llm.py", "LLM")["sleep"][:2] == ["self", "level"]
     assert methods("entrypoints/llm.py", "LLM")["wake_up"][:2] == ["self", "tags"]
-    assert methods("device_allocator/cumem.py", "CuMemAllocator")["sleep"] == ["self", "offload_tags"]
+    assert methods("device_allocator/cumem.py", "CuMemAllocator")["sleep"] == [
+        "self",
+        "offload_tags",
+    ]
     assert "enable_sleep_mode: bool" in (FOLDER / "config/model.py").read_text()
     runtime = methods("distributed/device_communicators/cuda_wrapper.py", "CudaRTLibrary")
     assert runtime["cudaMemcpy"] == ["self", "dst", "src", "count"]

@@ -1,4 +1,5 @@
-"""vLLM's weight transfer API: what runs on CPUs with a real engine, and what only GPUs have, against vLLM's own signatures."""
+"""vLLM's weight transfer API: what runs on CPUs with a real engine, and what only GPUs have,
+against vLLM's own signatures."""
 
 import inspect
 import pickle
@@ -11,8 +12,14 @@ import psutil
 import pytest
 import torch
 from vllm.distributed.weight_transfer import VLLMWeightSyncClient
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCTrainerInitInfo,
+    IPCTrainerWeightTransferEngine,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
 
 from alignment.sampling import vllm, vllm_weights
 from alignment.sampling.arrival import load_proven
@@ -24,7 +31,9 @@ from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
 
 
 def config(policy_device: str, *devices: str) -> SamplerConfig:
-    return SamplerConfig("model", devices[0], "bfloat16", further_devices=devices[1:], policy_device=policy_device)
+    return SamplerConfig(
+        "model", devices[0], "bfloat16", further_devices=devices[1:], policy_device=policy_device
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,15 +52,18 @@ def test_the_devices_decide_the_backend(policy_device, devices, backend):
     assert config(policy_device, *devices).transfer_backend == backend
 
 
-# --- a real engine --------------------------------------------------------------------------------------------------------
+# --- a real engine --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bucket", [1, 2**14, 2**27])
 def test_buckets_of_any_size_carry_the_same_weights(bucket, sampler, policy, monkeypatch):
-    """With one tensor each, and with several, a layer's tensors arrive by several updates, and memory is used again."""
+    """With one tensor each, and with several, a layer's tensors arrive by several updates, and
+    memory is used again."""
     updates, ask = [], sampler._ask
     monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", bucket)
-    monkeypatch.setattr(sampler._client, "_ask", lambda *arguments: (updates.append(arguments[1]), ask(*arguments)))
+    monkeypatch.setattr(
+        sampler._client, "_ask", lambda *arguments: (updates.append(arguments[1]), ask(*arguments))
+    )
     load_proven(sampler, tiny_llama(seed=1).named_parameters(), 1)
     load_proven(sampler, policy.named_parameters(), 0)
     sent = updates.count("update_weights")
@@ -61,8 +73,8 @@ def test_buckets_of_any_size_carry_the_same_weights(bucket, sampler, policy, mon
 
 
 def test_bytes_on_the_way_to_an_engine(sampler, policy, monkeypatch):
-    """Of a first update, as of a later one: each weight once, by the memory that both processes map. What crosses the pipe are
-    names, shapes and checksums."""
+    """Of a first update, as of a later one: each weight once, by the memory that both processes
+    map. What crosses the pipe are names, shapes and checksums."""
     first = vllm_weights.EngineClient(sampler._ask, sampler._config, sampler.dtype)
     monkeypatch.setattr(sampler, "_client", first)
     packed, piped, ask, pack = [], [], sampler._ask, vllm_weights.pack
@@ -92,9 +104,15 @@ def test_bytes_on_the_way_to_an_engine(sampler, policy, monkeypatch):
     print(f"{of_model} bytes of weights, {first_piped} and {later_piped} by the pipe")
 
 
-def test_an_engine_that_hangs_in_a_phase_is_killed_and_replaced_with_the_new_weights(restarting, policy, monkeypatch, capfd):
+def test_an_engine_that_hangs_in_a_phase_is_killed_and_replaced_with_the_new_weights(
+    restarting, policy, monkeypatch, capfd
+):
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 3)
-    expected, engine, restarts = restarting.sample(PROMPTS, OPEN_END), restarting._engines["engine"], restarting.restarts
+    expected, engine, restarts = (
+        restarting.sample(PROMPTS, OPEN_END),
+        restarting._engines["engine"],
+        restarting.restarts,
+    )
     ask, seconds = engine._ask, []
 
     def ask_a_stopped_process(verb, asked, *arguments):
@@ -115,14 +133,21 @@ def test_an_engine_that_hangs_in_a_phase_is_killed_and_replaced_with_the_new_wei
     load_proven(restarting._engines["engine"], policy.named_parameters(), 0)
 
 
-# --- what GPUs alone have -------------------------------------------------------------------------------------------------
+# --- what GPUs alone have -------------------------------------------------------------------------
 
 
 def test_the_client_has_the_methods_and_arguments_that_vllm_calls():
-    names = [name for name in vars(VLLMWeightSyncClient) if name.endswith(("_engine", "_update", "_weights"))]
+    names = [
+        name
+        for name in vars(VLLMWeightSyncClient)
+        if name.endswith(("_engine", "_update", "_weights"))
+    ]
     assert len(names) == 4
     for name in names:
-        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (vllm_weights.EngineClient, VLLMWeightSyncClient))
+        ours, theirs = (
+            inspect.signature(getattr(kind, name))
+            for kind in (vllm_weights.EngineClient, VLLMWeightSyncClient)
+        )
         assert list(ours.parameters) == list(theirs.parameters)
         offline = methods("entrypoints/rl/offline.py", "RLOfflineMixin")[name]
         assert len(offline) == len(ours.parameters)
@@ -135,7 +160,9 @@ def test_the_client_has_the_methods_and_arguments_that_vllm_calls():
         ("cuda:0", ("cuda:1", "cuda:2"), NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine),
     ],
 )
-def test_gpus_get_vllms_own_trainer_which_needs_no_weights_to_start(policy_device, devices, info, trainer):
+def test_gpus_get_vllms_own_trainer_which_needs_no_weights_to_start(
+    policy_device, devices, info, trainer
+):
     client = vllm_weights.EngineClient(None, config(policy_device, *devices), torch.bfloat16)
     facts = client._init_info()
     assert type(facts) is info and facts.packed and facts.is_sender
@@ -144,16 +171,21 @@ def test_gpus_get_vllms_own_trainer_which_needs_no_weights_to_start(policy_devic
 
 
 class OnGPU:
-    """A client of an engine on the policy's GPU, whose tensors are "meta": torch refuses to copy one to the host."""
+    """A client of an engine on the policy's GPU, whose tensors are "meta": torch refuses to copy
+    one to the host."""
 
     def __init__(self, kind, monkeypatch):
         self.updates, self.phases, self.exported = [], [], []
-        self.client = vllm_weights.EngineClient(self.ask, config("cuda:0", "cuda:0"), torch.bfloat16)
+        self.client = vllm_weights.EngineClient(
+            self.ask, config("cuda:0", "cuda:0"), torch.bfloat16
+        )
         self.client._device = self.client._source.device = torch.device("meta")
         trainer = self.client._trainer = kind.__new__(kind)
         trainer.client, trainer.is_sender, trainer.gpu_uuid = self.client, True, "GPU-1"
         monkeypatch.setattr(vllm_weights, "reduce_tensor", self.export)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
+        )
         monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
 
     def ask(self, verb, phase, *arguments):
@@ -166,7 +198,15 @@ class OnGPU:
         return None, (len(self.exported),)
 
 
-WEIGHTS = [("a", 100), ("b", 20), ("large", 400), ("c", 30), ("d", 30), ("e", 30)]  # name, numbers of two bytes
+# name, numbers of two bytes
+WEIGHTS = [
+    ("a", 100),
+    ("b", 20),
+    ("large", 400),
+    ("c", 30),
+    ("d", 30),
+    ("e", 30),
+]
 
 
 def weights_on_a_gpu():
@@ -175,26 +215,43 @@ def weights_on_a_gpu():
 
 
 def test_cuda_ipc_reads_each_weight_once_and_none_on_the_host(monkeypatch):
-    """In the first update as in later ones. A tensor larger than a bucket gets a larger buffer, which carries those after it."""
+    """In the first update as in later ones. A tensor larger than a bucket gets a larger buffer,
+    which carries those after it."""
     monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", 256)
     gpu = OnGPU(vllm_weights.IPCTrainer, monkeypatch)
     for version in (1, 2):
         gpu.client.send(weights_on_a_gpu(), version)
-        assert [update["names"] for update in gpu.updates] == [["a", "b"], ["large"], ["c", "d", "e"]]
-        assert [update["tensor_sizes"] for update in gpu.updates] == [[200, 40], [800], [60, 60, 60]]
+        assert [update["names"] for update in gpu.updates] == [
+            ["a", "b"],
+            ["large"],
+            ["c", "d", "e"],
+        ]
+        assert [update["tensor_sizes"] for update in gpu.updates] == [
+            [200, 40],
+            [800],
+            [60, 60, 60],
+        ]
         assert gpu.updates[1]["shapes"] == [[400]] and gpu.updates[1]["dtype_names"] == ["bfloat16"]
         handles = [update["ipc_handles"]["GPU-1"][0] for update in gpu.updates]
         assert handles == [2 * version - 1, 2 * version, 2 * version]
         gpu.updates.clear()
     assert gpu.exported == [256, 800, 256, 800]
-    assert gpu.phases == 2 * ["start_weight_update", *3 * ["update_weights"], "finish_weight_update"]
+    assert gpu.phases == 2 * [
+        "start_weight_update",
+        *3 * ["update_weights"],
+        "finish_weight_update",
+    ]
 
 
 def test_nccl_sends_each_weight_once_and_none_through_the_host(monkeypatch):
     monkeypatch.setattr(vllm_weights, "BUCKET_BYTES", 256)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     broadcast = []
-    monkeypatch.setattr(vllm_weights.NCCLTrainer, "_broadcast", lambda self, bucket, meta: broadcast.append((bucket, meta)))
+    monkeypatch.setattr(
+        vllm_weights.NCCLTrainer,
+        "_broadcast",
+        lambda self, bucket, meta: broadcast.append((bucket, meta)),
+    )
     gpu = OnGPU(vllm_weights.NCCLTrainer, monkeypatch)
     gpu.client.send(weights_on_a_gpu(), 1)
     assert [update["names"] for update in gpu.updates] == [["a", "b"], ["large"], ["c", "d", "e"]]
@@ -206,7 +263,8 @@ def test_nccl_sends_each_weight_once_and_none_through_the_host(monkeypatch):
 
 
 def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_lost():
-    """As vLLM's NCCL trainer does: it asks in a thread, and broadcasts meanwhile until its communicator is destroyed."""
+    """As vLLM's NCCL trainer does: it asks in a thread, and broadcasts meanwhile until its
+    communicator is destroyed."""
 
     def ask(verb, phase, *arguments):
         if phase == "update_weights":
@@ -218,7 +276,9 @@ def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_l
             self.shutdown = self.destroyed.set
 
         def send_bucket(self, bucket):
-            threading.Thread(target=lambda: pytest.raises(SamplerLost, client.update_weights, {})).start()
+            threading.Thread(
+                target=lambda: pytest.raises(SamplerLost, client.update_weights, {})
+            ).start()
             assert self.destroyed.wait(30)
             raise RuntimeError("NCCL error")
 
@@ -231,7 +291,9 @@ def test_a_broadcast_that_waits_for_a_lost_engine_breaks_off_and_says_what_was_l
 def test_a_sleeping_engine_takes_weights_before_it_takes_memory_for_keys_and_values():
     calls = []
     llm = SimpleNamespace(
-        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))),
+        llm_engine=SimpleNamespace(
+            vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+        ),
         wake_up=lambda tags: calls.append(f"wake {' '.join(tags)}"),
         collective_rpc=lambda function: calls.append(function.__name__),
     )
@@ -242,6 +304,10 @@ def test_a_sleeping_engine_takes_weights_before_it_takes_memory_for_keys_and_val
         vllm._transfer(engine, None, phase)
     engine.wake_to_sample()
     assert calls == [
-        "wake weights", "start_weight_update", "update_weights", "finish_weight_update", "_repack_output_embedding",
+        "wake weights",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "_repack_output_embedding",
         "wake kv_cache",
-    ]  # fmt: skip
+    ]

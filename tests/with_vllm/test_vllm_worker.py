@@ -1,4 +1,5 @@
-"""What becomes of the process of vLLM: it is killed, hangs, cannot start, or loses its parent. The last test ends the engine."""
+"""What becomes of the process of vLLM: it is killed, hangs, cannot start, or loses its parent. The
+last test ends the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def worker_of(engine) -> psutil.Process:
 
 def test_an_engine_that_cannot_start_says_why(start_sampler, tmp_path):
     before = set(psutil.Process().children(recursive=True))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchArchitecture"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["NoSuchArchitecture"]}'
+    )
     with pytest.raises(UserError, match="vLLM could not start on cpu.*NoSuchArchitecture"):
         start_sampler(str(tmp_path))
     assert not new_processes(before)
@@ -63,8 +66,12 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     assert (tmp_path / "log").read_text() == "begun\n"
 
 
-def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(restarting, capfd):
-    before = set(psutil.Process().children(recursive=True)) - {worker_of(restarting._engines["engine"])}
+def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(
+    restarting, capfd
+):
+    before = set(psutil.Process().children(recursive=True)) - {
+        worker_of(restarting._engines["engine"])
+    }
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
     expected, restarts = restarting.sample(PROMPTS, OPEN_END), restarting.restarts
     assert capfd.readouterr() == ("", "")
@@ -87,7 +94,8 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
 
 
 def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(restarting):
-    """It waits for an answer without a limit, so that it would hang here if it did not see that the worker is gone."""
+    """It waits for an answer without a limit, so that it would hang here if it did not see that the
+    worker is gone."""
     victim = restarting._engines["engine"]
     before = set(psutil.Process().children(recursive=True)) - {worker_of(victim)}
     victim.sample(PROMPTS, OPEN_END)

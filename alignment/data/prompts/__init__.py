@@ -1,6 +1,8 @@
-"""Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text; NAME.chat, the turns of a chat.
+"""Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text;
+NAME.chat, the turns of a chat.
 
-A chat has `### system`, `### user` and `### assistant`: the model's chat template joins two, the last begins the response."""
+A chat has `### system`, `### user` and `### assistant`: the model's chat template joins two, the
+last begins the response."""
 
 import dataclasses
 import re
@@ -20,25 +22,35 @@ OPENING_TAG = re.compile(r"<\|?[A-Za-z]\w*\|?>|\[[A-Za-z]\w*\]|\u25c1\w+\u25b7")
 LONGEST_REPETITION = 200  # characters of a prompt's end
 
 _files = lambda kind: sorted(Path(__file__).parent.glob(f"*.{kind}"))
-PROMPTS, CHATS = ({file.stem: file.read_text(encoding="utf-8") for file in _files(kind)} for kind in ("prompt", "chat"))
+PROMPTS, CHATS = (
+    {file.stem: file.read_text(encoding="utf-8") for file in _files(kind)}
+    for kind in ("prompt", "chat")
+)
 
 
 def read_template(name: str) -> str:
-    """The template `name`, or that file's text less its last line break. Raises `UserError` for neither, or no {question}."""
+    """The template `name`, or that file's text less its last line break. Raises `UserError` for
+    neither, or no {question}."""
     if name in PROMPTS | CHATS:
         return (PROMPTS | CHATS)[name]
     if not Path(name).is_file():
         choices = ", ".join(sorted(PROMPTS | CHATS))
-        raise UserError(f"--prompt {name}: there is no such template; choose one of {choices}, a file")
+        raise UserError(
+            f"--prompt {name}: there is no such template; choose one of {choices}, a file"
+        )
     text = read_text(Path(name)).removesuffix("\n")
     if "{question}" not in text:
-        raise UserError(f"--prompt {name}: the file has no place for the question; write {{question}} where it goes")
+        raise UserError(
+            f"--prompt {name}: the file has no place for the question; write {{question}} where it"
+            " goes"
+        )
     return text
 
 
 def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
-    """The problems with prompts by the template `name`; of conversations by the tokenizer's chat template; those without a
-    question have theirs. Raises `UserError` for an unknown template, or a chat if the tokenizer has no chat template."""
+    """The problems with prompts by the template `name`; of conversations by the tokenizer's chat
+    template; those without a question have theirs. Raises `UserError` for an unknown template, or a
+    chat if the tokenizer has no chat template."""
     if name in CHATS:
         *turns, (_, beginning) = chat_turns(name)
         messages = [{"role": role, "content": text} for role, text in turns]
@@ -53,19 +65,28 @@ def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Prob
             return dataclasses.replace(problem, prompt=prompt)
         if not problem.question:
             return problem
-        prompt, turns = template.replace("{question}", problem.question), chat_turns(name, problem.question)
+        prompt, turns = (
+            template.replace("{question}", problem.question),
+            chat_turns(name, problem.question),
+        )
         return dataclasses.replace(problem, prompt=prompt, turns=turns)
 
-    return Endless(lambda i: fill(problems[i])) if isinstance(problems, Endless) else list(map(fill, problems))
+    return (
+        Endless(lambda i: fill(problems[i]))
+        if isinstance(problems, Endless)
+        else list(map(fill, problems))
+    )
 
 
 def fill_prompt(name: str, question: str) -> str:
-    """The prompt of a question, by the plain template `name`; braces inside the question stay as they are."""
+    """The prompt of a question, by the plain template `name`; braces inside the question stay as
+    they are."""
     return PROMPTS[name].replace("{question}", question)
 
 
 def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str], ...]:
-    """The (role, text) turns of a question's prompt by the chat `name`, the last beginning the response; () if it is plain."""
+    """The (role, text) turns of a question's prompt by the chat `name`, the last beginning the
+    response; () if it is plain."""
     parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
     texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
     return tuple(zip(parts[::2], texts, strict=True))
@@ -154,7 +175,9 @@ def _rendered(
 ) -> str:
     """The messages as the chat template writes them, less a BOS token that encoding adds again."""
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{place}: it is a chat, and the tokenizer of this model has no chat template{remedy}")
+        raise UserError(
+            f"{place}: it is a chat, and the tokenizer of this model has no chat template{remedy}"
+        )
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt

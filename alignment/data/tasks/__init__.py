@@ -17,11 +17,13 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class Task:
-    """One source of verifiable problems. `problems(split, dataset_path)` returns a split's problems, the same ones every time;
-    training problems may be `Endless`. `demonstrations(split, dataset_path, seed)` returns its (problem, response) pairs, for
-    SFT. `prompt` names the prompt template, `rules` the rules that can grade a response, each of `RULES` or a function of the
-    user's own, package.module:function; evaluations are by the first. `stop` are the strings that end a response. Problems with
-    equal `key` ask the same question: evaluations ask it once, and training leaves it to the test split."""
+    """One source of verifiable problems. `problems(split, dataset_path)` returns a split's
+    problems, the same ones every time; training problems may be `Endless`. `demonstrations(split,
+    dataset_path, seed)` returns its (problem, response) pairs, for SFT. `prompt` names the prompt
+    template, `rules` the rules that can grade a response, each of `RULES` or a function of the
+    user's own, package.module:function; evaluations are by the first. `stop` are the strings that
+    end a response. Problems with equal `key` ask the same question: evaluations ask it once, and
+    training leaves it to the test split."""
 
     name: str
     problems: Callable[[Split, str], Sequence[Problem]]
@@ -32,58 +34,96 @@ class Task:
     key: Key = question_text
 
     def test_problems(self, dataset_path: str, max_problems: int = 0) -> list[Problem]:
-        """The first `max_problems` (0: all) distinct questions of the test split: intervals count each as one observation."""
+        """The first `max_problems` (0: all) distinct questions of the test split: intervals count
+        each as one observation."""
         return distinct(self.problems("test", dataset_path), self.key, max_problems or None)
 
     def training_problems(self, dataset_path: str) -> Sequence[Problem]:
         """The training split without the questions of the test split."""
         return without(self.problems("train", dataset_path), self._tested(dataset_path), self.key)
 
-    def untested(self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str) -> list[tuple[Problem, str]]:
-        """The (problem, response) pairs without the questions of the test split. A problem that has its prompt already, and no
-        question, asks what the test problem of that prompt asks."""
-        tested = self._tested(dataset_path) | {plain(problem.prompt) for problem in self.problems("test", dataset_path)}
-        asked = lambda problem: map(self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns)))
-        return [(problem, response) for problem, response in demonstrations if tested.isdisjoint(asked(problem))]
+    def untested(
+        self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str
+    ) -> list[tuple[Problem, str]]:
+        """The (problem, response) pairs without the questions of the test split. A problem that has
+        its prompt already, and no question, asks what the test problem of that prompt asks."""
+        tested = self._tested(dataset_path) | {
+            plain(problem.prompt) for problem in self.problems("test", dataset_path)
+        }
+        asked = lambda problem: map(
+            self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns))
+        )
+        return [
+            (problem, response)
+            for problem, response in demonstrations
+            if tested.isdisjoint(asked(problem))
+        ]
 
     def _tested(self, dataset_path: str) -> frozenset[str]:
         return frozenset(map(self.key, self.problems("test", dataset_path)))
 
 
 _SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
-_published = lambda name: (partial(published.problems, name), partial(published.demonstrations, name))
+_published = lambda name: (
+    partial(published.problems, name),
+    partial(published.demonstrations, name),
+)
 _ALL = (
     Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
     Task("gsm8k", *_published("gsm8k"), "r1_zero"),
     Task("svamp", *_published("svamp"), "tiny"),
-    Task("countdown", countdown.problems, countdown.demonstrations, "countdown_en", ("countdown",), key=countdown.key),
+    Task(
+        "countdown",
+        countdown.problems,
+        countdown.demonstrations,
+        "countdown_en",
+        ("countdown",),
+        key=countdown.key,
+    ),
     Task("countdown_small", *_SMALL, "tiny", ("countdown",), key=countdown.key),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
 def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008, it is frozen
-    """The task `name` of `TASKS`, the user's package.module:name, or `data`'s file:FILE or hf:NAME; else raises `UserError`."""
+    """The task `name` of `TASKS`, the user's package.module:name, or `data`'s file:FILE or hf:NAME;
+    else raises `UserError`."""
     if name.startswith(("file:", "hf:")):
-        return Task(name, partial(own_data.problems, name, data), partial(own_data.demonstrations, name, data), "r1_zero")
+        return Task(
+            name,
+            partial(own_data.problems, name, data),
+            partial(own_data.demonstrations, name, data),
+            "r1_zero",
+        )
     if data != DataConfig():
-        raise UserError(f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and hf:NAME")
+        raise UserError(
+            f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and"
+            " hf:NAME"
+        )
     return find("--task", name, TASKS)
 
 
 def check_fields(task: Task) -> None:
-    """Raise `UserError` where the rules or stop strings of a task of the user's own are no texts: of one text alone, each letter
-    would be one, and an empty one ends every response."""
+    """Raise `UserError` where the rules or stop strings of a task of the user's own are no texts:
+    of one text alone, each letter would be one, and an empty one ends every response."""
     for field in ("rules", "stop"):
         value = getattr(task, field)
-        listed = isinstance(value, tuple | list) and all(isinstance(text, str) and text for text in value)
+        listed = isinstance(value, tuple | list) and all(
+            isinstance(text, str) and text for text in value
+        )
         if not listed or field == "rules" and not value:
-            raise UserError(f"--task {task.name}: its {field} are {value!r}, and must be a tuple of texts, none of them empty")
+            raise UserError(
+                f"--task {task.name}: its {field} are {value!r}, and must be a tuple of texts, none"
+                " of them empty"
+            )
 
 
-def try_rows(task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments) -> None:
-    """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails, and where what it gives is no
-    list of `Problem`, or of (`Problem`, response). Of our own tasks and readers nothing is asked."""
+def try_rows(
+    task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments
+) -> None:
+    """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails,
+    and where what it gives is no list of `Problem`, or of (`Problem`, response). Of our own tasks
+    and readers nothing is asked."""
     if TASKS.get(task.name) is task or task.name.startswith(("file:", "hf:")):
         return
     try:
@@ -97,10 +137,15 @@ def try_rows(task: Task, kind: Literal["problems", "demonstrations"], split: Spl
     if isinstance(rows, Endless):
         return
     if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise UserError(f"{fault} are {type(rows).__name__} ({str(rows)[:60]}), and must be a list of {wanted}")
+        raise UserError(
+            f"{fault} are {type(rows).__name__} ({str(rows)[:60]}), and must be a list of {wanted}"
+        )
     for row in rows:
         fits = isinstance(row, Problem)
         if kind == "demonstrations":
             fits = isinstance(row, Sequence) and list(map(type, row)) == [Problem, str]
         if not fits:
-            raise UserError(f"{fault} hold {type(row).__name__} ({str(row)[:60]}), and must be a list of {wanted}")
+            raise UserError(
+                f"{fault} hold {type(row).__name__} ({str(row)[:60]}), and must be a list of"
+                f" {wanted}"
+            )

@@ -5,10 +5,12 @@ Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers w
     <think> 3 + 4 = 7 ; 7 * 2 = 14 </think>
     <answer>(3 + 4) * 2</answer>
 
-Without a data set, problems are generated without end, each from a solution. With one, they are rows of Parquet files with the
-columns `nums` and `target`, such as those of Countdown-Tasks-3to4: files named "train" and "test" are the splits, else one row
-in eight belongs to the test split. `countdown_small` has three numbers up to 9 and targets up to 30, which a tiny policy can
-learn on a CPU; its last demonstrations come from a careless teacher, who often combines numbers with no look at the target."""
+Without a data set, problems are generated without end, each from a solution. With one, they are
+rows of Parquet files with the columns `nums` and `target`, such as those of Countdown-Tasks-3to4:
+files named "train" and "test" are the splits, else one row in eight belongs to the test split.
+`countdown_small` has three numbers up to 9 and targets up to 30, which a tiny policy can learn on a
+CPU; its last demonstrations come from a careless teacher, who often combines numbers with no look
+at the target."""
 
 import operator
 import random
@@ -25,7 +27,8 @@ from alignment.data.questions import distinct, question_text, split_of
 from alignment.data.rows import parquet_rows
 from alignment.system.errors import UserError
 
-TEST_PROBLEMS = 1024  # at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions
+# at most, from the first `TEST_DRAWS` draws: those of the small size have 212 distinct questions
+TEST_PROBLEMS = 1024
 TEST_DRAWS = 4096
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
@@ -39,14 +42,22 @@ Attempt = NamedTuple("Attempt", [("text", str), ("steps", tuple[str, ...]), ("va
 
 
 def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:
-    """The problems of `dataset_path`; if that is empty, generated ones: distinct ones for testing, `Endless` for training."""
+    """The problems of `dataset_path`; if that is empty, generated ones: distinct ones for testing,
+    `Endless` for training."""
     if dataset_path:
         return _read(split, Path(dataset_path))
-    return list(_test_problems(size)) if split == "test" else Endless(lambda i: _problem(i, "train", size))
+    return (
+        list(_test_problems(size))
+        if split == "test"
+        else Endless(lambda i: _problem(i, "train", size))
+    )
 
 
-def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs of this split; those of the careful teacher come before those of the careless one."""
+def small_demonstrations(
+    split: str, dataset_path: str = "", seed: int = 0
+) -> list[tuple[Problem, str]]:
+    """(problem, response) pairs of this split; those of the careful teacher come before those of
+    the careless one."""
     careful = int(CAREFUL_SHARE * DEMONSTRATIONS[split]) if split == "train" else 0
     pairs = []
     for i in range(DEMONSTRATIONS[split]):
@@ -58,23 +69,32 @@ def small_demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> l
         if i >= careful and rng.random() < IGNORES_TARGET:
             while (shown := random_attempt(numbers, rng)) is None or abs(shown.value) > 100:
                 pass
-        pairs.append((problem, f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>"))
+        pairs.append(
+            (problem, f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>")
+        )
     return pairs
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """Raises `UserError`: the full size has none, because it is meant for a model that follows instructions."""
-    raise UserError("--task countdown has no worked solutions to learn from: start from --model with --sft_base ''")
+    """Raises `UserError`: the full size has none, because it is meant for a model that follows
+    instructions."""
+    raise UserError(
+        "--task countdown has no worked solutions to learn from: start from --model with"
+        " --sft_base ''"
+    )
 
 
 def as_problem(numbers: Sequence[int], target: int) -> Problem:
     listed = " ".join(map(str, numbers))
     question = f"{listed} -> {target}"
-    return Problem(f"countdown/{question}", question, fill_prompt("tiny", question), f"{target} = {listed}")
+    return Problem(
+        f"countdown/{question}", question, fill_prompt("tiny", question), f"{target} = {listed}"
+    )
 
 
 def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None:
-    """A random expression of all numbers, combined two at a time; None if a quotient is not a whole number."""
+    """A random expression of all numbers, combined two at a time; None if a quotient is not a whole
+    number."""
     parts, steps = [(str(n), Fraction(n)) for n in numbers], []
     while len(parts) > 1:
         (a, x), (b, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
@@ -89,9 +109,14 @@ def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None
 
 
 def key(problem: Problem) -> str:
-    """The target and the numbers in one order (`Task.key`); the text of a question of another kind."""
+    """The target and the numbers in one order (`Task.key`); the text of a question of another
+    kind."""
     match = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
-    return f"{sorted(map(int, match[1].split()))} -> {int(match[2])}" if match else question_text(problem)
+    return (
+        f"{sorted(map(int, match[1].split()))} -> {int(match[2])}"
+        if match
+        else question_text(problem)
+    )
 
 
 @cache
@@ -124,12 +149,23 @@ def _solution(numbers: tuple[int, ...], target: int) -> Attempt:
 
 
 def _read(split: str, folder: Path) -> list[Problem]:
-    """The problems of a split in all Parquet files of a folder. Raises `UserError`, naming file and row, for other content."""
+    """The problems of a split in all Parquet files of a folder. Raises `UserError`, naming file and
+    row, for other content."""
     if not (files := sorted(folder.glob("**/*.parquet"))):
-        raise UserError(f"--dataset_path {folder}: holds no .parquet file with the columns nums and target")
-    named = {name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)] for name in ("train", "test")}
+        raise UserError(
+            f"--dataset_path {folder}: holds no .parquet file with the columns nums and target"
+        )
+    named = {
+        name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)]
+        for name in ("train", "test")
+    }
     by_name = all(named.values())  # files of one split alone would leave the other split empty
-    rows = [row for file in (named[split] if by_name else files) for row in _rows(file) if by_name or _split_of(*row) == split]
+    rows = [
+        row
+        for file in (named[split] if by_name else files)
+        for row in _rows(file)
+        if by_name or _split_of(*row) == split
+    ]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
     return [as_problem(*row) for row in rows]
@@ -140,8 +176,15 @@ def _rows(file: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
     rows = []
     for place, row in parquet_rows(file):
         nums, target = row.get("nums"), row.get("target")
-        whole = isinstance(nums, list) and nums and all(isinstance(n, int) for n in nums) and isinstance(target, int)
+        whole = (
+            isinstance(nums, list)
+            and nums
+            and all(isinstance(n, int) for n in nums)
+            and isinstance(target, int)
+        )
         if not whole or len(nums) > 10:
-            raise UserError(f"{place}: nums must be whole numbers, ten at most, and target a whole number")
+            raise UserError(
+                f"{place}: nums must be whole numbers, ten at most, and target a whole number"
+            )
         rows.append((tuple(nums), target))
     return tuple(rows)

@@ -7,7 +7,8 @@ A problem is a question and an answer, in the columns that `DataConfig` names. A
 "completion" of messages, are conversations, for the tokenizer's chat template:
 
     {"question": "What is 2 + 3?", "response": " 2 + 3 = 5 </think> <answer> 5 </answer>"}
-    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]}"""
+    {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content":
+      "It is 5."}]}"""
 
 import json
 import random
@@ -28,8 +29,11 @@ from alignment.system.terminal import say_once
 
 MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
-VALIDATION_SHARE = 20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
-Demonstration = tuple[Problem, str]  # a problem and a response to it; a problem without a question has its prompt already
+VALIDATION_SHARE = (
+    20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
+)
+# a problem and a response to it; a problem without a question has its prompt already
+Demonstration = tuple[Problem, str]
 # Keys under which messages hold what comes before their "content".
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE = ("tool_calls", "function_call")
@@ -50,13 +54,17 @@ class DataConfig:
 
 
 def problems(name: str, data: DataConfig, split: str, dataset_path: str = "") -> list[Problem]:
-    """The problems of a split of the rows that --task `name` names; `dataset_path` is not read. Raises `UserError`, naming the
-    row where there is one, for rows that are not there, cannot be read, or have other columns."""
+    """The problems of a split of the rows that --task `name` names; `dataset_path` is not read.
+    Raises `UserError`, naming the row where there is one, for rows that are not there, cannot be
+    read, or have other columns."""
     return [problem for problem, _ in _pairs(name, data)[split]]
 
 
-def demonstrations(name: str, data: DataConfig, split: str, dataset_path: str, seed: int) -> list[Demonstration]:
-    """The training problems that have a worked solution, with the response that it teaches, as `of_split`."""
+def demonstrations(
+    name: str, data: DataConfig, split: str, dataset_path: str, seed: int
+) -> list[Demonstration]:
+    """The training problems that have a worked solution, with the response that it teaches, as
+    `of_split`."""
     return of_split([pair for pair in _pairs(name, data)["train"] if pair[1]], split, seed)
 
 
@@ -67,15 +75,23 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     if kind == "hf":
         splits = hub_splits(f"--task {name}", "hf:FOLDER", *source.split(":", maxsplit=1))
         chosen = "train" if "train" in splits else next(iter(splits)), data.test_split or "test"
-        train, test = (numbered(f"{source} {split}", splits[split]) if split in splits else None for split in chosen)
+        train, test = (
+            numbered(f"{source} {split}", splits[split]) if split in splits else None
+            for split in chosen
+        )
         if data.test_split and not test:
-            raise UserError(f"--test_split {data.test_split}: --task {name} has the splits {', '.join(splits)}")
+            raise UserError(
+                f"--test_split {data.test_split}: --task {name} has the splits {', '.join(splits)}"
+            )
     else:
         train, test = read_rows(Path(source)), data.test_split and read_rows(Path(data.test_split))
     pairs = worked_problems(train, data)
     if test:
         return {"train": pairs, "test": worked_problems(test, data)}
-    by_split = {split: [p for p in pairs if split_of(question_text(p[0])) == split] for split in ("train", "test")}
+    by_split = {
+        split: [p for p in pairs if split_of(question_text(p[0])) == split]
+        for split in ("train", "test")
+    }
     if not all(by_split.values()):
         questions = len({question_text(problem) for problem, _ in pairs})
         rows = f"{len(pairs)} rows"
@@ -93,7 +109,8 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
     there."""
     pattern = _with_group(data.answer_pattern) if data.answer_pattern else None
     rows = list(rows)
-    names = dict.fromkeys(name for _, row in rows for name in row)  # a row has None where it lacks what others have
+    # a row has None where it lacks what others have
+    names = dict.fromkeys(name for _, row in rows for name in row)
     pairs = []
     for place, row in rows:
         columns = (data.question_column, data.answer_column)
@@ -107,8 +124,14 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
             raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
         steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
         response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))  # dates as text: checkpoints are JSON
-        pairs.append((Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns), response))
+        # dates as text: checkpoints are JSON
+        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))
+        pairs.append(
+            (
+                Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns),
+                response,
+            )
+        )
     warn_of_misread_latex(_texts(rows, (data.question_column, data.answer_column, "solution")))
     warn_of_answers([problem for problem, _ in pairs])
     return pairs
@@ -143,19 +166,37 @@ def _with_group(pattern: str) -> re.Pattern:
     with suppress(re.error):
         if (compiled := re.compile(pattern)).groups:
             return compiled
-    raise UserError(f"--answer_pattern {pattern}: must be a regular expression with a group, the answer, such as '#### (.*)'")
+    raise UserError(
+        f"--answer_pattern {pattern}: must be a regular expression with a group, the answer, such"
+        " as '#### (.*)'"
+    )
 
 
-def of_split(rows: list[Demonstration], split: str, seed: int, key: Key = question_text) -> list[Demonstration]:
-    """The demonstrations of a split; shuffles `rows` by `seed`. No question, as `key` tells them apart, is in both splits,
-    unless there is only one. Raises `UserError` where there are fewer than two demonstrations."""
+def of_split(
+    rows: list[Demonstration], split: str, seed: int, key: Key = question_text
+) -> list[Demonstration]:
+    """The demonstrations of a split; shuffles `rows` by `seed`. No question, as `key` tells them
+    apart, is in both splits, unless there is only one. Raises `UserError` where there are fewer
+    than two demonstrations."""
     if len(rows) < 2:
-        raise UserError(f"{len(rows)} rows are too few to train on: SFT needs --demonstrations, or rows with worked solutions")
+        raise UserError(
+            f"{len(rows)} rows are too few to train on: SFT needs --demonstrations, or rows with"
+            " worked solutions"
+        )
     random.Random(f"demonstrations {seed}").shuffle(rows)
-    asked = [problem.id if problem.turns else key(problem) for problem, _ in rows]  # a conversation is in one split
+    # a conversation is in one split
+    asked = [problem.id if problem.turns else key(problem) for problem, _ in rows]
     questions = list(dict.fromkeys(asked))
-    tested = set(questions[: max(1, len(questions) // VALIDATION_SHARE)]) if len(questions) > 1 else set()
-    return [row for row, question in zip(rows, asked, strict=True) if (question in tested) == (split == "test")] or rows
+    tested = (
+        set(questions[: max(1, len(questions) // VALIDATION_SHARE)])
+        if len(questions) > 1
+        else set()
+    )
+    return [
+        row
+        for row, question in zip(rows, asked, strict=True)
+        if (question in tested) == (split == "test")
+    ] or rows
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
@@ -206,7 +247,9 @@ def _demonstrated_texts(place: str, row: Mapping[str, object]) -> Iterator[tuple
 def _demonstrations(place: str, row: Mapping[str, object]) -> tuple[list[Demonstration], int]:
     """A row's demonstration, and the number of messages of weight 0, which are not trained. Of a
     conversation one for each turn of the assistant after those that are a "prompt"."""
-    given, shown = ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
+    given, shown = (
+        ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
+    )
     if isinstance(given, list) and isinstance(shown, list) and shown:
         return _conversation(place, given + shown, len(given))
     return [_plain_demonstration(place, row)], 0

@@ -1,4 +1,5 @@
-"""The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic of regions of the line."""
+"""The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic
+of regions of the line."""
 
 from collections.abc import Callable, Iterable
 from decimal import Decimal
@@ -7,11 +8,13 @@ from typing import NamedTuple
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import rounded_value
 
-Words = NamedTuple("Words", [("text", str)])  # an answer in words, or a sign that is no number: ∅, ∞
+# an answer in words, or a sign that is no number: ∅, ∞
+Words = NamedTuple("Words", [("text", str)])
 
 
 class Quantity(NamedTuple):
-    """A value with its unit, or "". `decimals` and `digits` (significant) are a decimal number's as it was written, else 0."""
+    """A value with its unit, or "". `decimals` and `digits` (significant) are a decimal number's as
+    it was written, else 0."""
 
     value: Node
     unit: str = ""
@@ -19,19 +22,23 @@ class Quantity(NamedTuple):
     digits: int = 0
 
 
-About = NamedTuple("About", [("answer", "Answer")])  # an answer marked as an approximation: ≈ 3.14, about 5
+# an answer marked as an approximation: ≈ 3.14, about 5
+About = NamedTuple("About", [("answer", "Answer")])
 Labelled = NamedTuple("Labelled", [("label", str), ("answer", "Answer")])  # `label = answer`
 Listing = NamedTuple("Listing", [("kind", str), ("parts", tuple["Answer", ...])])
-"""Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for values of
-several labels, ":" for a ratio, "+" for a measure in two units."""
+"""Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any
+order, "=" for values of several labels, ":" for a ratio, "+" for a measure in two units."""
 Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])  # rows of cells
-Cut = tuple[Decimal, bool]  # a place between the real numbers: before the point, or with True after it
+# a place between the real numbers: before the point, or with True after it
+Cut = tuple[Decimal, bool]
 Region = NamedTuple("Region", [("cuts", tuple[Cut, ...])])
-"""A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins at the third, ..."""
+"""A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins
+at the third, ..."""
 Relation = NamedTuple("Relation", [("sign", str), ("left", Node), ("right", Node)])
 """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
 Clock = NamedTuple("Clock", [("seconds", int), ("half", str)])
-"""A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or below one, else ""."""
+"""A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or
+below one, else ""."""
 Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock
 
 
@@ -45,7 +52,11 @@ EVERYWHERE = Region((_LOWEST, _HIGHEST))
 
 
 def is_interval(answer: Answer) -> bool:
-    return isinstance(answer, Listing) and answer.kind in ("()", "(]", "[)", "[]") and len(answer.parts) == 2
+    return (
+        isinstance(answer, Listing)
+        and answer.kind in ("()", "(]", "[)", "[]")
+        and len(answer.parts) == 2
+    )
 
 
 def edge(answer: Answer) -> Decimal:
@@ -66,7 +77,11 @@ def half_line(sign: str, end: Decimal) -> Region:
     """The numbers that stand in the relation `sign`, one of < ≤ > ≥ ≠, to `end`."""
     if sign == "≠":
         return complement(interval(end, True, end, True))
-    return interval(-_INFINITY, False, end, sign == "≤") if sign in "<≤" else interval(end, sign == "≥", _INFINITY, False)
+    return (
+        interval(-_INFINITY, False, end, sign == "≤")
+        if sign in "<≤"
+        else interval(end, sign == "≥", _INFINITY, False)
+    )
 
 
 def as_region(answer: Answer) -> Region:
@@ -77,7 +92,9 @@ def as_region(answer: Answer) -> Region:
     if answer == Words("∅"):
         return Region(())
     if isinstance(answer, Listing) and answer.kind == "{}":
-        return combine(any, (interval(point, True, point, True) for point in map(edge, answer.parts)))
+        return combine(
+            any, (interval(point, True, point, True) for point in map(edge, answer.parts))
+        )
     if is_interval(answer):
         low, high = map(edge, answer.parts)
         return interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")
@@ -85,7 +102,8 @@ def as_region(answer: Answer) -> Region:
 
 
 def combine(holds: Callable[[list[bool]], bool], regions: Iterable[Region]) -> Region:
-    """The numbers for which `holds`, told which regions contain each: `any` gives the union, `all` the intersection."""
+    """The numbers for which `holds`, told which regions contain each: `any` gives the union, `all`
+    the intersection."""
     regions = list(regions)
     places = [_LOWEST, *(cut for region in regions for cut in region.cuts)]
     cuts: list[Cut] = []

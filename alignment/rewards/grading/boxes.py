@@ -1,6 +1,6 @@
 r"""What a text with boxes states. One \boxed or \fbox holds the answer, unless it is a part of a
-larger one: `3, \boxed{5}` states two values and `\frac{1}{\boxed{5}}` states one fifth. Several boxes
-state all that they hold, unless the text takes one back."""
+larger one: `3, \boxed{5}` states two values and `\frac{1}{\boxed{5}}` states one fifth. Several
+boxes state all that they hold, unless the text takes one back."""
 
 import re
 from contextlib import suppress
@@ -26,7 +26,9 @@ READ_CHARS = 400
 _SIGN = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<braced>\{)?|\\.|[{}]", re.DOTALL)
 # What separates a formula from the sentence around it: words, but no commands, and signs between
 # sentences.
-_WORD = re.compile(r"\\[A-Za-z]+|(?P<word>[A-Za-z]{2,}|[\u3040-\u30ff\u4e00-\u9fff]|[.,:;?!](?=\s)|\n)")
+_WORD = re.compile(
+    r"\\[A-Za-z]+|(?P<word>[A-Za-z]{2,}|[\u3040-\u30ff\u4e00-\u9fff]|[.,:;?!](?=\s)|\n)"
+)
 _CONDITION = re.compile(r"(?i:for|when|if|where|with|since|because|as|at) ")
 _TURNING = frozenset(TABLES["turning_words"].split())
 
@@ -60,7 +62,9 @@ def find_boxes(text: str) -> Boxes:
     """The boxes of a text, in linear time. A text with a box that never closes has none."""
     characters = list(text)  # those of boxes' signs and braces become empty
     contents: list[slice] = []
-    braces: list[int] = []  # for each open brace where its box's content begins, or -1 without a box
+    braces: list[
+        int
+    ] = []  # for each open brace where its box's content begins, or -1 without a box
     open_boxes = line_end = 0
     for match in _SIGN.finditer(text):
         start, end = match.span()
@@ -172,9 +176,9 @@ def _same_value(a: str, b: str) -> bool:
 
 
 def _is_one_answer(boxes: Boxes) -> bool:
-    r"""Whether the whole text around the boxes reads as one answer, of which a single box is a part,
-    and not as a sentence. The values of other names, as in `a = 3, c = \boxed{5}`, are no part of
-    one answer, and neither is the condition of `For n = 4, \boxed{5}`."""
+    r"""Whether the whole text around the boxes reads as one answer, of which a single box is a
+    part, and not as a sentence. The values of other names, as in `a = 3, c = \boxed{5}`, are no
+    part of one answer, and neither is the condition of `For n = 4, \boxed{5}`."""
     if not boxes.rest.strip(" .$") or len(boxes.opened) > READ_CHARS:
         return False
     if _CONDITION.match(boxes.rest):

@@ -1,5 +1,6 @@
-"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: it is never evaluated as Python nor handed to
-sympy, which computes eagerly (`Integer(9)**Integer(9)**...`). Its size is bounded here, that of its values in `values.py`."""
+"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: it is never
+evaluated as Python nor handed to sympy, which computes eagerly (`Integer(9)**Integer(9)**...`). Its
+size is bounded here, that of its values in `values.py`."""
 
 import re
 from collections.abc import Callable
@@ -17,29 +18,55 @@ class Refused(ValueError):
 
 
 class NoAnswer(Refused):
-    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap, so math-verify is not needed."""
+    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap, so
+    math-verify is not needed."""
 
 
 def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fraction:
-    """The value of a decimal number with a power of ten, or of one whose last digits `period` repeat without end."""
+    """The value of a decimal number with a power of ten, or of one whose last digits `period`
+    repeat without end."""
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
         raise Refused("too many digits")
     value = Fraction(digits.rstrip(".") or 0)
     if period:
-        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2]))
+        value += Fraction(
+            int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2])
+        )
     value = -value if sign == "-" else value
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
-Node = Fraction | str | tuple  # a number, a name (a command with its backslash), or an operation with its operands
+# a number, a name (a command with its backslash), or an operation with its operands
+Node = Fraction | str | tuple
 
 GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
 TRIGONOMETRIC = "sin cos tan cot sec csc".split()
-_INVERSES = {f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")}
-FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split()]
-_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split()}
-NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}  # that need no backslash
+_INVERSES = {
+    f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")
+}
+FUNCTIONS = [
+    *TRIGONOMETRIC,
+    *_INVERSES,
+    *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split(),
+]
+_COMMANDS = {
+    *GREEK,
+    *CAPITALS,
+    *FUNCTIONS,
+    *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split(),
+}
+# that need no backslash
+NAMES = {*GREEK, *FUNCTIONS, "pi"} - {
+    "eta",
+    "nu",
+    "xi",
+    "mu",
+    "chi",
+    "lg",
+    "tau",
+    "rho",
+}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
@@ -50,13 +77,15 @@ _CLOSING = TABLES["closing"]
 
 
 def _tokens(text: str) -> list[str]:
-    r"""Numbers, signs, letters, and names with a backslash, whether they had one or not: "2sin x" is 2 \sin x."""
+    r"""Numbers, signs, letters, and names with a backslash, whether they had one or not: "2sin x"
+    is 2 \sin x."""
     matches = list(_TOKEN.finditer(text))
     if "".join(match[0] for match in matches) != text:
         raise Refused("not an expression")
     if {match["command"] for match in matches} - _COMMANDS - {None}:
         raise Refused("unknown command")
-    if any(len(_NAME.sub("", letters)) > 3 for letters in PATTERNS.bare_letters.findall(text)):  # four that are in no name
+    # four that are in no name
+    if any(len(_NAME.sub("", letters)) > 3 for letters in PATTERNS.bare_letters.findall(text)):
         raise Refused("a word")
     if len(matches) > MAX_TOKENS:
         raise Refused("too long an expression")
@@ -73,7 +102,11 @@ def parse_expression(text: str) -> Node:
 
 def subtrees(node: Node) -> list[Node]:
     """The tree and every tree in it."""
-    return [node, *(subtree for part in node[1:] for subtree in subtrees(part))] if isinstance(node, tuple) else [node]
+    return (
+        [node, *(subtree for part in node[1:] for subtree in subtrees(part))]
+        if isinstance(node, tuple)
+        else [node]
+    )
 
 
 def variables(node: Node) -> set[str]:
@@ -82,17 +115,21 @@ def variables(node: Node) -> set[str]:
 
 
 def is_rational(node: Node) -> bool:
-    """Whether the tree is numbers and the four operations only, so that its value is one exact fraction."""
+    """Whether the tree is numbers and the four operations only, so that its value is one exact
+    fraction."""
     match node:
         case ("^", base, exponent):
-            return isinstance(exponent, Fraction) and exponent.denominator == 1 and is_rational(base)
+            return (
+                isinstance(exponent, Fraction) and exponent.denominator == 1 and is_rational(base)
+            )
         case ("+" | "-" | "*" | "/", left, right):
             return is_rational(left) and is_rational(right)
     return isinstance(node, Fraction)
 
 
 class _Parser:
-    """Recursive descent over tokens: sum > product > implicit product > sign > power > postfix > atom."""
+    """Recursive descent over tokens: sum > product > implicit product > sign > power > postfix >
+    atom."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, False
@@ -102,7 +139,8 @@ class _Parser:
         return self.tokens[self.at]
 
     def take(self, *wanted: str) -> str:
-        """Take and return the next token if it is one of `wanted`; else return "" and take nothing."""
+        """Take and return the next token if it is one of `wanted`; else return "" and take
+        nothing."""
         return self.advance() if self.next in wanted else ""
 
     def expect(self, token: str) -> None:
@@ -133,20 +171,33 @@ class _Parser:
         while True:
             if sign := self.take("*", "/"):
                 node = (sign, node, self.signed())
-            elif self.starts_factor() or (self.tokens[self.at - 1] == "!" and self.next[:1].isdigit()):  # 3!7!
+            elif self.starts_factor() or (
+                self.tokens[self.at - 1] == "!" and self.next[:1].isdigit()
+            ):
+                # 3!7!
                 node = ("*", node, self.power())
             else:
                 return node
 
     def starts_factor(self) -> bool:
-        """Whether an unsigned factor follows. A number does not count: `1 2`, `x 2` and `1{2}` are no products."""
+        """Whether an unsigned factor follows. A number does not count: `1 2`, `x 2` and `1{2}` are
+        no products."""
         token = self.next
         if token in (r"\rfloor", r"\rceil", r"\degree"):
             return False
-        return token[:1].isalpha() or token[:1] == "\\" or token in ("(", "[") or (token == "|" and not self.bars)
+        return (
+            token[:1].isalpha()
+            or token[:1] == "\\"
+            or token in ("(", "[")
+            or (token == "|" and not self.bars)
+        )
 
     def signed(self) -> Node:
-        return (sign, Fraction(0), self.nested(self.signed)) if (sign := self.take("+", "-")) else self.power()
+        return (
+            (sign, Fraction(0), self.nested(self.signed))
+            if (sign := self.take("+", "-"))
+            else self.power()
+        )
 
     def power(self) -> Node:
         node = self.postfix()
@@ -194,7 +245,8 @@ class _Parser:
         return f"{name}_{subscript}"
 
     def repeating(self, token: str) -> Fraction:
-        r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is 1/6."""
+        r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is
+        1/6."""
         if not self.take(r"\overline"):
             return fraction("", token)
         self.expect("{")
@@ -215,7 +267,8 @@ class _Parser:
         return (function, node) if function else node
 
     def argument(self) -> Node:
-        r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or command."""
+        r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or
+        command."""
         if self.next in _BRACKETS:
             return self.group()
         if self.next in (r"\sqrt", r"\pi"):
@@ -226,9 +279,14 @@ class _Parser:
         return Fraction(token) if token.isdigit() else token
 
     def mixed(self, whole: Fraction) -> Node:
-        r"""`3 1/2` and `3\frac{1}{2}`: a whole number and a proper fraction side by side are added, not multiplied."""
+        r"""`3 1/2` and `3\frac{1}{2}`: a whole number and a proper fraction side by side are added,
+        not multiplied."""
         shape = re.compile(r"([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) }(?: |$)")
-        match = shape.match(" ".join(self.tokens[self.at : self.at + 7])) if whole.denominator == 1 else None
+        match = (
+            shape.match(" ".join(self.tokens[self.at : self.at + 7]))
+            if whole.denominator == 1
+            else None
+        )
         if match is None:
             return whole
         top, bottom = (Fraction(part) for part in match.groups() if part)
@@ -238,7 +296,8 @@ class _Parser:
         return whole + top / bottom
 
     def function(self, name: str) -> Node:
-        r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit product: \sin 2x."""
+        r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit
+        product: \sin 2x."""
         if name in ("sqrt", "cbrt"):
             root = self.group() if self.next == "[" else Fraction(2 if name == "sqrt" else 3)
             return ("^", self.argument(), ("/", Fraction(1), root))
@@ -255,6 +314,8 @@ class _Parser:
 
     def bare_operand(self) -> Node:
         node = self.power()
-        while self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _BRACKETS:
+        while (
+            self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _BRACKETS
+        ):
             node = ("*", node, self.power())
         return node

@@ -1,4 +1,5 @@
-"""The parser of answers: normalised text of any structure becomes one of the types of `answers.py`."""
+"""The parser of answers: normalised text of any structure becomes one of the types of
+`answers.py`."""
 
 import itertools
 import operator
@@ -9,10 +10,39 @@ from decimal import Decimal
 from fractions import Fraction
 
 from alignment.rewards.grading import answers, quantities
-from alignment.rewards.grading.answers import About, Answer, Labelled, Listing, Matrix, Quantity, Region, Relation, Words
-from alignment.rewards.grading.expressions import FUNCTIONS, NoAnswer, Node, Refused, parse_expression, variables
-from alignment.rewards.grading.quantities import plain_words, qualified, read_quantity, without_clause
-from alignment.rewards.grading.text import PATTERNS, RELATIONS, TABLES, split, split_with_signs, squeeze
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Labelled,
+    Listing,
+    Matrix,
+    Quantity,
+    Region,
+    Relation,
+    Words,
+)
+from alignment.rewards.grading.expressions import (
+    FUNCTIONS,
+    NoAnswer,
+    Node,
+    Refused,
+    parse_expression,
+    variables,
+)
+from alignment.rewards.grading.quantities import (
+    plain_words,
+    qualified,
+    read_quantity,
+    without_clause,
+)
+from alignment.rewards.grading.text import (
+    PATTERNS,
+    RELATIONS,
+    TABLES,
+    split,
+    split_with_signs,
+    squeeze,
+)
 from alignment.rewards.grading.values import equal_values, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
@@ -25,12 +55,15 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    return next(answer for reader in _READERS if (answer := reader(text, levels)))  # the last one reads or refuses
+    # the last one reads or refuses
+    return next(answer for reader in _READERS if (answer := reader(text, levels)))
 
 
 _PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
 _LONG_PHRASES = "|".join(phrase for phrase in _PHRASE if re.fullmatch("[a-z' ]{9,}", phrase))
-_SENTENCE_OF_PHRASE = re.compile(rf"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){{0,3}}? ({_LONG_PHRASES})")
+_SENTENCE_OF_PHRASE = re.compile(
+    rf"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){{0,3}}? ({_LONG_PHRASES})"
+)
 _PHRASE |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
 
 
@@ -54,13 +87,18 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     inner = list(map(answers.unlabelled, parts))
     if all(isinstance(part, Region) for part in inner):
         return answers.combine(any if pieces[1] == "or" else all, inner)
-    if pieces[1] == "or" and all(answers.is_interval(part) for part in inner) and any(part.kind != "()" for part in inner):
+    if (
+        pieces[1] == "or"
+        and all(answers.is_interval(part) for part in inner)
+        and any(part.kind != "()" for part in inner)
+    ):
         return answers.combine(any, map(answers.as_region, inner))
     return _collect("or", parts)
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
-    """A listing: values with different labels are an assignment, with one label alternatives; flattens nested alternatives."""
+    """A listing: values with different labels are an assignment, with one label alternatives;
+    flattens nested alternatives."""
     labels = [part.label for part in parts if isinstance(part, Labelled)]
     if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
         return Listing("=", tuple(parts))
@@ -70,7 +108,9 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
         kind, parts = "or", list(map(answers.unlabelled, parts))
     flat: list[Answer] = []
     for part in parts:
-        spliced = isinstance(part, Listing) and (part.kind == "or" or (kind == "or" and part.kind == ""))
+        spliced = isinstance(part, Listing) and (
+            part.kind == "or" or (kind == "or" and part.kind == "")
+        )
         if spliced and kind in ("", "or", "{}"):
             kind = kind or "or"
             flat += part.parts
@@ -82,21 +122,27 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
 
 
 def _pieces(inner: str, bare: bool) -> list[str]:
-    """The parts of a list. In a list with spaces after its commas, or without brackets, 1,234 is one number."""
+    """The parts of a list. In a list with spaces after its commas, or without brackets, 1,234 is
+    one number."""
     if bare or ", " in inner:
-        inner = re.sub(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])", lambda m: m[0].replace(",", ""), inner)
+        inner = re.sub(
+            r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])",
+            lambda m: m[0].replace(",", ""),
+            inner,
+        )
     return split(inner.replace(";", ","))
 
 
 def _part(text: str, levels: int) -> Answer:
-    """What a part of a list states. Digits after a zero are no number there but a code, or what follows a decimal comma or a
-    comma between groups: 3,05 is not the list 3, 5."""
+    """What a part of a list states. Digits after a zero are no number there but a code, or what
+    follows a decimal comma or a comma between groups: 3,05 is not the list 3, 5."""
     return Words(squeeze(text)) if re.match("0[0-9]", text) else read(text, levels)
 
 
 def _comma_list(text: str, levels: int) -> Answer | None:
     parts = _pieces(text, bare=True)
-    if len(parts) < 2 or _whole_bracket(text):  # each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs
+    # each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs
+    if len(parts) < 2 or _whole_bracket(text):
         return None
     return _collect("", [_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
@@ -109,7 +155,9 @@ def _plus_minus(text: str, levels: int) -> Answer | None:
     if count > 3:
         raise Refused("too many signs")
     parts = []
-    for signs in ["+" * count, "-" * count] if "∓" in text else itertools.product("+-", repeat=count):
+    for signs in (
+        ["+" * count, "-" * count] if "∓" in text else itertools.product("+-", repeat=count)
+    ):
         first, *pieces = text.replace("∓", "-" if signs[0] == "+" else "+").split("±")
         parts.append(read(first + "".join(map(operator.add, signs, pieces)), levels - 1))
     return _collect("or", parts)
@@ -133,7 +181,8 @@ def _relation(text: str, levels: int) -> Answer | None:
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
-    """After nothing or a label, the sign ≈ marks a rounded value; after a value, it marks that value as exact."""
+    """After nothing or a label, the sign ≈ marks a rounded value; after a value, it marks that
+    value as exact."""
     if len(sides) == 2 and (not sides[0] or is_label(sides[0])):
         return About(read(sides[1], levels - 1))
     if len(sides) == 3 and signs == ["=", "≈"] and is_label(sides[0]):
@@ -149,8 +198,13 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
 
 
 def is_label(text: str) -> bool:
-    """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that compute and deny nothing."""
-    if not PATTERNS.label.fullmatch(text) or text in ("e", "i", r"\pi") or re.match(r"[xyz] ?\([0-9]", text):
+    """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that
+    compute and deny nothing."""
+    if (
+        not PATTERNS.label.fullmatch(text)
+        or text in ("e", "i", r"\pi")
+        or re.match(r"[xyz] ?\([0-9]", text)
+    ):
         return False
     return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
 
@@ -168,7 +222,11 @@ def _equation(sides: list[str], levels: int) -> Answer:
 def _with_label(label: str, answer: Answer) -> Answer:
     """The labelled answer; `(x, y) = (1, 2)` becomes two."""
     names = re.findall("[a-z]", label) if label[0] == "(" else []
-    if isinstance(answer, Listing) and answer.kind == "()" and len(answer.parts) == len(names) == len(set(names)) > 1:
+    if (
+        isinstance(answer, Listing)
+        and answer.kind == "()"
+        and len(answer.parts) == len(names) == len(set(names)) > 1
+    ):
         return Listing("=", tuple(map(Labelled, names, answer.parts)))
     if names:
         raise NoAnswer("a pair that is no pair")
@@ -181,13 +239,20 @@ def _label(text: str) -> str:
 
 
 def _chain(sides: list[str], levels: int) -> Answer:
-    """The last of several equal sides; an equation if two sides with variables are not identical."""
+    """The last of several equal sides; an equation if two sides with variables are not
+    identical."""
     read_sides = [read(side, levels - 1) for side in sides]
     if len(read_sides) == 1:
         return read_sides[0]
-    if not all(isinstance(answer, Quantity) for answer in read_sides) or len({a.unit for a in read_sides} - {"", "%"}) > 1:
+    if (
+        not all(isinstance(answer, Quantity) for answer in read_sides)
+        or len({a.unit for a in read_sides} - {"", "%"}) > 1
+    ):
         raise Refused("an equation whose sides are not quantities of one kind")
-    values = [("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value for answer in read_sides]
+    values = [
+        ("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value
+        for answer in read_sides
+    ]
     first, *others = values
     if all(equal_values(other, others[-1]) for other in others[:-1]):
         if equal_values(first, others[-1]):
@@ -200,15 +265,23 @@ def _chain(sides: list[str], levels: int) -> Answer:
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
     backwards = set(signs) <= {">", "≥"}
     if len(sides) == 2:
-        backwards = PATTERNS.variable.fullmatch(sides[1]) and not PATTERNS.variable.fullmatch(sides[0])
+        backwards = PATTERNS.variable.fullmatch(sides[1]) and not PATTERNS.variable.fullmatch(
+            sides[0]
+        )
     if backwards:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
-    if len(sides) == 2 and PATTERNS.variable.fullmatch(sides[0]) and (end := _end(sides[1])) is not None:
+    if (
+        len(sides) == 2
+        and PATTERNS.variable.fullmatch(sides[0])
+        and (end := _end(sides[1])) is not None
+    ):
         return Labelled(_label(sides[0]), answers.half_line(signs[0], end))
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and PATTERNS.variable.fullmatch(sides[1]):
         low, high = _end(sides[0]), _end(sides[2])
         if low is not None and high is not None:
-            return Labelled(_label(sides[1]), answers.interval(low, signs[0] == "≤", high, signs[1] == "≤"))
+            return Labelled(
+                _label(sides[1]), answers.interval(low, signs[0] == "≤", high, signs[1] == "≤")
+            )
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
     left, right = map(parse_expression, sides)
@@ -216,21 +289,40 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
         return region
     if not variables(left) | variables(right):
         raise NoAnswer("a relation of numbers is true or false, which says nothing of the answer")
-    return Relation(signs[0], left, right) if signs[0] in "<≤≠" else Relation(_FLIPPED[signs[0]], right, left)
+    return (
+        Relation(signs[0], left, right)
+        if signs[0] in "<≤≠"
+        else Relation(_FLIPPED[signs[0]], right, left)
+    )
 
 
 def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     """The region of |ax + b| < c and the like; None for any other inequality."""
     names = variables(left)
-    if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1 and isinstance(right, Fraction) and right > 0):
+    if not (
+        isinstance(left, tuple)
+        and left[0] == "abs"
+        and len(names) == 1
+        and isinstance(right, Fraction)
+        and right > 0
+    ):
         return None
     at = [substitute(left[1], {name: Fraction(k) for name in names}) for k in range(3)]
     slope = ("-", at[1], at[0])
-    if not equal_values(("-", at[2], at[1]), slope) or equal_values(slope, Fraction(0)) is not False:
+    if (
+        not equal_values(("-", at[2], at[1]), slope)
+        or equal_values(slope, Fraction(0)) is not False
+    ):
         return None
-    low, high = sorted(answers.edge(Quantity(("/", ("-", end, at[0]), slope))) for end in (right, -right))
+    low, high = sorted(
+        answers.edge(Quantity(("/", ("-", end, at[0]), slope))) for end in (right, -right)
+    )
     inside = answers.interval(low, sign in "≤>", high, sign in "≤>")
-    return Labelled(names.pop(), inside if sign in "<≤" else answers.complement(inside)) if sign != "≠" else None
+    return (
+        Labelled(names.pop(), inside if sign in "<≤" else answers.complement(inside))
+        if sign != "≠"
+        else None
+    )
 
 
 def _end(text: str) -> Decimal | None:
@@ -242,12 +334,18 @@ def _end(text: str) -> Decimal | None:
 
 def _set_operation(text: str, levels: int) -> Answer | None:
     """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
-    for sign, operation in (("∪", any), ("∖", lambda inside: inside[0] and not any(inside[1:])), ("∩", all)):
+    for sign, operation in (
+        ("∪", any),
+        ("∖", lambda inside: inside[0] and not any(inside[1:])),
+        ("∩", all),
+    ):
         parts = split(text, sign)
         if len(parts) > MAX_PARTS:
             raise NoAnswer("too many parts")
         if len(parts) > 1:
-            return answers.combine(operation, [answers.as_region(read(part, levels - 1)) for part in parts])
+            return answers.combine(
+                operation, [answers.as_region(read(part, levels - 1)) for part in parts]
+            )
     return _set_operation(text.replace("-", "∖", 1), levels) if text.startswith("ℝ-") else None
 
 
@@ -257,7 +355,11 @@ def _whole_bracket(text: str) -> bool:
 
 
 def _bracketed(text: str, levels: int) -> Answer | None:
-    if re.match(r"[A-Z]'? ?\(", text) and _whole_bracket(point := text[text.index("(") :]) and len(split(point[1:-1])) > 1:
+    if (
+        re.match(r"[A-Z]'? ?\(", text)
+        and _whole_bracket(point := text[text.index("(") :])
+        and len(split(point[1:-1])) > 1
+    ):
         return Labelled(text[0], _bracketed(point, levels))  # P(2, 3)
     if not _whole_bracket(text):
         return None
@@ -278,7 +380,9 @@ def _bracketed(text: str, levels: int) -> Answer | None:
 
 
 def _matrix(text: str, levels: int) -> Answer | None:
-    match = PATTERNS.matrix.fullmatch(text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text)
+    match = PATTERNS.matrix.fullmatch(
+        text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text
+    )
     if match is None:
         return None
     lines = [line for line in re.split(r"\\\\(?:\[[^\]]{0,8}\])?", match[2]) if line.strip()]
@@ -299,13 +403,19 @@ def _cases(text: str, levels: int) -> Answer | None:
         raise NoAnswer("rows that are no cases, or too many")
     if len(rows[0]) == 1:
         return _collect("or", [read(row[0], levels - 1) for row in rows])
-    pieces = Listing("{}", tuple(Listing("()", tuple(read(cell, levels - 1) for cell in row)) for row in rows))
+    pieces = Listing(
+        "{}", tuple(Listing("()", tuple(read(cell, levels - 1) for cell in row)) for row in rows)
+    )
     return _with_label(match[1].strip(), pieces) if match[1] else pieces
 
 
 def _determinant(rows: Sequence[Sequence[Answer]]) -> Node:
     """The tree of a determinant, expanded along its first row. Raises `Refused` beyond 4 x 4."""
-    if len(rows) != len(rows[0]) or len(rows) > 4 or not all(isinstance(cell, Quantity) for row in rows for cell in row):
+    if (
+        len(rows) != len(rows[0])
+        or len(rows) > 4
+        or not all(isinstance(cell, Quantity) for row in rows for cell in row)
+    ):
         raise Refused("no small square of quantities")
     if len(rows) == 1:
         return rows[0][0].value
@@ -322,6 +432,19 @@ def _approximation(text: str, levels: int) -> Answer | None:
 
 
 _READERS = (
-    _cases, quantities.read_clock, _phrase, quantities.quantity_in_words, quantities.read_two_units, _alternatives, _comma_list,
-    _plus_minus, _relation, _matrix, _set_operation, _bracketed, quantities.read_ratio, _approximation, read_quantity,
-)  # fmt: skip
+    _cases,
+    quantities.read_clock,
+    _phrase,
+    quantities.quantity_in_words,
+    quantities.read_two_units,
+    _alternatives,
+    _comma_list,
+    _plus_minus,
+    _relation,
+    _matrix,
+    _set_operation,
+    _bracketed,
+    quantities.read_ratio,
+    _approximation,
+    read_quantity,
+)

@@ -1,7 +1,8 @@
-"""The values of expression trees, and whether two trees have equal values. Values are exact fractions as long as everything is
-rational, and otherwise balls: FLINT's real and complex numbers with a rigorous bound on their error (Johansson 2017, "Arb:
-efficient arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that excludes zero proves
-a difference. Every size is bounded before it is computed."""
+"""The values of expression trees, and whether two trees have equal values. Values are exact
+fractions as long as everything is rational, and otherwise balls: FLINT's real and complex numbers
+with a rigorous bound on their error (Johansson 2017, "Arb: efficient arbitrary-precision
+midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that excludes zero proves a
+difference. Every size is bounded before it is computed."""
 
 import itertools
 import operator as op
@@ -15,31 +16,48 @@ from functools import partial
 import flint
 from flint import acb, arb, fmpq, fmpz
 
-from alignment.rewards.grading.expressions import TRIGONOMETRIC, Node, Refused, is_rational, subtrees, variables
+from alignment.rewards.grading.expressions import (
+    TRIGONOMETRIC,
+    Node,
+    Refused,
+    is_rational,
+    subtrees,
+    variables,
+)
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
-flint.ctx.prec = 1024  # bits; all threads of the process share this setting, so it is set once and never changed
+flint.ctx.prec = (
+    1024  # bits; all threads of the process share this setting, so it is set once and never changed
+)
 NEAR_POINTS = 12  # at most, of numbers below 4, at which expressions with variables are compared
 FAR_POINTS = 400  # at most, further out and around the constants, where the near ones leave it open
 ENOUGH = 3  # points at which both sides are defined and agree
 AGREED = 5  # points after which no more are tried
-LANDMARKS = 8  # at most, constants around which far points are chosen; quotients of half of them are added
+LANDMARKS = (
+    8  # at most, constants around which far points are chosen; quotients of half of them are added
+)
 _SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
 _LARGEST_LANDMARK = Fraction(2) ** 256
 _LANDMARK_DIGITS = 30
 MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
-_NEGLIGIBLE = arb(2) ** -250  # a difference below this, between values below 2^50, counts as rounding
+# a difference below this, between values below 2^50, counts as rounding
+_NEGLIGIBLE = arb(2) ** -250
 
 _Value = fmpq | arb | acb
 
 
 def equal_values(a: Node, b: Node) -> bool | None:
-    """Whether two trees have equal values; None where that cannot be decided (undefined, out of bounds). Constants are compared
-    once, expressions with variables at random rational points (Schwartz 1980, J. ACM 27(4); Zippel 1979), also negative ones,
-    at which both are defined: distinct rational functions agree at a generic point by accident only, and the real branches of
-    |x|, roots and logarithms differ in sign. Points further out follow where too few of the first ones are in the domain, as
-    for sqrt(x - 9), and where a branch may end far out, as for |x - 9|, which is 9 - x up to there."""
-    gammas = sum(isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n)) for n in subtrees(("=", a, b)))
+    """Whether two trees have equal values; None where that cannot be decided (undefined, out of
+    bounds). Constants are compared once, expressions with variables at random rational points
+    (Schwartz 1980, J. ACM 27(4); Zippel 1979), also negative ones, at which both are defined:
+    distinct rational functions agree at a generic point by accident only, and the real branches of
+    |x|, roots and logarithms differ in sign. Points further out follow where too few of the first
+    ones are in the domain, as for sqrt(x - 9), and where a branch may end far out, as for |x - 9|,
+    which is 9 - x up to there."""
+    gammas = sum(
+        isinstance(n, tuple) and n[0] in ("!", "binom") and bool(variables(n))
+        for n in subtrees(("=", a, b))
+    )
     if gammas > MAX_GAMMAS:
         return None
     names = sorted(variables(a) | variables(b))
@@ -60,12 +78,16 @@ def equal_values(a: Node, b: Node) -> bool | None:
     landmarks = _landmarks(a, b)
     branches = 0
     if has_branches:
-        # At the landmarks, floors step. Many a pair agrees there and nowhere else, so they prove differences alone.
+        # At the landmarks, floors step. Many a pair agrees there and nowhere else, so they prove
+        # differences alone.
         if any(_equal_at(a, b, point, field) is False for point in _points_at(landmarks, names)):
             return False
-        branches = 2 * len(_SIZES) + len(landmarks) + 1  # points of every size, between all landmarks, and beyond the outermost
+        # points of every size, between all landmarks, and beyond the outermost
+        branches = 2 * len(_SIZES) + len(landmarks) + 1
     far_points = NEAR_POINTS if gammas else FAR_POINTS
-    for k, point in enumerate(itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), far_points)):
+    for k, point in enumerate(
+        itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), far_points)
+    ):
         if agreed >= AGREED and k >= branches:
             break
         verdict = _equal_at(a, b, point, field)
@@ -76,7 +98,8 @@ def equal_values(a: Node, b: Node) -> bool | None:
 
 
 def _has_branches(node: Node) -> bool:
-    """Whether a tree is made of different analytic pieces on the two sides of some place, which may be anywhere."""
+    """Whether a tree is made of different analytic pieces on the two sides of some place, which may
+    be anywhere."""
     for tree in subtrees(node):
         if not isinstance(tree, tuple) or not variables(tree):
             continue
@@ -88,7 +111,8 @@ def _has_branches(node: Node) -> bool:
 
 
 def real_value(node: Node) -> arb:
-    """The value of a constant tree. Raises `Refused` where it is not a real number within bounds."""
+    """The value of a constant tree. Raises `Refused` where it is not a real number within
+    bounds."""
     if variables(node) or "i" in subtrees(node):
         raise Refused("not a real constant")
     if (value := _evaluate(node, {}, arb)) is None:
@@ -97,11 +121,16 @@ def real_value(node: Node) -> arb:
 
 
 def rounded_value(node: Node) -> Decimal:
-    """`real_value` to 200 digits, which equal values share: more may be lost where large numbers cancel. Raises `Refused` also
-    where it is not known to 210, or is beyond the exponents of decimal numbers."""
+    """`real_value` to 200 digits, which equal values share: more may be lost where large numbers
+    cancel. Raises `Refused` also where it is not known to 210, or is beyond the exponents of
+    decimal numbers."""
     ball = real_value(node)
     size, is_zero = abs(ball.mid()), ball.contains(0)
-    is_known = ball.rad() < _NEGLIGIBLE if is_zero else ball.rad() < size * arb(10) ** -210 and abs(size.log()) < 10**15
+    is_known = (
+        ball.rad() < _NEGLIGIBLE
+        if is_zero
+        else ball.rad() < size * arb(10) ** -210 and abs(size.log()) < 10**15
+    )
     if not is_known:
         raise Refused("too large, too small or too uncertain")
     return Decimal(0) if is_zero else Decimal(ball.mid().str(200, radius=False))
@@ -115,20 +144,26 @@ def terminates(value: Node) -> bool:
 
 
 def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
-    """Whether a constant is within half a unit of the last place of a decimal number. Raises `Refused` as `real_value` does."""
+    """Whether a constant is within half a unit of the last place of a decimal number. Raises
+    `Refused` as `real_value` does."""
     return bool(abs(real_value(value) - real_value(rounded)) < arb(10) ** -decimals / 2)
 
 
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
-    """Whether two trees with variables differ by a constant factor, with `positive` by a positive one."""
+    """Whether two trees with variables differ by a constant factor, with `positive` by a positive
+    one."""
     names = sorted(variables(a) | variables(b))
     if not names:
         return False
     quotient = ("/", a, b)
     far_points = _far_points(names, _landmarks(a, b), seed=repr((b, a)))
-    points = itertools.chain(_points(names, seed=repr((a, b))), itertools.islice(far_points, FAR_POINTS))
+    points = itertools.chain(
+        _points(names, seed=repr((a, b))), itertools.islice(far_points, FAR_POINTS)
+    )
     if "i" in subtrees(quotient):
-        return not positive and equal_values(a, ("*", b, substitute(quotient, next(points)))) is True
+        return (
+            not positive and equal_values(a, ("*", b, substitute(quotient, next(points)))) is True
+        )
     for point in points:
         factor = _evaluate(quotient, point, arb)
         if factor is None:
@@ -143,11 +178,16 @@ def substitute(node: Node, point: dict[str, Node]) -> Node:
     """The tree with its variables replaced by other trees."""
     if isinstance(node, str):
         return point.get(node, node)
-    return (node[0], *(substitute(part, point) for part in node[1:])) if isinstance(node, tuple) else node
+    return (
+        (node[0], *(substitute(part, point) for part in node[1:]))
+        if isinstance(node, tuple)
+        else node
+    )
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Rational points, half of them positive, with values below and above one in turn, by a seed that no answer can foresee."""
+    """Rational points, half of them positive, with values below and above one in turn, by a seed
+    that no answer can foresee."""
     rng = random.Random(seed)
     for k in range(NEAR_POINTS):
         values = [Fraction(rng.randrange(101, 199), rng.randrange(201, 399)) for _ in names]
@@ -156,14 +196,18 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
 
 
 def _points_at(landmarks: list[Fraction], names: list[str]) -> Iterator[dict[str, Fraction]]:
-    """As many points as landmarks; at each every variable is at another one, as far as there are so many."""
+    """As many points as landmarks; at each every variable is at another one, as far as there are so
+    many."""
     for k in range(len(landmarks)):
         yield {name: landmarks[(k + j) % len(landmarks)] for j, name in enumerate(names)}
 
 
-def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Points without end, in rounds. In a round every variable takes every far value; several variables take them in orders of
-    their own, and in every second round in the same one, so that all are small, or large, at once."""
+def _far_points(
+    names: list[str], landmarks: list[Fraction], seed: str
+) -> Iterator[dict[str, Fraction]]:
+    """Points without end, in rounds. In a round every variable takes every far value; several
+    variables take them in orders of their own, and in every second round in the same one, so that
+    all are small, or large, at once."""
     rng = random.Random(seed)
     for round_number in itertools.count():
         columns = [_far_values(landmarks, rng) for _ in names]
@@ -175,8 +219,8 @@ def _far_points(names: list[str], landmarks: list[Fraction], seed: str) -> Itera
 
 
 def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]:
-    """A number of every size with either sign, one between any two neighbouring landmarks, one beyond the lowest and one beyond
-    the highest, then numbers close to each of them."""
+    """A number of every size with either sign, one between any two neighbouring landmarks, one
+    beyond the lowest and one beyond the highest, then numbers close to each of them."""
 
     def share() -> Fraction:
         return Fraction(rng.randrange(51, 449), 503)
@@ -191,8 +235,8 @@ def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]
 
 
 def _landmarks(a: Node, b: Node) -> list[Fraction]:
-    """The real constants of two trees, their quotients, both with either sign, and -1, 0, 1; in order. Those that are not
-    rational are there to `_LANDMARK_DIGITS` digits."""
+    """The real constants of two trees, their quotients, both with either sign, and -1, 0, 1; in
+    order. Those that are not rational are there to `_LANDMARK_DIGITS` digits."""
     constants: list[Fraction] = []
     for tree in (a, b):
         for constant in _constants(tree):
@@ -200,13 +244,16 @@ def _landmarks(a: Node, b: Node) -> list[Fraction]:
             if size and size not in constants:
                 constants.append(size)
     constants = sorted(constants, reverse=True)[:LANDMARKS]
-    quotients = [top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 2], 2)]
+    quotients = [
+        top / bottom for top, bottom in itertools.permutations(constants[: LANDMARKS // 2], 2)
+    ]
     sizes = {Fraction(1), *constants, *quotients}
     return sorted({Fraction(0), *sizes, *(-size for size in sizes)})
 
 
 def _size(constant: Node) -> Fraction | None:
-    """The absolute value of a tree without variables; None where it is none, or beyond `_LARGEST_LANDMARK`."""
+    """The absolute value of a tree without variables; None where it is none, or beyond
+    `_LARGEST_LANDMARK`."""
     value = _evaluate(constant, {}, arb)
     if isinstance(value, fmpq):
         size = abs(Fraction(int(value.numerator), int(value.denominator)))
@@ -227,7 +274,8 @@ def _constants(node: Node) -> list[Node]:
 
 
 def _equal_at(a: Node, b: Node, point: dict[str, Fraction], field: type) -> bool | None:
-    """True (up to 2^-250 of the values' size) and False are proved; None where a side is undefined or its error too large."""
+    """True (up to 2^-250 of the values' size) and False are proved; None where a side is undefined
+    or its error too large."""
     at_a = _evaluate(a, point, field)
     if at_a is None:
         return None
@@ -269,7 +317,9 @@ def _value(node: Node, point: dict[str, Fraction], field: type) -> _Value:
 
 
 def _arithmetic(operation: Callable[[_Value, _Value], _Value]) -> Callable[..., _Value]:
-    return lambda field, a, b: operation(a, b) if type(a) is type(b) else operation(field(a), field(b))
+    return lambda field, a, b: (
+        operation(a, b) if type(a) is type(b) else operation(field(a), field(b))
+    )
 
 
 def _function(name: str) -> Callable[..., _Value]:
@@ -277,7 +327,8 @@ def _function(name: str) -> Callable[..., _Value]:
 
 
 def _power(field: type, base: _Value, exponent: _Value) -> _Value:
-    """A negative real base takes any rational exponent with an odd denominator among the reals: (-8)^(1/3) is -2."""
+    """A negative real base takes any rational exponent with an odd denominator among the reals:
+    (-8)^(1/3) is -2."""
     if base == 0:
         if not (isinstance(exponent, fmpq) and exponent > 0):
             raise Refused("undefined")
@@ -285,7 +336,10 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
     if isinstance(exponent, fmpq):
         top, bottom = exponent.numerator, exponent.denominator
         if bottom == 1 and isinstance(base, fmpq):
-            if abs(top) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
+            if (
+                abs(top) * max(base.numerator.bit_length(), base.denominator.bit_length())
+                > MAX_BITS
+            ):
                 raise Refused("too large")
             return base ** int(top)
         if 1 < bottom and bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
@@ -295,7 +349,8 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
 
 def _factorial(field: type, x: _Value) -> _Value:
     if isinstance(x, fmpq) and x.denominator == 1:
-        if not 0 <= x <= 4000:  # 4000! takes 0.1 ms, and what a binomial makes of it may be within MAX_BITS
+        # 4000! takes 0.1 ms, and what a binomial makes of it may be within MAX_BITS
+        if not 0 <= x <= 4000:
             raise Refused("too large, or undefined")
         return fmpq(fmpz.fac_ui(int(x.numerator)))
     if not field(x).abs_upper() < 1000:
@@ -314,7 +369,10 @@ def _rounded(name: str, field: type, x: _Value) -> _Value:
 
 
 _OPERATIONS: dict[str, Callable[..., _Value]] = {
-    **{sign: _arithmetic(f) for sign, f in zip("+-*/", (op.add, op.sub, op.mul, op.truediv), strict=True)},
+    **{
+        sign: _arithmetic(f)
+        for sign, f in zip("+-*/", (op.add, op.sub, op.mul, op.truediv), strict=True)
+    },
     "^": _power,
     "!": _factorial,
     "binom": _binomial,

@@ -1,4 +1,5 @@
-"""Python runs this as it starts: the process, and those that it starts, see SIMULATED_GPUS GPUs (`simulated_gpus`)."""
+"""Python runs this as it starts: the process, and those that it starts, see SIMULATED_GPUS GPUs
+(`simulated_gpus`)."""
 
 import os
 import sys

@@ -7,8 +7,12 @@ def brevity(response, ground_truth):
 
 
 def shortest_of_prompt(prompts, completions, **columns):
-    """1 for the shortest completion of each prompt, else 0; called as TRL calls a reward function."""
+    """1 for the shortest completion of each prompt, else 0; called as TRL calls a reward
+    function."""
     shortest = {}
     for prompt, completion in zip(prompts, completions):
         shortest[prompt] = min(len(completion), shortest.get(prompt, len(completion)))
-    return [float(len(completion) == shortest[prompt]) for prompt, completion in zip(prompts, completions)]
+    return [
+        float(len(completion) == shortest[prompt])
+        for prompt, completion in zip(prompts, completions)
+    ]

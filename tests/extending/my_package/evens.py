@@ -13,7 +13,12 @@ def problems(split, dataset_path):
 
 def problem(low):
     # The command fills in `prompt`, by the task's template or --prompt.
-    return Problem(f"evens/{low}", f"Name an even number above {low} and below {low + 9}.", "", f"{low} {low + 9}")
+    return Problem(
+        f"evens/{low}",
+        f"Name an even number above {low} and below {low + 9}.",
+        "",
+        f"{low} {low + 9}",
+    )
 
 
 def demonstrations(split, dataset_path, seed):
@@ -26,4 +31,6 @@ def solution(low):
     return f" {answer} = 2 * {answer // 2} </think> <answer> {answer} </answer>"
 
 
-task = Task("evens", problems, demonstrations, prompt="tiny", rules=("my_package.evens_rule:even_between",))
+task = Task(
+    "evens", problems, demonstrations, prompt="tiny", rules=("my_package.evens_rule:even_between",)
+)

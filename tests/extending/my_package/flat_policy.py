@@ -1,4 +1,5 @@
-"""A kind of policy: its weights are in flat buffers, and their gradients likewise; the model's parameters are views into them."""
+"""A kind of policy: its weights are in flat buffers, and their gradients likewise; the model's
+parameters are views into them."""
 
 import torch
 
@@ -21,11 +22,14 @@ class FlatPolicy(SingleDevicePolicy):
         self.gradients = [torch.zeros_like(buffer) for buffer in self.buffers]
         for group, buffer, gradient in zip(groups, self.buffers, self.gradients, strict=True):
             sizes = [p.numel() for p in group]
-            for p, weights, grad in zip(group, buffer.split(sizes), gradient.split(sizes), strict=True):
+            for p, weights, grad in zip(
+                group, buffer.split(sizes), gradient.split(sizes), strict=True
+            ):
                 p.data, p.grad = weights.view_as(p), grad.view_as(p)
 
     def accumulate(self, batch, rows, objective):
-        return super().accumulate(batch, rows, objective) if rows else iter(())  # without rows the gradient stays 0
+        # without rows the gradient stays 0
+        return super().accumulate(batch, rows, objective) if rows else iter(())
 
     def drop_gradient(self):
         for gradient in self.gradients:

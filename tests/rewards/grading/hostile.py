@@ -1,9 +1,9 @@
 """Hostile answer strings for testing a grader of maths answers.
 
-hostile_answers(marker) -> list[str]            every string, distinct
-code_answers(marker)    -> list[str]            those that sympy's parse_expr executes (they create the file `marker`)
-hostile_items(marker)   -> list[(kind, name, text)]
-code_items(marker)      -> list[(name, text)]   every code-like string, executed or not
+hostile_answers(marker) -> list[str]            every string, distinct code_answers(marker)    ->
+list[str]            those that sympy's parse_expr executes (they create the file `marker`)
+hostile_items(marker)   -> list[(kind, name, text)] code_items(marker)      -> list[(name, text)]
+every code-like string, executed or not
 
 The payloads only ever create the file `marker`, or end / block / load the process that runs them.
 `marker` should be a plain ASCII path without quotes or spaces.
@@ -45,7 +45,8 @@ def _chr(s, name="chr"):
 
 
 def _num(s):
-    """A letter-free, quote-free expression for the string s, once parse_expr makes the number an Integer."""
+    """A letter-free, quote-free expression for the string s, once parse_expr makes the number an
+    Integer."""
     return "(%d).%s.%s(%d).%s()" % (
         int.from_bytes(s.encode(), "big"),
         _fold("p"),
@@ -132,20 +133,29 @@ def code_items(marker):
         ("fstring_format_spec", 'f"{72:{%s}}"' % osys),
         (
             "fstring_subclasses",
-            "f\"{[c for c in ().__class__.__base__.__subclasses__() if c.__name__=='_wrap_close'][0]"
-            ".__init__.__globals__['system']('%s')}\"" % sh,
+            'f"{[c for c in ().__class__.__base__.__subclasses__() if'
+            " c.__name__=='_wrap_close'][0].__init__.__globals__['system']('%s')}\"" % sh,
         ),
         ("fstring_italic", 'f"{%s(%s)}"' % (f("exec"), _chr("open('%s','w')" % m, f("chr")))),
         ("fstring_bold", 'f"{%s(%s)}"' % (_bold("exec"), _chr("open('%s','w')" % m, _bold("chr")))),
-        ("fstring_fullwidth", 'F"{%s(%s)}"' % (_wide("exec"), _chr("open('%s','w')" % m, _wide("chr")))),
-        ("fstring_superscript", 'f"{\u1d49\u02e3\u1d49\u1d9c(%s)}"' % _chr("open('%s','w')" % m, "\u1d9c\u02b0\u02b3")),
+        (
+            "fstring_fullwidth",
+            'F"{%s(%s)}"' % (_wide("exec"), _chr("open('%s','w')" % m, _wide("chr"))),
+        ),
+        (
+            "fstring_superscript",
+            'f"{\u1d49\u02e3\u1d49\u1d9c(%s)}"' % _chr("open('%s','w')" % m, "\u1d9c\u02b0\u02b3"),
+        ),
         ("fstring_bytesnum", "f'{%s(%s)}'" % (f("exec"), _bytesnum("open('%s','w')" % m, f))),
         # quotes avoided
         ("exec_chr", "exec(%s)" % _chr("import os;os.system('%s')" % sh)),
         ("eval_chr", "eval(%s)" % _chr(osys)),
         ("N_chr", "N(%s)" % _chr(opn)),
         ("open_chr", "open(%s,%s)" % (_chr(m), _chr("w"))),
-        ("exec_bytes_num", "exec((%d).p.to_bytes(%d))" % (int.from_bytes(opn.encode(), "big"), len(opn))),
+        (
+            "exec_bytes_num",
+            "exec((%d).p.to_bytes(%d))" % (int.from_bytes(opn.encode(), "big"), len(opn)),
+        ),
         # sympy's own functions sympify (so run) a string argument
         ("S_str", "S('%s')" % osys2),
         ("N_str", "N('%s')" % osys2),
@@ -168,11 +178,18 @@ def code_items(marker):
         # attribute walks
         ("walk_N_globals", "N.__globals__['__builtins__']['__import__']('os').system('%s')" % sh),
         ("walk_int_add", "(1).__add__.__globals__['__builtins__']['exec']('%s')" % opn),
-        ("walk_reduce_ex", "(1).__reduce_ex__(2)[0].__globals__['__builtins__']['open']('%s','w')" % m),
-        ("walk_symbol_init", "x.__class__.__new__.__globals__['__builtins__']['open']('%s','w')" % m),
+        (
+            "walk_reduce_ex",
+            "(1).__reduce_ex__(2)[0].__globals__['__builtins__']['open']('%s','w')" % m,
+        ),
+        (
+            "walk_symbol_init",
+            "x.__class__.__new__.__globals__['__builtins__']['open']('%s','w')" % m,
+        ),
         (
             "walk_subclasses_all",
-            "().__class__.__base__.__subclasses__()[-1].__init__.__globals__['__builtins__']['open']('%s','w')" % m,
+            "().__class__.__base__.__subclasses__()[-1].__init__.__globals__['__builtins__']['open']('%s','w')"
+            % m,
         ),
         # few or no ASCII letters
         ("N_octal", "N(%s)" % _oct(osys)),
@@ -189,21 +206,35 @@ def code_items(marker):
         ("italic_equals", "(72).%s(%s)" % (f("equals"), _oct(osys))),
         (
             "italic_walk_add",
-            "(1).__%s__.__%s__[%s][%s](%s)" % (f("add"), f("globals"), _oct("__builtins__"), _oct("exec"), _oct(opn)),
+            "(1).__%s__.__%s__[%s][%s](%s)"
+            % (f("add"), f("globals"), _oct("__builtins__"), _oct("exec"), _oct(opn)),
         ),
         (
             "italic_walk_reduce",
             "(1).__%s_%s__(2)[0].__%s__[%s][%s](%s,%s)"
-            % (f("reduce"), f("ex"), f("globals"), _oct("__builtins__"), _oct("open"), _oct(m), _oct("w")),
+            % (
+                f("reduce"),
+                f("ex"),
+                f("globals"),
+                _oct("__builtins__"),
+                _oct("open"),
+                _oct(m),
+                _oct("w"),
+            ),
         ),
         (
             "italic_walk_num",
-            "(1).__%s__.__%s__[%s][%s](%s)" % (f("add"), f("globals"), _num("__builtins__"), _num("exec"), _num(opn)),
+            "(1).__%s__.__%s__[%s][%s](%s)"
+            % (f("add"), f("globals"), _num("__builtins__"), _num("exec"), _num(opn)),
         ),
-        ("fullwidth_walk_N", "N.__%s__[%s][%s](%s)" % (_wide("globals"), _oct("__builtins__"), _oct("exec"), _oct(opn))),
+        (
+            "fullwidth_walk_N",
+            "N.__%s__[%s][%s](%s)"
+            % (_wide("globals"), _oct("__builtins__"), _oct("exec"), _oct(opn)),
+        ),
         ("italic_tail_import", "__import__('os').%s('%s')" % (f("system"), sh)),
-        # Unicode heads: parse_expr sees an unknown function, which still sympifies (runs) a string argument;
-        # the ones that do not run here would after a grader's own NFKC folding
+        # Unicode heads: parse_expr sees an unknown function, which still sympifies (runs) a string
+        # argument; the ones that do not run here would after a grader's own NFKC folding
         ("fullwidth_head", "%s('%s')" % (_wide("exec"), _oct(opn)[1:-1])),
         ("fullwidth_all", "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in osys)),
         ("italic_head_import", "__%s__('os').%s('%s')" % (f("import"), f("system"), sh)),
@@ -224,7 +255,11 @@ def code_items(marker):
         ("statement_import", "import os\nos.system('%s')" % sh),
         ("pickle_protocol0", "cos\nsystem\n(S'%s'\ntR." % sh),
         ("yaml_apply", "!!python/object/apply:os.system ['%s']" % sh),
-        ("jinja", "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.popen('%s').read() }}" % sh),
+        (
+            "jinja",
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}{{"
+            " cycler.__init__.__globals__.os.popen('%s').read() }}" % sh,
+        ),
         ("shell_subst", "$(%s)" % sh),
         ("shell_backtick", "`%s`" % sh),
         ("shell_semicolon", "72; %s" % sh),
@@ -244,29 +279,37 @@ def code_items(marker):
         ("breakpoint", "breakpoint()"),
         ("sleep", "__import__('time').sleep(10**6)"),
         ("while_true", "exec('while 1: pass')"),
-        ("swallow_alarm", "exec('while 1:\\n try:\\n  while 1: pass\\n except BaseException: pass')"),
+        (
+            "swallow_alarm",
+            "exec('while 1:\\n try:\\n  while 1: pass\\n except BaseException: pass')",
+        ),
         ("cancel_alarm", "__import__('signal').alarm(0) or exec('while 1: pass')"),
         ("ignore_alarm", "__import__('signal').signal(14, 1) or exec('while 1: pass')"),
         ("poison_sympy_eq", "setattr(Symbol, '__eq__', max)"),
         ("poison_builtins", "__import__('builtins').__dict__.update(str=72)"),
-        ("recursion_limit", "__import__('sys').setrecursionlimit(10**9) or exec('def f(): f()\\nf()', {1:1})"),
+        (
+            "recursion_limit",
+            "__import__('sys').setrecursionlimit(10**9) or exec('def f(): f()\\nf()', {1:1})",
+        ),
         ("stdout_close", "__import__('os').close(1)"),
     ]
 
 
 # Names of the strings of code_items that parse_expr executes; a test runs every one of them.
 EXECUTED = (
-    "import_os import_os_plus import_os_tuple import_os_set import_os_dead_sum import_os_mul_frac popen_read "
-    "subprocess_run pathlib_touch open_w open_w_times print_file exec_str exec_or eval_str eval_compile "
-    "getattr_walk globals_builtins ternary boolean_and index dict_literal star_args keyword_arg lambda_notation "
-    "lambda_call lambda_known_name walrus_known_name comprehension_known_name generator_sum comment_trick fstring "
-    "fstring_rf fstring_walrus fstring_lambda fstring_comprehension fstring_format_spec fstring_subclasses "
-    "fstring_italic fstring_bold fstring_fullwidth fstring_superscript fstring_bytesnum exec_chr eval_chr N_chr "
-    "open_chr exec_bytes_num S_str N_str sympify_str sin_str log_str FiniteSet_str Matrix_str simplify_str "
-    "solve_str Poly_str unknown_function_str lambdify_str lambdify_open nested_quotes_S walk_N_globals walk_int_add "
-    "walk_reduce_ex walk_symbol_init N_octal S_octal x_octal theta_octal theta_num factorial_octal "
-    "factorial_octal_paren factorial2_octal factorial_num cjk_octal underscore_octal italic_equals italic_walk_add "
-    "italic_walk_reduce italic_walk_num fullwidth_walk_N italic_tail_import fullwidth_head bold_eval "
+    "import_os import_os_plus import_os_tuple import_os_set import_os_dead_sum import_os_mul_frac"
+    " popen_read subprocess_run pathlib_touch open_w open_w_times print_file exec_str exec_or"
+    " eval_str eval_compile getattr_walk globals_builtins ternary boolean_and index dict_literal"
+    " star_args keyword_arg lambda_notation lambda_call lambda_known_name walrus_known_name"
+    " comprehension_known_name generator_sum comment_trick fstring fstring_rf fstring_walrus"
+    " fstring_lambda fstring_comprehension fstring_format_spec fstring_subclasses fstring_italic"
+    " fstring_bold fstring_fullwidth fstring_superscript fstring_bytesnum exec_chr eval_chr N_chr"
+    " open_chr exec_bytes_num S_str N_str sympify_str sin_str log_str FiniteSet_str Matrix_str"
+    " simplify_str solve_str Poly_str unknown_function_str lambdify_str lambdify_open"
+    " nested_quotes_S walk_N_globals walk_int_add walk_reduce_ex walk_symbol_init N_octal S_octal"
+    " x_octal theta_octal theta_num factorial_octal factorial_octal_paren factorial2_octal"
+    " factorial_num cjk_octal underscore_octal italic_equals italic_walk_add italic_walk_reduce"
+    " italic_walk_num fullwidth_walk_N italic_tail_import fullwidth_head bold_eval "
 ).split()
 
 
@@ -729,7 +772,9 @@ def _resource_items():
         "Matrix(40,40,lambda i,j:1/(i+j+1)).inv()",
         "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{10^{9}}",
         "\\begin{pmatrix}1&1\\\\1&0\\end{pmatrix}^{9^{9^{9}}}",
-        "\\begin{pmatrix}" + "\\\\".join("&".join(["1"] * 150) for _ in range(150)) + "\\end{pmatrix}",
+        "\\begin{pmatrix}"
+        + "\\\\".join("&".join(["1"] * 150) for _ in range(150))
+        + "\\end{pmatrix}",
         "\\begin{bmatrix}" + "&" * 50000 + "\\end{bmatrix}",
         "\\begin{bmatrix}" + "\\\\" * 40000 + "\\end{bmatrix}",
         "\\begin{matrix}1&2\\\\3\\end{matrix}",
@@ -1063,7 +1108,8 @@ def _resource_items():
         "(lp0\n.",
         "gASVBQAAAAAAAABLSC4=",
         "a: &a [*a,*a]",
-        "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]",
+        "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c"
+        " [*b,*b,*b,*b,*b,*b,*b,*b,*b]",
         "---\n- !!binary 72",
         "72'; DROP TABLE answers; --",
         "' OR '1'='1",
@@ -1115,8 +1161,9 @@ if __name__ == "__main__":
 
 
 def hostile_parts() -> list[tuple[str, str]]:
-    """Pairs of an answer and a ground truth that no careful teacher pays: guesses, parts, chains that lie, spellings that hide
-    a list, boxes by the hundred, and expressions whose domain is empty, tiny or far away."""
+    """Pairs of an answer and a ground truth that no careful teacher pays: guesses, parts, chains
+    that lie, spellings that hide a list, boxes by the hundred, and expressions whose domain is
+    empty, tiny or far away."""
     guesses = [
         r"\boxed{4}\boxed{5}",
         r"\boxed{4} \, \boxed{5}",

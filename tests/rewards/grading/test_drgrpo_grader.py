@@ -1,4 +1,5 @@
-"""Facts about the R1-Zero reward: which answers equal which, which do not, and that hostile text does nothing."""
+"""Facts about the R1-Zero reward: which answers equal which, which do not, and that hostile text
+does nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def shaped(answer: str) -> str:
     return f"I think. </think> <answer> {answer} </answer>"
 
 
-# --- the format rule --------------------------------------------------------------------------
+# --- the format rule ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_every_score_is_a_float() -> None:
     assert all(type(part) is float for part in r1_zero_reward_fn(shaped("5"), "5").values())
 
 
-# --- what equals what -------------------------------------------------------------------------
+# --- what equals what -----------------------------------------------------------------------------
 
 ACCEPTED = [
     # spelling
@@ -395,7 +396,7 @@ def test_an_approximation_is_right_only_where_the_truth_is_one(answer: str, trut
     assert grade(truth, answer)
 
 
-# --- with math-verify as the last stage -------------------------------------------------------
+# --- with math-verify as the last stage -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,8 +407,11 @@ def test_an_approximation_is_right_only_where_the_truth_is_one(answer: str, trut
         (r"\lim_{x \to 0} \frac{\sin x}{x}", "1"),
     ],
 )
-def test_slow_accepts_notation_that_fast_does_not_read(answer: str, truth: str, monkeypatch) -> None:
-    monkeypatch.setattr(cascade, "SECONDS", 20.0)  # the clock runs on while a busy machine does something else
+def test_slow_accepts_notation_that_fast_does_not_read(
+    answer: str, truth: str, monkeypatch
+) -> None:
+    # the clock runs on while a busy machine does something else
+    monkeypatch.setattr(cascade, "SECONDS", 20.0)
     assert grade(answer, truth)
     assert not grade(answer, truth, fast=True)
 
@@ -416,7 +420,10 @@ def test_slow_accepts_notation_that_fast_does_not_read(answer: str, truth: str, 
     ("answer", "truth"),
     [
         (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 1 \end{pmatrix}"),
-        (r"\begin{pmatrix} 0.333333333 & 2 \end{pmatrix}", r"\begin{pmatrix} \frac{1}{3} & 2 \end{pmatrix}"),
+        (
+            r"\begin{pmatrix} 0.333333333 & 2 \end{pmatrix}",
+            r"\begin{pmatrix} \frac{1}{3} & 2 \end{pmatrix}",
+        ),
         (r"(-\infty,1]\cup(2,\infty)", r"(2,\infty)\cup(-\infty,1)"),
         ("x > 2", "x > 3"),
         (r"x \ge 2", "x > 2"),
@@ -451,7 +458,7 @@ def test_slow_leaves_the_callers_timer_running() -> None:
         signal.setitimer(signal.ITIMER_REAL, *running)
 
 
-# --- hostile text -----------------------------------------------------------------------------
+# --- hostile text ---------------------------------------------------------------------------------
 
 
 def hostile(planted: Path) -> list[str]:
@@ -516,10 +523,17 @@ def hostile(planted: Path) -> list[str]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fast", [True, False])
-def test_hostile_text_is_wrong_and_does_nothing(tmp_path: Path, capfd: pytest.CaptureFixture, fast: bool) -> None:
+def test_hostile_text_is_wrong_and_does_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture, fast: bool
+) -> None:
     planted = tmp_path / "planted"
     for text in hostile(planted):
-        for truth in ("5", "x + 1", "(1, 2)", "{" + ",".join(f"{i}/2+x" for i in range(50, 70)) + "}"):
+        for truth in (
+            "5",
+            "x + 1",
+            "(1, 2)",
+            "{" + ",".join(f"{i}/2+x" for i in range(50, 70)) + "}",
+        ):
             assert not grade(text, truth, fast), text[:50]
             assert not grade(truth, text, fast), text[:50]
             assert r1_zero_reward_fn(shaped(text), truth, fast) == WRONG, text[:50]
@@ -541,8 +555,10 @@ def test_any_text_is_graded(answer: str, truth: str) -> None:
 
 MATHS = st.lists(
     st.sampled_from(
-        r"0 1 2 7 12 0.5 , . + - * / ^ ( ) [ ] { } | = < % $ ! x y e i \pi \frac{1}{2} \frac \sqrt \sqrt[3] \sin \log_ "
-        r"\ln \text{cm} cm m or \left \right \infty \cup \begin{pmatrix} \\ & \boxed{ </answer> <answer>".split()
+        r"0 1 2 7 12 0.5 , . + - * / ^ ( ) [ ] { } | = < % $ ! x y e i \pi \frac{1}{2} \frac \sqrt"
+        r" \sqrt[3] \sin \log_ "
+        r"\ln \text{cm} cm m or \left \right \infty \cup \begin{pmatrix} \\ & \boxed{ </answer>"
+        r" <answer>".split()
         + [" "]
     ),
     max_size=14,
@@ -558,17 +574,36 @@ def test_any_jumble_of_notation_is_graded(answer: str, truth: str) -> None:
     assert score["reward"] == score["format_reward"] * score["answer_reward"]
 
 
-# --- numbers ----------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def renderings(value: Fraction) -> list[str]:
     p, q = value.numerator, value.denominator
     whole, rest = divmod(abs(p), q)
     sign = "-" if p < 0 else ""
-    texts = [f"{p}/{q}", rf"\frac{{{p}}}{{{q}}}", rf"$\dfrac{{{p}}}{{{q}}}$", rf"\boxed{{{p} / {q}}}", f"x = {p}/{q}"]
-    texts += [f"({p})/({q})", f"{p * 6}/{q * 6}", f"{p}/{q}.", f"{p:,}/{q:,}" if q > 999 else f"{p}/{q}"]
-    texts += [f"{sign}{whole} {rest}/{q}", rf"{sign}{whole}\frac{{{rest}}}{{{q}}}"] if whole and rest else []
-    texts += [f"{p}", f"{p:,}", f"${p}", f"{p}.00", f"{p} dollars", f"{p * 100}%", f"{p}e0"] if q == 1 else []
+    texts = [
+        f"{p}/{q}",
+        rf"\frac{{{p}}}{{{q}}}",
+        rf"$\dfrac{{{p}}}{{{q}}}$",
+        rf"\boxed{{{p} / {q}}}",
+        f"x = {p}/{q}",
+    ]
+    texts += [
+        f"({p})/({q})",
+        f"{p * 6}/{q * 6}",
+        f"{p}/{q}.",
+        f"{p:,}/{q:,}" if q > 999 else f"{p}/{q}",
+    ]
+    texts += (
+        [f"{sign}{whole} {rest}/{q}", rf"{sign}{whole}\frac{{{rest}}}{{{q}}}"]
+        if whole and rest
+        else []
+    )
+    texts += (
+        [f"{p}", f"{p:,}", f"${p}", f"{p}.00", f"{p} dollars", f"{p * 100}%", f"{p}e0"]
+        if q == 1
+        else []
+    )
     return texts
 
 
@@ -581,7 +616,11 @@ def test_a_rational_equals_itself_in_every_rendering(value: Fraction) -> None:
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6).filter(bool))
 def test_a_rational_equals_no_other(value: Fraction, difference: Fraction) -> None:
     truth = renderings(value)[0]
-    assert [text for text in renderings(value + difference) if not text.endswith("%") and grade(text, truth)] == []
+    assert [
+        text
+        for text in renderings(value + difference)
+        if not text.endswith("%") and grade(text, truth)
+    ] == []
 
 
 @given(st.integers(-(10**60), 10**60))
@@ -598,13 +637,17 @@ def test_a_decimal_equals_its_fraction_only(value: Decimal) -> None:
     assert not grade(f"{value:f}", f"{exact.numerator * 10**30 + 1}/{exact.denominator * 10**30}")
 
 
-# --- GSM8K ------------------------------------------------------------------------------------
+# --- GSM8K ----------------------------------------------------------------------------------------
 
 
 def test_every_gsm8k_gold_answer_is_accepted_and_its_successor_rejected() -> None:
     if not GSM8K.is_dir():
         pytest.skip(f"no GSM8K files in {GSM8K}")
-    rows = [line for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        line
+        for split in ("train", "test")
+        for line in (GSM8K / f"{split}.jsonl").read_text("utf-8").splitlines()
+    ]
     assert len(rows) == 8792
     for row in rows:
         gold = json.loads(row)["answer"].rpartition("#### ")[2]

@@ -1,4 +1,5 @@
-"""Hostile answers: nothing hangs, crashes, runs as code or takes the machine's memory, wherever the grader runs."""
+"""Hostile answers: nothing hangs, crashes, runs as code or takes the machine's memory, wherever the
+grader runs."""
 
 import json
 import multiprocessing
@@ -15,14 +16,26 @@ from hostile import code_answers, hostile_answers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment.rewards.grading.cascade import FAILURES, MAX_CHARS, WORKERS, grade, grade_detail, grade_many
+from alignment.rewards.grading.cascade import (
+    FAILURES,
+    MAX_CHARS,
+    WORKERS,
+    grade,
+    grade_detail,
+    grade_many,
+)
 from alignment.rewards.r1_zero import r1_zero_strict_reward_fn
 
 # Graders stop early on whole numbers, so one of these alone would hide the danger.
 TRUTHS = ("5", r"\frac{1}{2}", "x^2+1")
-ASKED = (r"3\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\sum_{n=1}^{9} n^{2}")  # those that math-verify is asked about
+# those that math-verify is asked about
+ASKED = (
+    r"3\begin{pmatrix} 1 & 2 \end{pmatrix}",
+    r"\sum_{n=1}^{9} n^{2}",
+)
 SECONDS = 2.0
-ASKED_CPU_SECONDS = 6.0  # of the work that math-verify is allowed; hyperthreads that share a core take twice their time
+# of the work that math-verify is allowed; hyperthreads that share a core take twice their time
+ASKED_CPU_SECONDS = 6.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,26 +71,35 @@ def test_no_hostile_answer_hangs_is_accepted_or_runs(tmp_path, capfd):
 
 
 def test_none_that_math_verify_is_asked_about_does_either(tmp_path):
-    """Its limit is in work, so what is measured is computing: waiting for a busy processor neither costs nor decides anything."""
+    """Its limit is in work, so what is measured is computing: waiting for a busy processor neither
+    costs nor decides anything."""
     marker = tmp_path / "ran"
     for answer in hostile_answers(str(marker))[::6]:
         for truth in ASKED:
             for pair in ((answer, truth), (truth, answer)):
                 before = workers_cpu_seconds()
                 verdict = grade_detail(*pair)
-                assert not verdict.equal and verdict.stage not in {*FAILURES} - {"work"}, (pair, verdict)
+                assert not verdict.equal and verdict.stage not in {*FAILURES} - {"work"}, (
+                    pair,
+                    verdict,
+                )
                 assert workers_cpu_seconds() - before < ASKED_CPU_SECONDS, pair
     assert not marker.exists()
 
 
 def workers_cpu_seconds() -> float:
     """CPU time of all calls that this process's workers have ended."""
-    times = [psutil.Process(worker.process.pid).cpu_times() for worker in WORKERS.workers.values() if worker.is_open]
+    times = [
+        psutil.Process(worker.process.pid).cpu_times()
+        for worker in WORKERS.workers.values()
+        if worker.is_open
+    ]
     return sum(each.children_user + each.children_system for each in times)
 
 
 def test_peak_memory_stays_small(tmp_path):
-    """In a process of its own: what the process takes beyond its imports, and the largest of its workers."""
+    """In a process of its own: what the process takes beyond its imports, and the largest of its
+    workers."""
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -90,7 +112,11 @@ for answer in hostile_answers({str(tmp_path / "ran")!r}):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     unit = 1 if sys.platform == "darwin" else 1024
     assert int(done.stdout) * unit < 100 * 2**20
@@ -145,14 +171,20 @@ for i in range(len(code_answers(""))):
     markers.append(os.path.exists(marker))
 print(json.dumps(markers))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     ran = json.loads(done.stdout.splitlines()[-1])
     assert len(ran) >= 25
     assert all(ran), [i for i, did in enumerate(ran) if not did]
 
 
 def test_few_letters_are_no_protection(tmp_path):
-    few = [text for text in code_answers(str(tmp_path)) if len({c for c in text if c.isascii() and c.isalpha()}) < 3]
+    few = [
+        text
+        for text in code_answers(str(tmp_path))
+        if len({c for c in text if c.isascii() and c.isalpha()}) < 3
+    ]
     assert len(few) >= 3
     assert not any(grade(text, truth) for text in few for truth in TRUTHS)
 
@@ -163,15 +195,26 @@ def test_long_answers_are_out_of_bounds_at_once():
         assert r1_zero_strict_reward_fn(f"</think> <answer> {text} </answer>", "5")["reward"] == 0
 
 
-# --- fuzzing ---------------------------------------------------------------------------------------
+# --- fuzzing --------------------------------------------------------------------------------------
 
-STAGES = {"literal", "normalised", "rational", "structured", "symbolic", "math-verify", "unread", "bounds", *FAILURES} - {
-    "error"
-}
+STAGES = {
+    "literal",
+    "normalised",
+    "rational",
+    "structured",
+    "symbolic",
+    "math-verify",
+    "unread",
+    "bounds",
+    *FAILURES,
+} - {"error"}
 FRAGMENTS = (
-    r"0 1 2 7 12 0.5 3.14 1,000 , . ; : + - * / ^ _ ( ) [ ] { } \{ \} | = < > % $ ! ? ' x y e i n k \pi \infty \frac \dfrac{1}{2} \frac12 "
-    r"\sqrt \sqrt[3]{2} \sin \arctan \log_2 \ln \binom{4}{2} \pm \mp \cup \cap \setminus \in \le \ne \approx \text{cm} \text{ or } cm m"
-    r" or and \left \right \begin{pmatrix} \end{pmatrix} \\ & \boxed{ \overline{3} ... ^\circ 12:30 pm 101_2 apples million five \mathbb{R} ±"
+    r"0 1 2 7 12 0.5 3.14 1,000 , . ; : + - * / ^ _ ( ) [ ] { } \{ \} | = < > % $ ! ? ' x y e i n k"
+    r" \pi \infty \frac \dfrac{1}{2} \frac12 "
+    r"\sqrt \sqrt[3]{2} \sin \arctan \log_2 \ln \binom{4}{2} \pm \mp \cup \cap \setminus \in \le"
+    r" \ne \approx \text{cm} \text{ or } cm m"
+    r" or and \left \right \begin{pmatrix} \end{pmatrix} \\ & \boxed{ \overline{3} ... ^\circ 12:30"
+    r" pm 101_2 apples million five \mathbb{R} ±"
 ).split() + [" "]
 NOTATION = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
 
@@ -205,7 +248,15 @@ def test_the_environment_is_not_touched():
 
 
 @pytest.mark.parametrize(
-    "answer", ["5" + " (=5)" * 150, "It is " * 150 + "5", "9" * 1000, "²" * 1000, "(x+990)!" * 24, "5" + "pi" * 499]
+    "answer",
+    [
+        "5" + " (=5)" * 150,
+        "It is " * 150 + "5",
+        "9" * 1000,
+        "²" * 1000,
+        "(x+990)!" * 24,
+        "5" + "pi" * 499,
+    ],
 )
 def test_what_repeats_itself_is_graded_at_once(answer):
     start = time.perf_counter()

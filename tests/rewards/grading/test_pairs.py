@@ -8,9 +8,13 @@ import pytest
 
 from alignment.rewards.grading.cascade import MAX_CHARS, Verdict, grade, grade_detail, grade_many
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "pairs.jsonl").read_text("utf-8").splitlines()]
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "pairs.jsonl").read_text("utf-8").splitlines()
+]
 
-# Right answers that the grader is known to miss: leave nothing else out, and take from this list what is mended.
+# Right answers that the grader is known to miss: leave nothing else out, and take from this list
+# what is mended.
 MISSED = {
     ("even function", r"\text{even}"),
     ("isosceles triangle", "isosceles"),
@@ -45,12 +49,20 @@ def test_there_are_enough_pairs_of_every_kind():
 
 
 def test_nothing_unequal_is_accepted(verdicts):
-    accepted = [(p["answer"], p["ground_truth"]) for p, v in zip(PAIRS, verdicts, strict=True) if v.equal and not p["equal"]]
+    accepted = [
+        (p["answer"], p["ground_truth"])
+        for p, v in zip(PAIRS, verdicts, strict=True)
+        if v.equal and not p["equal"]
+    ]
     assert accepted == []
 
 
 def test_nothing_equal_is_rejected_but_what_is_known(verdicts):
-    rejected = {(p["answer"], p["ground_truth"]) for p, v in zip(PAIRS, verdicts, strict=True) if p["equal"] and not v.equal}
+    rejected = {
+        (p["answer"], p["ground_truth"])
+        for p, v in zip(PAIRS, verdicts, strict=True)
+        if p["equal"] and not v.equal
+    }
     assert rejected == MISSED
 
 
@@ -61,16 +73,32 @@ def test_many_at_once_and_one_at_a_time_agree(verdicts):
 
 
 def test_what_is_fast_accepts_nothing_more(verdicts):
-    fast = grade_many([pair["answer"] for pair in PAIRS], [pair["ground_truth"] for pair in PAIRS], fast=True)
-    assert [p for p, f, v in zip(PAIRS, fast, verdicts, strict=True) if f.equal and not v.equal] == []
-    assert {f.stage for f in fast} <= {"literal", "normalised", "rational", "structured", "symbolic", "unread", "bounds"}
+    fast = grade_many(
+        [pair["answer"] for pair in PAIRS], [pair["ground_truth"] for pair in PAIRS], fast=True
+    )
+    assert [
+        p for p, f, v in zip(PAIRS, fast, verdicts, strict=True) if f.equal and not v.equal
+    ] == []
+    assert {f.stage for f in fast} <= {
+        "literal",
+        "normalised",
+        "rational",
+        "structured",
+        "symbolic",
+        "unread",
+        "bounds",
+    }
     assert sum(f.equal for f in fast) > 0.7 * sum(v.equal for v in verdicts)
 
 
 def test_every_ground_truth_equals_itself():
     truths = {pair["ground_truth"] for pair in PAIRS}
     assert [truth for truth in truths if not grade(truth, truth)] == []
-    assert [truth for truth in truths if not grade(rf"$\boxed{{ {truth} }}$.", truth) and "boxed" not in truth] == []
+    assert [
+        truth
+        for truth in truths
+        if not grade(rf"$\boxed{{ {truth} }}$.", truth) and "boxed" not in truth
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +126,7 @@ def test_fast_stops_before_the_symbolic_stage():
     assert grade("(2, 1/2)", "(2, 0.5)", fast=True)
 
 
-# --- precision ---------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +162,7 @@ def test_a_number_is_equal_to_the_precision_of_the_ground_truth(answer, truth, e
     assert grade(answer, truth) is equal
 
 
-# --- the order of lists --------------------------------------------------------------------------
+# --- the order of lists ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-r"""An answer is paid for all that it states, and a ground truth is met by all that it states: boxes, lists, chains, thousands,
-domains and branches. `stated_pairs.jsonl` holds labelled pairs of these kinds, `hostile_parts` what nobody pays."""
+r"""An answer is paid for all that it states, and a ground truth is met by all that it states:
+boxes, lists, chains, thousands, domains and branches. `stated_pairs.jsonl` holds labelled pairs of
+these kinds, `hostile_parts` what nobody pays."""
 
 import json
 import time
@@ -17,7 +18,10 @@ from alignment.rewards.grading.expressions import parse_expression
 from alignment.rewards.grading.values import equal_values, proportional
 from alignment.rewards.r1_zero import extract_answer, r1_zero_reward_fn, r1_zero_strict_reward_fn
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "stated_pairs.jsonl").read_text("utf-8").splitlines()]
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "stated_pairs.jsonl").read_text("utf-8").splitlines()
+]
 SECONDS = 30.0  # of a grading on a busy machine, which may not be refused for its time
 
 
@@ -30,12 +34,20 @@ def test_there_are_pairs_of_every_kind_and_label():
     assert len({(pair["answer"], pair["ground_truth"]) for pair in PAIRS}) == len(PAIRS)
     kinds = Counter((pair["kind"], pair["equal"]) for pair in PAIRS)
     assert min(kinds.values()) >= 5
-    assert {kind for kind, _ in kinds} == {kind for kind, equal in kinds if equal} == {kind for kind, equal in kinds if not equal}
+    assert (
+        {kind for kind, _ in kinds}
+        == {kind for kind, equal in kinds if equal}
+        == {kind for kind, equal in kinds if not equal}
+    )
 
 
 @pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in PAIRS}))
 def test_every_pair_is_graded_as_it_is_labelled(kind):
-    wrong = [pair for pair in PAIRS if pair["kind"] == kind and grade(pair["answer"], pair["ground_truth"]) != pair["equal"]]
+    wrong = [
+        pair
+        for pair in PAIRS
+        if pair["kind"] == kind and grade(pair["answer"], pair["ground_truth"]) != pair["equal"]
+    ]
     assert wrong == []
 
 
@@ -73,7 +85,10 @@ def test_a_box_in_a_formula_states_the_formula(answer, states):
     assert not grade(answer, "5")
 
 
-@pytest.mark.parametrize("answer", [r"2\boxed{5}", r"\boxed{5}6", r"\boxed{5}0", r"x\boxed{5}", r"the answer is 2\boxed{5}"])
+@pytest.mark.parametrize(
+    "answer",
+    [r"2\boxed{5}", r"\boxed{5}6", r"\boxed{5}0", r"x\boxed{5}", r"the answer is 2\boxed{5}"],
+)
 def test_what_a_digit_or_a_letter_touches_is_no_value_of_its_own(answer):
     assert not grade(answer, "5")
 
@@ -123,7 +138,12 @@ def test_a_number_behind_words_is_no_part_of_the_boxed_one():
         (r"\boxed{\frac34} or 0.75", "0.75", 1, 1),  # one value in two forms
         (r"\boxed{\frac34} or 0.76", "0.75", 0, 0),
         (r"\boxed{50} or 50\%", "50", 0, 0),
-        (r"\boxed{3}, no, wait: \boxed{5}", "5", 1, 0),  # a correction is no list, but not one final answer either
+        (
+            r"\boxed{3}, no, wait: \boxed{5}",
+            "5",
+            1,
+            0,
+        ),  # a correction is no list, but not one final answer either
         (r"a = 3, b = 4, so c = \boxed{5}", "5", 1, 0),
     ],
 )
@@ -145,7 +165,12 @@ def test_boxes_are_found_at_any_depth_and_only_closed_ones():
     assert find_boxes(r"\boxed{3}, \boxed{5").contents == ()
 
 
-@given(st.lists(st.sampled_from([r"\boxed{", r"\boxed ", "{", "}", "5", ",", " ", "\n", "$", r"\}"]), max_size=12).map("".join))
+@given(
+    st.lists(
+        st.sampled_from([r"\boxed{", r"\boxed ", "{", "}", "5", ",", " ", "\n", "$", r"\}"]),
+        max_size=12,
+    ).map("".join)
+)
 @settings(max_examples=300)
 def test_any_jumble_of_boxes_gets_a_verdict(text):
     assert grade_detail(text, "5").stage not in FAILURES
@@ -168,7 +193,11 @@ def test_boxes_by_the_thousand_take_no_time():
     [
         (r"3 - \sqrt{x-3}", r"-\sqrt{x-3} + 3", True),
         (r"\sqrt{x-123456}", r"(x-123456)^{1/2}", True),
-        (r"\sqrt{x-1000} + \sqrt{1001-x}", r"\sqrt{1001-x} + \sqrt{x-1000}", True),  # the domain is [1000, 1001]
+        (
+            r"\sqrt{x-1000} + \sqrt{1001-x}",
+            r"\sqrt{1001-x} + \sqrt{x-1000}",
+            True,
+        ),  # the domain is [1000, 1001]
         (r"\arcsin(2x-19)", r"\arcsin(2x-19) + 0 x", True),  # [9, 10]
         (r"\ln(a-x) + \ln(x-b)", r"\ln((a-x)(x-b))", True),
         (r"\sqrt{1-x^2-y^2-z^2}", r"\sqrt{1-z^2-y^2-x^2}", True),
@@ -178,7 +207,11 @@ def test_boxes_by_the_thousand_take_no_time():
         (r"|x+300|", "x+300", False),
         (r"\sqrt{(x-10)^2}", "10-x", False),
         (r"\lfloor x^2/1000 \rfloor", "0", False),
-        (r"\sqrt{x-5} \sqrt{4-x}", r"\sqrt{4-x} \sqrt{x-5}", None),  # real nowhere: refused, not paid
+        (
+            r"\sqrt{x-5} \sqrt{4-x}",
+            r"\sqrt{4-x} \sqrt{x-5}",
+            None,
+        ),  # real nowhere: refused, not paid
         (r"\arcsin(x^2+2)", r"\arcsin(2+x^2)", None),
     ],
 )
@@ -202,7 +235,11 @@ def test_equations_with_a_far_domain_are_compared_in_it():
     [
         (r"\sum_{n=1}^{2} n, 5", "5", "unread"),  # a list
         (r"\sum_{n=1}^{2} n < 5", "5", "unread"),  # a relation
-        (r"\sum_{n=1}^{2} n", r"\binom{10^9}{5*10^8}", "unread"),  # which C would compute for minutes
+        (
+            r"\sum_{n=1}^{2} n",
+            r"\binom{10^9}{5*10^8}",
+            "unread",
+        ),  # which C would compute for minutes
         (r"((9^{99})^{99})^{99}", r"\sum_{n=1}^{2} n", "unread"),
         (r"\sum_{n=1}^{2} n", r"\Gamma(10^{12})", "unread"),
         (r"\sum_{n=1}^{2} n = 5", "5", "math-verify"),

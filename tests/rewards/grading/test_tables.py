@@ -14,24 +14,39 @@ def occurs_once(names) -> bool:
 
 
 def test_every_name_has_one_meaning():
-    assert occurs_once(chain.from_iterable((unit, *names.split()) for unit, names in TABLES["units"].items()))
+    assert occurs_once(
+        chain.from_iterable((unit, *names.split()) for unit, names in TABLES["units"].items())
+    )
     assert occurs_once(chain.from_iterable(names.split() for names in TABLES["signs"].values()))
-    assert occurs_once(chain.from_iterable({**TABLES["greek"], **TABLES["greek_capitals"], **TABLES["characters"]}.values()))
+    assert occurs_once(
+        chain.from_iterable(
+            {**TABLES["greek"], **TABLES["greek_capitals"], **TABLES["characters"]}.values()
+        )
+    )
     assert occurs_once(chain(TABLES["everything"], *TABLES["phrases"].values()))
     assert all(occurs_once(words.split()) for words in TABLES.values() if isinstance(words, str))
 
 
 def test_every_table_is_of_one_type():
-    types = {"phrases": list, "closing": list, **dict.fromkeys(("scales", "denominators", "base_words"), int)}
+    types = {
+        "phrases": list,
+        "closing": list,
+        **dict.fromkeys(("scales", "denominators", "base_words"), int),
+    }
     for name, table in TABLES.items():
         if isinstance(table, dict):
             assert {type(value) for value in table.values()} == {types.get(name, str)}, name
 
 
 def test_hand_checked_entries():
-    assert TABLES["cardinals"].split().index("nineteen") == 19 and len(TABLES["cardinals"].split()) == 28
+    assert (
+        TABLES["cardinals"].split().index("nineteen") == 19
+        and len(TABLES["cardinals"].split()) == 28
+    )
     assert TABLES["signs"]["≤"].split()[0] == "le" and "−" in TABLES["characters"]["-"]
-    assert "metre" in TABLES["units"]["m"].split() and TABLES["unit_abbreviations"]["mph"] == "mile/h"
+    assert (
+        "metre" in TABLES["units"]["m"].split() and TABLES["unit_abbreviations"]["mph"] == "mile/h"
+    )
 
 
 def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
@@ -42,7 +57,11 @@ def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
 
 
 def test_a_pattern_holds_those_that_it_names():
-    assert PATTERNS.scaled.fullmatch("1,500.5 millions of euros").groups() == ("1,500.5", "million", "of euros")
+    assert PATTERNS.scaled.fullmatch("1,500.5 millions of euros").groups() == (
+        "1,500.5",
+        "million",
+        "of euros",
+    )
     assert PATTERNS.variable.pattern in PATTERNS.label.pattern and "(?&" not in "".join(
         p.pattern for p in vars(PATTERNS).values()
     )
@@ -50,6 +69,13 @@ def test_a_pattern_holds_those_that_it_names():
 
 def test_every_pattern_is_used():
     package = Path(text.__file__).parents[1]
-    used = "".join(file.read_text("utf-8") for file in (*package.rglob("*.py"), package / "grading" / "patterns.toml"))
+    used = "".join(
+        file.read_text("utf-8")
+        for file in (*package.rglob("*.py"), package / "grading" / "patterns.toml")
+    )
     words = {"verbs", "scales", "greek"}  # tables that patterns are made of
-    assert [name for name in vars(PATTERNS).keys() - words if not re.search(rf"(PATTERNS\.|\(\?&){name}\b", used)] == []
+    assert [
+        name
+        for name in vars(PATTERNS).keys() - words
+        if not re.search(rf"(PATTERNS\.|\(\?&){name}\b", used)
+    ] == []

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from alignment.rewards.grading.expressions import Refused, parse_expression, variables
 from alignment.rewards.grading.quantities import number_in_words, read_unit, same_unit
-from alignment.rewards.grading.values import MAX_BITS, equal_values, proportional, real_value, rounded_value, substitute
+from alignment.rewards.grading.values import (
+    MAX_BITS,
+    equal_values,
+    proportional,
+    real_value,
+    rounded_value,
+    substitute,
+)
 
 X = Fraction(2, 7)
 
@@ -60,9 +67,24 @@ def test_values_agree_with_mpmath(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["1/0", "0^0", "0^{-1}", r"\sqrt{-1}", r"\ln 0", r"\ln(-1)", "x", "i", "2^{4001}", "530!", "(-1)!", r"\arcsin 2",
-             r"\binom{3}{5}", "(2^{2000})^{3}"]
-)  # fmt: skip
+    "text",
+    [
+        "1/0",
+        "0^0",
+        "0^{-1}",
+        r"\sqrt{-1}",
+        r"\ln 0",
+        r"\ln(-1)",
+        "x",
+        "i",
+        "2^{4001}",
+        "530!",
+        "(-1)!",
+        r"\arcsin 2",
+        r"\binom{3}{5}",
+        "(2^{2000})^{3}",
+    ],
+)
 def test_what_is_undefined_or_beyond_the_bounds_has_no_value(text):
     with pytest.raises(Refused):
         real_value(parse_expression(text))
@@ -70,7 +92,10 @@ def test_what_is_undefined_or_beyond_the_bounds_has_no_value(text):
 
 def test_the_bound_on_exact_numbers_is_met_and_not_passed():
     half = f"2^{{{MAX_BITS // 2}}}"
-    assert equal_values(parse_expression(f"{half} * ({half} / 2)"), Fraction(2 ** (MAX_BITS - 1))) is True
+    assert (
+        equal_values(parse_expression(f"{half} * ({half} / 2)"), Fraction(2 ** (MAX_BITS - 1)))
+        is True
+    )
     with pytest.raises(Refused):
         real_value(parse_expression(f"{half} * {half}"))
 
@@ -80,7 +105,11 @@ def test_the_bound_on_exact_numbers_is_met_and_not_passed():
     [
         (r"\sqrt{2} + \sqrt{3}", r"\sqrt{5 + 2\sqrt{6}}", True),
         (r"\sqrt{2} + \sqrt{3}", r"\sqrt{10}", False),
-        (r"e^{\pi \sqrt{163}}", "262537412640768744", False),  # Ramanujan's constant differs in the 30th digit
+        (
+            r"e^{\pi \sqrt{163}}",
+            "262537412640768744",
+            False,
+        ),  # Ramanujan's constant differs in the 30th digit
         (r"\sin^2 x + \cos^2 x", "1", True),
         (r"\sqrt{x^2}", "x", False),
         (r"\sqrt{x^2}", "|x|", True),
@@ -129,9 +158,18 @@ def test_a_difference_that_only_exact_numbers_show():
 
 def test_equal_values_round_alike_and_others_apart():
     rounded = lambda text: rounded_value(parse_expression(text))
-    assert rounded(r"\sqrt{1/9}") == rounded("1/3") and rounded(r"\sqrt{4}") == 2 and rounded(r"\sqrt{2} - \sqrt{2}") == 0
-    assert rounded("10^{90}") < rounded("10^{90} + 1") and rounded("1/3") < rounded("1/3 + 10^{-180}")
-    assert rounded(r"\sqrt{10^{24} + 1} - 10^{12}") == rounded(r"1 / (\sqrt{10^{24} + 1} + 10^{12})")  # 24 digits cancel
+    assert (
+        rounded(r"\sqrt{1/9}") == rounded("1/3")
+        and rounded(r"\sqrt{4}") == 2
+        and rounded(r"\sqrt{2} - \sqrt{2}") == 0
+    )
+    assert rounded("10^{90}") < rounded("10^{90} + 1") and rounded("1/3") < rounded(
+        "1/3 + 10^{-180}"
+    )
+    # 24 digits cancel
+    assert rounded(r"\sqrt{10^{24} + 1} - 10^{12}") == rounded(
+        r"1 / (\sqrt{10^{24} + 1} + 10^{12})"
+    )
     assert rounded(r"1 - \cos(10^{-12})") == rounded(r"2 (\sin(5 * 10^{-13}))^2")
     assert rounded("e^{5000}") < rounded("e^{5001}")
     for beyond in ("e^{e^{50}}", "e^{-e^{50}}"):  # whose exponents no decimal number has
@@ -139,7 +177,11 @@ def test_equal_values_round_alike_and_others_apart():
             rounded(beyond)
 
 
-@given(st.lists(st.integers(-9, 9), min_size=1, max_size=5), st.integers(-9, 9).filter(bool), st.integers(0, 4))
+@given(
+    st.lists(st.integers(-9, 9), min_size=1, max_size=5),
+    st.integers(-9, 9).filter(bool),
+    st.integers(0, 4),
+)
 def test_polynomials_are_equal_only_with_equal_coefficients(coefficients, change, place):
     def text(numbers):
         return " + ".join(f"({c}) x^{k}" for k, c in enumerate(numbers))
@@ -147,7 +189,9 @@ def test_polynomials_are_equal_only_with_equal_coefficients(coefficients, change
     other = [*coefficients, *[0] * 5][:5]
     assert equal_values(parse_expression(text(coefficients)), parse_expression(text(other))) is True
     other[place] += change
-    assert equal_values(parse_expression(text(coefficients)), parse_expression(text(other))) is False
+    assert (
+        equal_values(parse_expression(text(coefficients)), parse_expression(text(other))) is False
+    )
 
 
 def test_proportional():
@@ -163,7 +207,7 @@ def test_substitute():
     assert equal_values(substitute(tree, {"y": Fraction(1, 49)}), Fraction(5, 49)) is True
 
 
-# --- units ----------------------------------------------------------------------------------------------
+# --- units ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from alignment.rewards.grading import cascade
-from alignment.rewards.grading.cascade import WORKERS, Verdict, ask_math_verify, grade_detail, grade_many
+from alignment.rewards.grading.cascade import (
+    WORKERS,
+    Verdict,
+    ask_math_verify,
+    grade_detail,
+    grade_many,
+)
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
@@ -23,7 +29,10 @@ MATRIX = (r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{
 
 def test_math_verify_is_asked_last_and_answers():
     assert ask_math_verify(*MATRIX) == (True, "math-verify")
-    assert ask_math_verify(MATRIX[0], r"\begin{pmatrix} 2 & 5 \end{pmatrix}") == (False, "math-verify")
+    assert ask_math_verify(MATRIX[0], r"\begin{pmatrix} 2 & 5 \end{pmatrix}") == (
+        False,
+        "math-verify",
+    )
     assert ask_math_verify("x", "y") == (False, "unread")
 
 
@@ -59,9 +68,18 @@ def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
     start = time.perf_counter()
     score = r1_zero_reward_fn(f"</think> <answer> {MATRIX[0]} </answer>", MATRIX[1])
     assert time.perf_counter() - start < 2
-    assert score == {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0, "grading_failed": 1.0}
+    assert score == {
+        "reward": 0.0,
+        "format_reward": 1.0,
+        "answer_reward": 0.0,
+        "grading_failed": 1.0,
+    }
     verdicts = grade_many([MATRIX[0], "5", "6"], [MATRIX[1], "5", "5"])
-    assert verdicts == [Verdict(False, failure), Verdict(True, "literal"), Verdict(False, "rational")]
+    assert verdicts == [
+        Verdict(False, failure),
+        Verdict(True, "literal"),
+        Verdict(False, "rational"),
+    ]
 
 
 def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_that, monkeypatch):
@@ -69,7 +87,12 @@ def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_tha
     math_verify_that("while True: str.join('', map(lambda c: c, 'ab'))")
     assert grade_detail(*MATRIX) == Verdict(False, "work")
     score = r1_zero_reward_fn(f"</think> <answer> {MATRIX[0]} </answer>", MATRIX[1])
-    assert score == {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0, "grading_failed": 1.0}
+    assert score == {
+        "reward": 0.0,
+        "format_reward": 1.0,
+        "answer_reward": 0.0,
+        "grading_failed": 1.0,
+    }
     assert cascade._ask_once.cache_info().hits >= 1
 
 
@@ -84,10 +107,13 @@ def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_tha
     ],
 )
 def test_a_verdict_does_not_depend_on_the_machines_load(answer, truth, equal):
-    """The process that computes is stopped for longer than it computes, as on a machine that has no processor for it."""
+    """The process that computes is stopped for longer than it computes, as on a machine that has no
+    processor for it."""
     assert ask_math_verify(*MATRIX)[0]  # a worker has started
     cascade._ask_once.cache_clear()
-    workers = [psutil.Process(worker.process.pid) for worker in WORKERS.workers.values() if worker.is_open]
+    workers = [
+        psutil.Process(worker.process.pid) for worker in WORKERS.workers.values() if worker.is_open
+    ]
     with ThreadPoolExecutor(1) as thread:
         verdict = thread.submit(grade_detail, answer, truth)
         deadline = time.monotonic() + 20
@@ -118,7 +144,9 @@ def test_a_worker_that_is_killed_is_replaced():
 def test_many_keep_their_order_and_repeat_what_is_repeated():
     answers = [str(i % 700) for i in range(3000)]
     verdicts = grade_many(answers, ["350"] * 3000)
-    assert [i for i, verdict in enumerate(verdicts) if verdict.equal] == [350 + 700 * k for k in range(4)]
+    assert [i for i, verdict in enumerate(verdicts) if verdict.equal] == [
+        350 + 700 * k for k in range(4)
+    ]
     assert grade_many([], []) == []
     with pytest.raises(ValueError, match="shorter"):
         grade_many(["1", "2"], ["1"])
@@ -133,7 +161,9 @@ def test_a_forked_child_starts_workers_of_its_own():
     assert ask_math_verify(*MATRIX)[0]
 
 
-@pytest.mark.parametrize("ending", ["return", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
+@pytest.mark.parametrize(
+    "ending", ["return", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"]
+)
 def test_no_worker_outlives_its_process(ending, tmp_path):
     script = f"""
 import json, os, signal, sys
@@ -149,7 +179,10 @@ main()
     pids = json.loads((tmp_path / "pids").read_text())
     assert pids
     deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
