@@ -94,86 +94,88 @@ def _check_values(args) -> None:
 class Args:
     """What every command shares."""
 
-    preset: str = (
-        "tiny"  # Named set of arguments (alignment/presets/*.toml) that the other flags override.
-    )
+    preset: str = "tiny"
+    """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
 
     task: str = "arithmetic"
     reward: str = "r1_zero"
-    # Seconds of one call of a reward function of your own, after which the run saves and stops.
     reward_timeout: float = 60.0
-    # Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question}; empty:
-    # its own.
+    """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = ""
-    # Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts
-    # them.
+    """Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question};
+    empty: its own."""
     dataset_path: str = ""
-    question_column: str = "question"  # Column of your rows' questions.
-    answer_column: str = "answer"  # Column of your rows' answers.
-    # Regular expression whose group is the final answer there; empty: the last `####` line, else
-    # all.
+    """Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts
+    them."""
+    question_column: str = "question"
+    """Column of your rows' questions."""
+    answer_column: str = "answer"
+    """Column of your rows' answers."""
     answer_pattern: str = ""
-    # File, or split of hf: data, of the test problems; empty: the split test, or one question in 8.
+    """Regular expression whose group is the final answer there; empty: the last `####` line, else
+    all."""
     test_split: str = ""
-    # Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub
-    # name.
+    """File, or split of hf: data, of the test problems; empty: the split test, or one question in
+    8."""
     model: str = "tiny"
-    # Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model.
+    """Base model: "tiny", "tiny_student" or "smollm2" (built here), a Hugging Face folder, or a hub
+    name."""
     sft_base: str = "checkpoints/tiny_sft"
+    """Folder of the warm start: `sft` writes, `train_rl` reads it; empty: --model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     sampler: str = "auto"
     sample_device: tuple[str, ...] = ()
-    sampler_tensor_parallel: int = (
-        1  # Devices of --sample_device that each vLLM engine takes together, for a large model.
-    )
-    reference_model_device: str | None = (
-        None  # Device of the reference (old-policy) model; by default the last GPU but one.
-    )
-    eval_device: str | None = (
-        None  # Device of the evaluation sampler; by default the last GPU but two.
-    )
-    policy_devices: tuple[
-        str, ...
-    ] = ()  # Devices the policy is split over; by default every GPU that no other role holds.
+    sampler_tensor_parallel: int = 1
+    """Devices of --sample_device that each vLLM engine takes together, for a large model."""
+    reference_model_device: str | None = None
+    """Device of the reference (old-policy) model; by default the last GPU but one."""
+    eval_device: str | None = None
+    """Device of the evaluation sampler; by default the last GPU but two."""
+    policy_devices: tuple[str, ...] = ()
+    """Devices the policy is split over; by default every GPU that no other role holds."""
     policy_parallelism: str = "auto"
-    # Processes, on each machine, of a replicated or sharded policy; 0: one for each policy device.
     policy_ranks: int = 0
-    # Seconds after which a process of the policy that does not answer is lost, and the run stops.
+    """Processes, on each machine, of a replicated or sharded policy; 0: one for each policy
+    device."""
     rank_timeout: float = 60.0
-    # Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the
-    # weights.
+    """Seconds after which a process of the policy that does not answer is lost, and the run
+    stops."""
     lora_rank: int = 0
-    lora_alpha: int = 32  # What adapters add to the weights counts alpha / rank times.
-    lora_targets: str = (
-        ""  # Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head.
-    )
+    """Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the
+    weights."""
+    lora_alpha: int = 32
+    """What adapters add to the weights counts alpha / rank times."""
+    lora_targets: str = ""
+    """Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head."""
     compile: bool = False
     use_liger_kernel: bool = False
-    gpu_memory_utilization: float | None = (
-        None  # Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU.
-    )
-    sampler_timeout: float = (
-        3600.0  # Seconds after which a process of an engine or of the reference model is hung.
-    )
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU."""
+    sampler_timeout: float = 3600.0
+    """Seconds after which a process of an engine or of the reference model is hung."""
 
-    max_new_tokens: int = 48  # Longest response, in tokens.
-    # Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only).
+    max_new_tokens: int = 48
+    """Longest response, in tokens."""
     sampling_temperature: float = 1.0
-    # Nucleus of training and evaluation samples: the likeliest tokens that have this probability.
+    """Softmax temperature of training and evaluation samples; 0 is greedy (evaluation only)."""
     sampling_top_p: float = 1.0
-    # Likeliest tokens that training and evaluation samples are drawn from, before the nucleus; 0:
-    # all.
+    """Nucleus of training and evaluation samples: the likeliest tokens that have this
+    probability."""
     sampling_top_k: int = 0
-    max_problems: int = 512  # Distinct questions in an evaluation; 0: all of the test split.
+    """Likeliest tokens that training and evaluation samples are drawn from, before the nucleus; 0:
+    all."""
+    max_problems: int = 512
+    """Distinct questions in an evaluation; 0: all of the test split."""
 
-    seed: int = 0  # Seed of data order, initialisation and sampling.
-    output_dir: str = "checkpoints"  # Folder that holds the run folders.
-    run_name: str = (
-        ""  # Name of the run's folder; empty: made from the preset, the command and the seed.
-    )
-    # Where a run's numbers go besides its folder; the others are extras.
+    seed: int = 0
+    """Seed of data order, initialisation and sampling."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the run folders."""
+    run_name: str = ""
+    """Name of the run's folder; empty: made from the preset, the command and the seed."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where a run's numbers go besides its folder; the others are extras."""
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -207,15 +209,15 @@ class EvaluateArgs(Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 %
     intervals."""
 
-    num_samples: int = 1  # Samples a problem; above 1 adds pass@k and maj@k.
-    # Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp.
+    num_samples: int = 1
+    """Samples a problem; above 1 adds pass@k and maj@k."""
     eval_tasks: tuple[str, ...] = ()
-    compare: tuple[
-        str, ...
-    ] = ()  # Two models, instead of --model: the same problems, and the second's paired difference.
-    # Print so many problems as the model would see them, and the rewards of their answers, and end;
-    # 0: none.
+    """Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp."""
+    compare: tuple[str, ...] = ()
+    """Two models, instead of --model: the same problems, and the second's paired difference."""
     preview: int = 0
+    """Print so many problems as the model would see them, and the rewards of their answers, and
+    end; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,29 +234,30 @@ class SFTArgs(Args):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to
     --sft_base."""
 
-    num_steps: int = 1000  # Optimiser steps.
-    batch_size: int = 64  # Sequences an optimiser step.
+    num_steps: int = 1000
+    """Optimiser steps."""
+    batch_size: int = 64
+    """Sequences an optimiser step."""
     micro_batch_tokens: int = 0
-    demonstrations: tuple[
-        str, ...
-    ] = ()  # Files of questions (or prompts) with responses; by default the task's own.
-    curriculum: bool = (
-        False  # Take the demonstrations in the task's own order instead of shuffling them.
-    )
+    demonstrations: tuple[str, ...] = ()
+    """Files of questions (or prompts) with responses; by default the task's own."""
+    curriculum: bool = False
+    """Take the demonstrations in the task's own order instead of shuffling them."""
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
-    learning_rate: float = 3e-3  # Peak learning rate.
-    warmup_steps: int = (
-        50  # Steps of linear rise of the learning rate, before a linear fall to a tenth of it.
-    )
-    weight_decay: float = 0.0  # AdamW weight decay.
-    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
-    eval_interval: int = 250  # Steps between measurements of the validation loss.
-    preview: int = (
-        0  # Print so many demonstrations, with the tokens that would be trained, and end; 0: none.
-    )
-    save_interval: int = (
-        250  # Steps between checkpoints, in a folder beside --sft_base that is removed at the end.
-    )
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    warmup_steps: int = 50
+    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    eval_interval: int = 250
+    """Steps between measurements of the validation loss."""
+    preview: int = 0
+    """Print so many demonstrations, with the tokens that would be trained, and end; 0: none."""
+    save_interval: int = 250
+    """Steps between checkpoints, in a folder beside --sft_base that is removed at the end."""
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -267,98 +270,102 @@ class RLArgs(Args):
     """Train the policy by policy gradients on verifiable rewards."""
 
     loss_type: str = "grpo_clip"
-    group_size: int = 8  # Responses sampled for each prompt.
-    prompts_per_rollout: int = (
-        32  # Prompts sampled at each step; a rollout has prompts x group size responses.
-    )
-    num_steps: int = 60  # Rollout steps.
-    num_problems: int = 0  # Training problems, the first ones; 0: all.
-    # Longest prompt, in tokens; problems with longer ones are left out of training. 0: any length.
+    group_size: int = 8
+    """Responses sampled for each prompt."""
+    prompts_per_rollout: int = 32
+    """Prompts sampled at each step; a rollout has prompts x group size responses."""
+    num_steps: int = 60
+    """Rollout steps."""
+    num_problems: int = 0
+    """Training problems, the first ones; 0: all."""
     max_prompt_tokens: int = 0
-    epochs_per_rollout: int = 1  # Passes over each rollout.
-    train_mini_batch_size: int = (
-        0  # Responses an update, at most; 0: the whole rollout. Several updates need old log-probs.
-    )
+    """Longest prompt, in tokens; problems with longer ones are left out of training. 0: any
+    length."""
+    epochs_per_rollout: int = 1
+    """Passes over each rollout."""
+    train_mini_batch_size: int = 0
+    """Responses an update, at most; 0: the whole rollout. Several updates need old log-probs."""
     micro_batch_tokens: int = 0
     optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
-    learning_rate: float = 2e-4  # Peak learning rate (AdamW: betas 0.9, 0.95).
-    warmup_steps: int = 5  # Updates of linear rise of the learning rate, constant after.
-    weight_decay: float = 0.0  # AdamW weight decay.
-    max_grad_norm: float = 1.0  # Gradient norm above which the gradient is scaled down.
-    # GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 +
-    # cliprange.
+    learning_rate: float = 2e-4
+    """Peak learning rate (AdamW: betas 0.9, 0.95)."""
+    warmup_steps: int = 5
+    """Updates of linear rise of the learning rate, constant after."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which the gradient is scaled down."""
     cliprange: float = 0.2
-    cliprange_high: float | None = (
-        None  # The upper bound, where it is another (DAPO's clip-higher); by default --cliprange.
-    )
-    # GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this
-    # bound.
+    """GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 +
+    cliprange."""
+    cliprange_high: float | None = None
+    """The upper bound, where it is another (DAPO's clip-higher); by default --cliprange."""
     dual_clip: float = 0.0
-    baseline: Literal[tuple(BASELINES)] = (
-        "group_mean"  # What is subtracted from a reward: its group's mean, or others' (RLOO).
-    )
-    normalize_by_std: bool = True  # Divide advantages by a standard deviation.
-    std_of: Literal[tuple(DEVIATIONS)] = (
-        "group"  # Whose: the group's (unbiased, or of the population), or of all rewards.
-    )
-    advantage_eps: float = 1e-6  # Added to that standard deviation.
-    # Weight of the KL divergence from the warm start in the loss; 0: there is none, and no
-    # reference model.
+    """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this
+    bound."""
+    baseline: Literal[tuple(BASELINES)] = "group_mean"
+    """What is subtracted from a reward: its group's mean, or others' (RLOO)."""
+    normalize_by_std: bool = True
+    """Divide advantages by a standard deviation."""
+    std_of: Literal[tuple(DEVIATIONS)] = "group"
+    """Whose: the group's (unbiased, or of the population), or of all rewards."""
+    advantage_eps: float = 1e-6
+    """Added to that standard deviation."""
     beta: float = 0.0
-    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = (
-        "k3"  # How that is estimated; k3 is GRPO's, k1 has on average no gradient.
-    )
+    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no
+    reference model."""
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "k3"
+    """How that is estimated; k3 is GRPO's, k1 has on average no gradient."""
     old_log_probs: Literal["policy", "sampler"] = "policy"
     sampler_correction: Literal[tuple(CORRECTIONS)] = "none"
-    correction_cap: float = 2.0  # That cap.
-    # Times a step that groups of equal rewards, which teach nothing, give way to other prompts
-    # (DAPO).
+    correction_cap: float = 2.0
+    """That cap."""
     max_refills: int = 0
-    # Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0: none.
+    """Times a step that groups of equal rewards, which teach nothing, give way to other prompts
+    (DAPO)."""
     overlong_buffer: int = 0
-    skip_unfinished: bool = (
-        False  # Leave responses that were cut off at --max_new_tokens out of baselines and updates.
-    )
+    """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0:
+    none."""
+    skip_unfinished: bool = False
+    """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
     loss_normalization: Literal[tuple(NORMALIZATIONS)] = "sequence_mean"
-    rollouts: Literal["sync", "async"] = (
-        "sync"  # async: a sampler in its own process works ahead, with weights some steps old.
-    )
-    max_staleness: int | None = (
-        # How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync.
-        None
-    )
-    # Steps between the versions of the weights that such a sampler gets; at most --max_staleness +
-    # 1.
+    rollouts: Literal["sync", "async"] = "sync"
+    """async: a sampler in its own process works ahead, with weights some steps old."""
+    max_staleness: int | None = None
+    """How many steps old, at most and as a rule; by default 1 with --rollouts async. 0: sync."""
     sync_every: int = 1
-    # vLLM server to sample from, http://HOST:PORT, or several, with commas; see
-    # docs/asynchronous.md.
+    """Steps between the versions of the weights that such a sampler gets; at most --max_staleness +
+    1."""
     sampler_url: str = ""
-    max_sampler_mismatch: float = (
-        0.1  # Mean nats a token between sampler's and trainer's log-probs, above which to stop.
-    )
-    # Steps between evaluations on the test problems; they also run at the very start and end.
+    """vLLM server to sample from, http://HOST:PORT, or several, with commas; see
+    docs/asynchronous.md."""
+    max_sampler_mismatch: float = 0.1
+    """Mean nats a token between sampler's and trainer's log-probs, above which to stop."""
     eval_interval: int = 20
-    eval_max_new_tokens: int = 0  # Longest response in them; 0: --max_new_tokens.
-    save_interval: int = 20  # Steps between checkpoints.
-    keep_checkpoints: int = 2  # Newest checkpoints kept; 0: all.
-    # The run stops after so many steps in a row of updates whose loss or gradient is not finite.
+    """Steps between evaluations on the test problems; they also run at the very start and end."""
+    eval_max_new_tokens: int = 0
+    """Longest response in them; 0: --max_new_tokens."""
+    save_interval: int = 20
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; 0: all."""
     max_bad_steps: int = 3
-    max_grader_failures: float = (
-        0.05  # The run stops where more of 20 steps' answers cannot be graded (time, memory).
-    )
-    data_seed: int | None = (
-        None  # Seed of the order of prompts and mini-batches; by default --seed.
-    )
-    sampling_seed: int | None = None  # Seed of the rollouts' samples; by default --seed.
-    # On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none.
+    """The run stops after so many steps in a row of updates whose loss or gradient is not
+    finite."""
+    max_grader_failures: float = 0.05
+    """The run stops where more of 20 steps' answers cannot be graded (time, memory)."""
+    data_seed: int | None = None
+    """Seed of the order of prompts and mini-batches; by default --seed."""
+    sampling_seed: int | None = None
+    """Seed of the rollouts' samples; by default --seed."""
     deterministic: bool = False
+    """On GPUs, use torch's deterministic kernels, where there are any; slower. A CPU needs none."""
     log_state: bool = False
-    auto_sft: bool = (
-        False  # Run `sft` with the same preset first where --sft_base does not exist yet.
-    )
-    # Print so many problems as the model would see them, and the rewards of their answers, and end;
-    # 0: none.
+    auto_sft: bool = False
+    """Run `sft` with the same preset first where --sft_base does not exist yet."""
     preview: int = 0
+    """Print so many problems as the model would see them, and the rewards of their answers, and
+    end; 0: none."""
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -509,23 +516,24 @@ class PlanArgs(RLArgs):
     """Show which role and which part of the policy would sit on which device, what each phase of a
     step takes there, and the command that trains so. Takes every argument of train_rl."""
 
-    num_gpus: int | None = None  # GPUs of a machine to plan for; by default those of this one.
-    # Machines to plan for, all alike; several start the processes of a replicated or sharded
-    # policy.
+    num_gpus: int | None = None
+    """GPUs of a machine to plan for; by default those of this one."""
     machines: int = 1
+    """Machines to plan for, all alike; several start the processes of a replicated or sharded
+    policy."""
     gpu_memory: float | None = None
-    # Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your own
-    # card.
     hardware: str = ""
-    # Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0:
-    # unknown.
+    """Instead of these: machines x GPUs x card, as 8xA100-40GB, 2x8xH100, or 8xFILE.toml of your
+    own card."""
     price: float = 0.0
-    calibrate: tuple[
-        str, ...
-    ] = ()  # Folders of finished runs on such a machine, whose seconds tell its rates.
-    # Rank the placements and parallelisms that fit by their time, each with its command line.
+    """Dollars that an hour of one GPU costs, or of a machine without; adds the run's price. 0:
+    unknown."""
+    calibrate: tuple[str, ...] = ()
+    """Folders of finished runs on such a machine, whose seconds tell its rates."""
     best: bool = False
-    json: str = ""  # File to write all of it to.
+    """Rank the placements and parallelisms that fit by their time, each with its command line."""
+    json: str = ""
+    """File to write all of it to."""
 
 
 @dataclass(frozen=True)
@@ -534,49 +542,49 @@ class SweepOptions:
     difference. Every argument of train_rl may be given here, most with several values: --loss_type
     no_baseline grpo_clip --seed 0 1 2"""
 
-    preset: str = "tiny"  # Named set of arguments that all arms start from.
-    # TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME] each.
+    preset: str = "tiny"
+    """Named set of arguments that all arms start from."""
     sweep_file: str = ""
-    run_name: Annotated[str, tyro.conf.arg(aliases=("--sweep_name",))] = (
-        ""  # Name of the folder, a new one or to continue.
-    )
-    # Folder that holds the sweep's folder; with several machines, one that all of them share.
+    """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME]
+    each."""
+    run_name: Annotated[str, tyro.conf.arg(aliases=("--sweep_name",))] = ""
+    """Name of the folder, a new one or to continue."""
     output_dir: str = "checkpoints"
-    # Where every run's numbers go besides its folder.
+    """Folder that holds the sweep's folder; with several machines, one that all of them share."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where every run's numbers go besides its folder."""
     hold: Literal["rollouts", "prompts"] = "rollouts"
     match: Match = "steps"
-    tie: float = (
-        0.03  # Difference of accuracies below which two arms are taken to tie, once that is shown.
-    )
-    # Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by
-    # itself.
+    tie: float = 0.03
+    """Difference of accuracies below which two arms are taken to tie, once that is shown."""
     controls: bool = False
-    strict: bool = False  # Take the design's warnings for errors.
-    dry_run: bool = False  # Print the design, and train nothing.
+    """Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by
+    itself."""
+    strict: bool = False
+    """Take the design's warnings for errors."""
+    dry_run: bool = False
+    """Print the design, and train nothing."""
     until_decided: bool = False
     question: tuple[str, ...] = ()
-    max_seeds: int = 10  # Seeds an arm may get.
-    hardware: str = (
-        ""  # Machine to count hours for, as plan's; with --calibrate and empty: this one.
-    )
-    calibrate: tuple[str, ...] = ()  # Finished runs on such a machine, which tell its rates.
-    price: float = 0.0  # Dollars an hour of one GPU, or of a machine without. 0: unknown.
-    # Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none.
+    max_seeds: int = 10
+    """Seeds an arm may get."""
+    hardware: str = ""
+    """Machine to count hours for, as plan's; with --calibrate and empty: this one."""
+    calibrate: tuple[str, ...] = ()
+    """Finished runs on such a machine, which tell its rates."""
+    price: float = 0.0
+    """Dollars an hour of one GPU, or of a machine without. 0: unknown."""
     show_difference: float = 0.0
+    """Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none."""
     executor: Literal["auto", "local", "ray", "slurm"] = "auto"
-    ray_address: str = ""  # Ray cluster to run on; empty: this machine.
-    slurm: tuple[
-        str, ...
-    ] = ()  # sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G.
-    cpus_per_run: int | None = (
-        # Cores and threads of a run; by default 1 where runs share a machine, all without Ray.
-        None
-    )
-    gpus_per_run: int | None = (
-        # Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any.
-        None
-    )
+    ray_address: str = ""
+    """Ray cluster to run on; empty: this machine."""
+    slurm: tuple[str, ...] = ()
+    """sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G."""
+    cpus_per_run: int | None = None
+    """Cores and threads of a run; by default 1 where runs share a machine, all without Ray."""
+    gpus_per_run: int | None = None
+    """Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any."""
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -632,15 +640,15 @@ class ClaimsArgs(SweepArgs):
     """List claims of papers with what runs here say of them, and train what is missing. All arms
     share train_rl's arguments."""
 
-    # Named sets of arguments, a task each, that all arms start from.
     preset: tuple[str, ...] = (
         "tiny",
         "countdown_tiny",
     )
-    run: tuple[
-        Literal["all", *CLAIMS], ...
-    ] = ()  # Claims whose missing runs are trained first; all: every one.
-    report: str = ""  # Folder to write the page to, as claims.md; empty: none.
+    """Named sets of arguments, a task each, that all arms start from."""
+    run: tuple[Literal["all", *CLAIMS], ...] = ()
+    """Claims whose missing runs are trained first; all: every one."""
+    report: str = ""
+    """Folder to write the page to, as claims.md; empty: none."""
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
@@ -897,18 +905,18 @@ class RejectionArgs(Args):
     """Sample answers to training problems, keep those that are right, readable and in one language,
     and write them as JSONL."""
 
-    output: str = ""  # File to write, one kept answer a line; `sft --demonstrations` reads it.
-    num_problems: int = 512  # Training problems to ask, the first ones.
-    num_samples: int = 8  # Answers sampled for each.
-    keep: Literal["best", "all"] = (
-        "all"  # Of the answers to a problem that pass: the shortest, or all.
-    )
-    min_consistency: float = (
-        0.95  # Share of an answer's words that must be in its question's language.
-    )
-    few_shot: str = (
-        ""  # JSONL file of worked examples that are put before each question; empty: none.
-    )
+    output: str = ""
+    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
+    num_problems: int = 512
+    """Training problems to ask, the first ones."""
+    num_samples: int = 8
+    """Answers sampled for each."""
+    keep: Literal["best", "all"] = "all"
+    """Of the answers to a problem that pass: the shortest, or all."""
+    min_consistency: float = 0.95
+    """Share of an answer's words that must be in its question's language."""
+    few_shot: str = ""
+    """JSONL file of worked examples that are put before each question; empty: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -923,8 +931,8 @@ class VerifyArgs(RLArgs):
     --save_interval are set by --kill_after."""
 
     kill_after: int = 3
-    # On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower.
     batch_invariant: bool = False
+    """On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower."""
 
 
 @dataclass(frozen=True)
@@ -932,24 +940,27 @@ class GradientsArgs:
     """Sample one set of rollouts, and compare the gradients that losses, normalisations and group
     sizes make of it."""
 
-    preset: str = "tiny"  # Named set of arguments: task, model, devices, sampling.
-    prompts: int = 32  # Prompts; each one's gradient is one observation.
-    # Group sizes to compare: each prompt's responses are cut into such groups.
+    preset: str = "tiny"
+    """Named set of arguments: task, model, devices, sampling."""
+    prompts: int = 32
+    """Prompts; each one's gradient is one observation."""
     group_size: tuple[int, ...] = (
         2,
         4,
         8,
         16,
     )
-    updates: Literal[0, 1] = (
-        # 1: also look at clipped losses after one update on these rollouts, where the ratio is not
-        # 1.
-        1
-    )
-    seed: int = 0  # Seed of prompts and samples.
-    output_dir: str = "checkpoints"  # Folder that holds the warm start.
-    # TOML file of named arms, a sweep's: compare the gradients of their first two updates instead.
+    """Group sizes to compare: each prompt's responses are cut into such groups."""
+    updates: Literal[0, 1] = 1
+    """1: also look at clipped losses after one update on these rollouts, where the ratio is not
+    1."""
+    seed: int = 0
+    """Seed of prompts and samples."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the warm start."""
     sweep_file: str = ""
+    """TOML file of named arms, a sweep's: compare the gradients of their first two updates
+    instead."""
 
     def __post_init__(self) -> None:
         _check_values(self)
@@ -965,13 +976,17 @@ class ReportArgs:
     """Write a report from a sweep's folder, or from folders of runs: report.html, report.md,
     figures and tables."""
 
-    # Folders of sweeps and of runs; a single one, also of a run, may still be training.
     runs: tuple[str, ...]
-    output: str = ""  # Folder to write to; empty: the first of --runs.
-    # Difference of accuracies below which two arms are taken to tie; a sweep's folder has its own.
+    """Folders of sweeps and of runs; a single one, also of a run, may still be training."""
+    output: str = ""
+    """Folder to write to; empty: the first of --runs."""
     tie: float = 0.03
-    match: Match = "steps"  # A sweep's folder has its own.
-    follow: bool = False  # Write the report again, every 30 s, until all runs are finished.
+    """Difference of accuracies below which two arms are taken to tie; a sweep's folder has its
+    own."""
+    match: Match = "steps"
+    """A sweep's folder has its own."""
+    follow: bool = False
+    """Write the report again, every 30 s, until all runs are finished."""
 
 
 @dataclass(frozen=True)
@@ -979,18 +994,23 @@ class PipelineArgs:
     """Run the stages of a file, one after another; a pipeline that was stopped goes on at the stage
     it stopped in."""
 
-    file: str  # TOML file of the stages.
-    run_name: Annotated[str, tyro.conf.arg(aliases=("--name",))] = (
-        ""  # Name of the pipeline's folder; empty: the file's.
-    )
-    output_dir: str = "checkpoints"  # Folder that holds the pipeline's folder.
-    dry_run: bool = False  # Print the commands, and run nothing.
+    file: str
+    """TOML file of the stages."""
+    run_name: Annotated[str, tyro.conf.arg(aliases=("--name",))] = ""
+    """Name of the pipeline's folder; empty: the file's."""
+    output_dir: str = "checkpoints"
+    """Folder that holds the pipeline's folder."""
+    dry_run: bool = False
+    """Print the commands, and run nothing."""
 
 
 @dataclass(frozen=True)
 class DownloadArgs:
     """Download GSM8K, or the task that --task names; a broken transfer goes on where it stopped."""
 
-    task: Literal[tuple(PUBLISHED)] = "gsm8k"  # The task whose problems these are.
-    folder: str = ""  # Where the two files go; empty: dataset/TASK, where the task looks for them.
-    source: str = ""  # Address of the folder that holds them; empty: where they are published.
+    task: Literal[tuple(PUBLISHED)] = "gsm8k"
+    """The task whose problems these are."""
+    folder: str = ""
+    """Where the two files go; empty: dataset/TASK, where the task looks for them."""
+    source: str = ""
+    """Address of the folder that holds them; empty: where they are published."""

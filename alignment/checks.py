@@ -176,10 +176,15 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
-    of_task = lambda split: task.demonstrations(split, args.dataset_path, args.seed)
-    of_files = lambda split: own_data.of_split(
-        own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key
-    )
+
+    def of_task(split):
+        return task.demonstrations(split, args.dataset_path, args.seed)
+
+    def of_files(split):
+        return own_data.of_split(
+            own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key
+        )
+
     demonstrations = of_files if args.demonstrations else of_task
     shown = demonstrations("train")
     kept = task.untested(shown, args.dataset_path)

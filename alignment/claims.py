@@ -65,7 +65,10 @@ tokens; NaN where it has none."""
 
 def main() -> None:
     args, console = parse(ClaimsArgs), make_console()
-    read = lambda: [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
+
+    def read():
+        return [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
+
     resources = (
         args.executor,
         args.ray_address,
@@ -114,11 +117,14 @@ def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     )
     names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}
     seeds = tuple(dict.fromkeys(args.seed or about.get("seeds", ())))
-    finished = lambda run: {
-        s: study.read_run(p)
-        for s in seeds
-        if ((p := folder / f"{run}_seed{s}") / "summary.json").exists()
-    }
+
+    def finished(run):
+        return {
+            s: study.read_run(p)
+            for s in seeds
+            if ((p := folder / f"{run}_seed{s}") / "summary.json").exists()
+        }
+
     placed = {
         names[arm]: replace(own, output_dir=str(folder), trackers=args.trackers)
         for arm, own in arms.items()
@@ -135,13 +141,18 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
     about, above = trial.file["about"], trial.file["about"].get("above")
+
     # as of many questions: `compare` takes it for no rounded share
-    whole = lambda x: np.broadcast_to(x, np.shape(x) or 10_000)
-    known = lambda of: {
-        s: whole(x)
-        for s, run in of.items()
-        if not np.isnan(x := MEASURES[about["measure"]](run)).any()
-    }
+    def whole(x):
+        return np.broadcast_to(x, np.shape(x) or 10_000)
+
+    def known(of):
+        return {
+            s: whole(x)
+            for s, run in of.items()
+            if not np.isnan(x := MEASURES[about["measure"]](run)).any()
+        }
+
     scores = {arm: known(of) for arm, of in trial.runs.items()}
     contrasts = [
         c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)
@@ -173,10 +184,13 @@ def contents(trials: list[Trial]) -> dict[str, object]:
     hours; and all hours."""
     decided, told, runs = [decide(trial) for trial in trials], {name: [] for name in CLAIMS}, {}
     alpha = ALPHA / max(1, sum(bool(comparisons) for _, comparisons in decided))
-    hours = lambda runs: (
-        sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals))
-        / 3600
-    )
+
+    def hours(runs):
+        return (
+            sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals))
+            / 3600
+        )
+
     for trial, (verdict, comparisons) in zip(trials, decided, strict=True):
         runs |= (own := {run.path: run for of in trial.runs.values() for run in of.values()})
         told[trial.name].append((trial, verdict, comparisons, decide(trial, alpha)[0], hours(own)))

@@ -56,12 +56,15 @@ COLUMNS = {  # Heading -> the cell, from an evaluation's record.
 }
 
 
-Stage = NamedTuple(
-    "Stage",
-    [("name", str), ("command", str), ("flags", tuple[str, ...]), ("result", str), ("done", Path)],
-)
-"""A command with its flags, its `result` (a model or a file), and `done`, a path that exists once
-it has ended well."""
+class Stage(NamedTuple):
+    """A command with its flags, its `result` (a model or a file), and `done`, a path that exists
+    once it has ended well."""
+
+    name: str
+    command: str
+    flags: tuple[str, ...]
+    result: str
+    done: Path
 
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:

@@ -186,7 +186,10 @@ def if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> Predictio
 def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMeter]:
     """What measures a run's peaks beside those predicted, if they can be. Prints a warning where
     they do not fit here."""
-    expected: Callable[[int], list[DevicePeak]] = lambda tokens: []
+
+    def expected(tokens: int) -> list[DevicePeak]:
+        return []
+
     with suppress(UserError):  # what is wrong is said where it is loaded
         prediction = predict(args, machines=PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1)
         expected = functools.cache(functools.partial(peaks_of_micro_batches, prediction))
@@ -401,7 +404,7 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         )
         trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
         shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
-        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1])))
+        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1], strict=True)))
         measured += [
             (phase, done, taken)
             for phase, done in works.items()
@@ -420,9 +423,8 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
         (phase, size, seconds / size)
         for (phase, _, seconds), size in zip(measured, sizes, strict=True)
     ]
-    return Known(
-        fit, samples, {name: (min(of), max(of)) for name, of in zip(Known().shares, zip(*shares))}
-    )
+    of_shares = zip(Known().shares, zip(*shares, strict=True), strict=True)
+    return Known(fit, samples, {name: (min(of), max(of)) for name, of in of_shares})
 
 
 def phase_seconds(phase: str, run: Run) -> float:
@@ -519,7 +521,7 @@ def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
 def largest_of(phases: Mapping[str, Sequence[int | None]]) -> tuple[float, float]:
     """The largest measured and the largest predicted bytes of a device's phases, `SMALLEST` at
     least."""
-    measured, predicted = zip(*phases.values())
+    measured, predicted = zip(*phases.values(), strict=True)
     return max(SMALLEST, *measured), max(SMALLEST, *(size or 0 for size in predicted))
 
 

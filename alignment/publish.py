@@ -15,10 +15,14 @@ class PublishArgs:
     """Upload the final model of a finished run, with its model card, to the Hugging Face hub: only
     what its manifest names."""
 
-    run: str  # Folder of the run.
-    repo: str  # Repository on the hub, OWNER/NAME, which is made where there is none.
-    private: bool = False  # Make it a private one.
-    dry_run: bool = False  # List what would be uploaded, and upload nothing.
+    run: str
+    """Folder of the run."""
+    repo: str
+    """Repository on the hub, OWNER/NAME, which is made where there is none."""
+    private: bool = False
+    """Make it a private one."""
+    dry_run: bool = False
+    """List what would be uploaded, and upload nothing."""
 
 
 def main() -> None:

@@ -43,9 +43,8 @@ from alignment.system.errors import UserError, run_command
 from alignment.system.files import LOCK
 from alignment.system.terminal import make_console, make_table
 
-SEED_STD = (
-    0.02  # assumed standard deviation of an arm's accuracy between seeds, for the design's power
-)
+# assumed standard deviation of an arm's accuracy between seeds, for the design's power
+SEED_STD = 0.02
 
 
 def main() -> None:
@@ -204,9 +203,10 @@ def powers(design: Design, after: range, questions: int) -> dict:
         for name, contrasts in factor_contrasts(design.varied).items()
     }
     arms = [arm for arm in design.arms if not (tables and arm.startswith("control_"))]
-    weights = lambda contrasts: (
-        [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
-    )
+
+    def weights(contrasts):
+        return [contrasts[0].weights.get(arm, 0.0) for arm in arms] if contrasts else []
+
     tables = tables or {"two arms": pairs(arms)}
     std = score_std(SEED_STD, questions)
     return {

@@ -68,10 +68,14 @@ def digests(run: Path) -> dict[str, str]:
     from safetensors.numpy import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    contents = lambda files: [(file.name, sha256(file)) for file in sorted(files)]
-    untimed = lambda record: {
-        key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)
-    }
+    def contents(files):
+        return [(file.name, sha256(file)) for file in sorted(files)]
+
+    def untimed(record):
+        return {
+            key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)
+        }
+
     trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
     states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -114,11 +118,17 @@ def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
         # its events are compared
         rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)
         straight, resumed = Path(folder) / rl.run_name, Path(folder) / "killed"
-        start = lambda: train_and_resume(rl, resumed, console)
+
+        def start():
+            return train_and_resume(rl, resumed, console)
+
         yield Check("resumed: other parts of the next step's start", 0.0, start)
         if (resumed / "summary.json").exists():
             limit = 0.0 if exact else math.inf
-            parts = lambda: differing_parts(straight, resumed)
+
+            def parts():
+                return differing_parts(straight, resumed)
+
             yield Check("killed, resumed: parts with other bits", limit, parts, "statistical")
             yield from checks_of_plan(*beside_plan(rl))
 
@@ -277,9 +287,8 @@ def main() -> None:
             " shares a batch"
         )
     if args.batch_invariant:
-        os.environ["VLLM_BATCH_INVARIANT"] = (
-            "1"  # which its process, and those of the runs below, inherit
-        )
+        # which its process, and those of the runs below, inherit
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if followed(args.rank_timeout):
         return
     check_rl(args)

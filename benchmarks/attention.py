@@ -98,8 +98,13 @@ def measure(kind: str, tokens: int, responses: int, prompt: int) -> None:
         """[responses, heads, tokens, size] of the responses; the prompt's own attention is left
         out: it is little."""
         q, k, v = (tensor[0] for tensor in (q, k, v))
-        own = lambda of: of[:, prompt:].unflatten(1, (responses, tokens)).transpose(0, 1)
-        shared = lambda of: of[:, :prompt].expand(responses, -1, -1, -1)
+
+        def own(of):
+            return of[:, prompt:].unflatten(1, (responses, tokens)).transpose(0, 1)
+
+        def shared(of):
+            return of[:, :prompt].expand(responses, -1, -1, -1)
+
         keys, values = (torch.cat([shared(of), own(of)], dim=2) for of in (k, v))
         mask = torch.ones(tokens, prompt + tokens, dtype=torch.bool).tril(prompt)
         return torch.nn.functional.scaled_dot_product_attention(

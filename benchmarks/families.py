@@ -18,71 +18,81 @@ from alignment.sampling.transformers import TransformersSampler, choose_decoding
 
 WINDOW = 6  # shorter than every row below
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+MOE = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 FAMILIES = {
     "llama": {},
-    "llama_biased": dict(model_type="llama", attention_bias=True, mlp_bias=True),
+    "llama_biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": {},
-    "qwen2_windowed": dict(
-        model_type="qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
+    "qwen2_windowed": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
     "qwen3": {},
     "qwen3_moe": MOE,
-    "mistral": dict(sliding_window=WINDOW),
+    "mistral": {"sliding_window": WINDOW},
     "mixtral": dict(sliding_window=WINDOW, **MOE),
     "phi": {},
-    "phi3": dict(sliding_window=WINDOW),
+    "phi3": {"sliding_window": WINDOW},
     "gemma": {},
-    "gemma2": dict(
-        sliding_window=WINDOW,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=4.0,
-        layer_types=[SLIDING, FULL],
-    ),
-    "gemma3_text": dict(
-        sliding_window=WINDOW, final_logit_softcapping=4.0, layer_types=[SLIDING, FULL]
-    ),
-    "cohere": dict(logit_scale=0.25),
-    "cohere2": dict(logit_scale=0.25, sliding_window=WINDOW, layer_types=[SLIDING, FULL]),
-    "granite": dict(
-        logits_scaling=4.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.7,
-        embedding_multiplier=2.0,
-    ),
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+        "layer_types": [SLIDING, FULL],
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "final_logit_softcapping": 4.0,
+        "layer_types": [SLIDING, FULL],
+    },
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL]},
+    "granite": {
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+    },
     "gpt_oss": dict(sliding_window=WINDOW, layer_types=[SLIDING, FULL], **MOE),
     "olmo": {},
     "olmo2": {},
-    "olmo3": dict(sliding_window=WINDOW, layer_types=[SLIDING, FULL]),
+    "olmo3": {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL]},
     "smollm3": {},
     "glm": {},
     "glm4": {},
-    "starcoder2": dict(sliding_window=WINDOW),
+    "starcoder2": {"sliding_window": WINDOW},
     "stablelm": {},
     "gpt_neox": {},
-    "gpt2": dict(n_inner=48),
-    "opt": dict(ffn_dim=48),
-    "gpt_bigcode": dict(n_inner=48),
-    "gptj": dict(rotary_dim=4),
+    "gpt2": {"n_inner": 48},
+    "opt": {"ffn_dim": 48},
+    "gpt_bigcode": {"n_inner": 48},
+    "gptj": {"rotary_dim": 4},
     "bloom": {},
-    "falcon": dict(head_dim=None),
+    "falcon": {"head_dim": None},
     "mpt": {},
-    "codegen": dict(rotary_dim=4),
+    "codegen": {"rotary_dim": 4},
 }
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def family_config(name: str) -> PretrainedConfig:
@@ -110,7 +120,10 @@ def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
 def rows_of(lengths: Sequence[tuple[int, int]], repeats: int) -> Batch:
     """`repeats` rows of each prompt; `lengths` are of prompt and longest response, the others end
     earlier."""
-    ids = lambda number: torch.randint(3, 64, (number,)).tolist()
+
+    def ids(number):
+        return torch.randint(3, 64, (number,)).tolist()
+
     prompts = [prompt for length, _ in lengths for prompt in [ids(length)] * repeats]
     return collate(
         prompts, [ids(most - 2 * r) for _, most in lengths for r in range(repeats)], pad_token_id=0

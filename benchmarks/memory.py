@@ -23,10 +23,11 @@ from rich.console import Console
 from alignment.system.terminal import make_table
 
 ROOT = Path(__file__).parents[1]
-COMMON = """--preset tiny --sft_base= --task arithmetic --max_prompt_tokens 24 --reward random --sampling_temperature 2
-    --num_steps 2 --eval_interval 2 --save_interval 2 --max_problems 8 --max_sampler_mismatch 10 --sampler transformers"""
-SMOLLM2 = """--model smollm2 --prompts_per_rollout 4 --group_size 8 --max_new_tokens 48 --train_mini_batch_size 16
-    --micro_batch_tokens 816"""
+COMMON = """--preset tiny --sft_base= --task arithmetic --max_prompt_tokens 24 --reward random
+    --sampling_temperature 2 --num_steps 2 --eval_interval 2 --save_interval 2 --max_problems 8
+    --max_sampler_mismatch 10 --sampler transformers"""
+SMOLLM2 = """--model smollm2 --prompts_per_rollout 4 --group_size 8 --max_new_tokens 48
+    --train_mini_batch_size 16 --micro_batch_tokens 816"""
 LONG = "--prompts_per_rollout 64 --group_size 16 --max_new_tokens 120 --train_mini_batch_size 0"
 RANKS = "--policy_ranks {} --policy_parallelism"
 SETTINGS = {

@@ -76,7 +76,7 @@ FLAGS += ["--policy_parallelism", "sharded"]
 PHASES = ("sampling", "update", "checkpoint")
 SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGSTOP", "SIGTERM")}
 FAULTS = {
-    **{name: PHASES for name in SIGNALS},
+    **dict.fromkeys(SIGNALS, PHASES),
     "hang": ("update", "checkpoint"),
     "NaN": ("update",),
     "out of memory": ("update", "checkpoint"),
@@ -303,7 +303,8 @@ def main(ranks: int = 2, only: tuple[str, ...] = (), jobs: int = 2):
             ports = range(20000 + os.getpid() % 10000, 40000)
             results = list(
                 pool.map(
-                    lambda row: outcome(row[0], *row[1], ranks, row[2]), zip(folders, cases, ports)
+                    lambda row: outcome(row[0], *row[1], ranks, row[2]),
+                    zip(folders, cases, ports, strict=False),
                 )
             )
         shutil.rmtree(top / "undisturbed")

@@ -245,7 +245,7 @@ def main(models: tuple[str, ...] = tuple(MODELS), processes: int = 1):
     others = Case(1, 8, replicated=True), Case(1, 8, lora_rank=16), Case(1, 8, rows=1)
     cases = [(name, case) for name in models for case in (*meshes, *others)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        rows = [*pool.map(compared, *zip(*cases))]
+        rows = [*pool.map(compared, *zip(*cases, strict=True))]
     headings = (
         "model",
         "kind",

@@ -78,7 +78,7 @@ def main(
     form = sum(closed_form(config, case).values())
     cells = [
         (str(rank), *(f"{bytes_ / 1e9:.2f}" for bytes_ in both))
-        for rank, both in enumerate(zip(loading, update))
+        for rank, both in enumerate(zip(loading, update, strict=True))
     ]
     title = (
         f"{model}, {kind}, {ranks} ranks, {case.tokens} tokens, {dtype}, torch {torch.__version__}"

@@ -180,7 +180,7 @@ def rooms() -> dict[str, set[str]]:
         r"^\| `(\w+)/` \|.*\| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M
     )
     return {
-        room: set(re.findall(r"\w+", allowed)) - set("nothing of ours and".split())
+        room: set(re.findall(r"\w+", allowed)) - {"nothing", "of", "ours", "and"}
         for room, allowed in rows
     }
 
@@ -209,9 +209,9 @@ def test_the_table_of_rooms_and_its_drawing_say_what_the_code_imports():
 # --- the fields of a run's files ------------------------------------------------------------------
 
 
-RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1 --overlong_buffer 4
-    --prompts_per_rollout 2 --group_size 4 --train_mini_batch_size 4 --max_new_tokens 16 --max_problems 4 --eval_interval 1
-    --num_steps 2 --run_name run"""
+RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1
+    --overlong_buffer 4 --prompts_per_rollout 2 --group_size 4 --train_mini_batch_size 4
+    --max_new_tokens 16 --max_problems 4 --eval_interval 1 --num_steps 2 --run_name run"""
 
 
 @pytest.fixture(scope="module")

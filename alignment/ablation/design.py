@@ -295,9 +295,10 @@ def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
         groups.setdefault(
             tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []
         ).append(name)
-    reason = lambda names: (
-        f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
-    )
+
+    def reason(names):
+        return f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
+
     return [f"{', '.join(names)}: {reason(names)}" for names in groups.values() if len(names) > 1]
 
 
@@ -365,7 +366,10 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
             effects.append("how the evaluation samples or scores")
         if effects:
             confounded.setdefault((name, tuple(effects)), []).extend((a, b))
-    reason = lambda name, effects: f"--{name} also changes {', '.join(effects)}"
+
+    def reason(name, effects):
+        return f"--{name} also changes {', '.join(effects)}"
+
     return [
         f"{', '.join(dict.fromkeys(names))}: {reason(*key)}" for key, names in confounded.items()
     ]

@@ -34,21 +34,24 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 def report(study: Study, folder: Path, console: Console) -> None:
     """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of
     arms; write the report."""
-    cells = lambda c: (
-        f"{c.a} - {c.b}",
-        f"{c.difference:+.3f}",
-        f"{c.low:+.3f} .. {c.high:+.3f}",
-        str(c.seeds),
-        c.verdict,
-    )
+
+    def cells(c):
+        return (
+            f"{c.a} - {c.b}",
+            f"{c.difference:+.3f}",
+            f"{c.low:+.3f} .. {c.high:+.3f}",
+            str(c.seeds),
+            c.verdict,
+        )
+
     compared, measured = verdicts.outcome(study)
     factors = {
         f"{compared}: {name}, averaged over all else": rows
         for name, rows in decide_factors(study).items()
     }
-    for title, comparisons in (
-        factors or {compared: pairs for pairs in [decide(study)] if pairs}
-    ).items():
+    if not factors and (pairs := decide(study)):
+        factors = {compared: pairs}
+    for title, comparisons in factors.items():
         rows = map(cells, _ranked(comparisons))
         console.print(
             make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows)
@@ -77,7 +80,10 @@ def write_report(study: Study, folder: Path) -> list[Path]:
             title: _save(figure, folder / "figures", title) for title, figure in drawn.items()
         }
     }
-    p_value = lambda p: "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
+    def p_value(p):
+        return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
     facts |= {
         "shown": SHOWN_PAIRS,
         "printable": printable,

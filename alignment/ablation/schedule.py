@@ -296,9 +296,8 @@ class RayExecutor:
             raise UserError(
                 f"--ray_address {address}: no Ray cluster answers there ({error})"
             ) from None
-        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = (
-            "0"  # the nodes' own environments run the jobs
-        )
+        # the nodes' own environments run the jobs
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         import ray
 
         self.ray = ray

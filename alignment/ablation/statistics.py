@@ -26,9 +26,13 @@ LIKE_THESE = (  # the end of a verdict that runs which end elsewhere, unseen, co
 )
 
 
-Contrast = NamedTuple("Contrast", [("a", str), ("b", str), ("weights", Mapping[str, float])])
-"""The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on
-side b."""
+class Contrast(NamedTuple):
+    """The two sides of a comparison: weights of the arms, which add up to 1 on side a and to -1 on
+    side b."""
+
+    a: str
+    b: str
+    weights: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -335,7 +339,10 @@ def half_width(variance: float, dof: int, questions: float, level: float = 0.05)
     longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(
         questions
     )
-    excess = lambda half: 2 * tail(half, variance, dof, questions) - level
+
+    def excess(half):
+        return 2 * tail(half, variance, dof, questions) - level
+
     return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
 
 
@@ -540,9 +547,12 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 DRAWS = 4_000
 
 
-Power = NamedTuple("Power", [("difference", float), ("tie", float)])
-"""The smallest difference found with a chance of CHANCE, infinite with one seed; the chance that
-none is called a tie."""
+class Power(NamedTuple):
+    """The smallest difference found with a chance of CHANCE, infinite with one seed; the chance
+    that none is called a tie."""
+
+    difference: float
+    tie: float
 
 
 def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
@@ -556,7 +566,10 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
     errors, halves = np.array(
         [_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]
     ).swapaxes(0, 1)
-    shortfall = lambda difference: float((errors + difference > halves).any(axis=0).mean()) - CHANCE
+
+    def shortfall(difference):
+        return float((errors + difference > halves).any(axis=0).mean()) - CHANCE
+
     found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
     return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
 

@@ -172,7 +172,10 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
     names = {key for run in runs for key in run.args if key not in BOOKKEEPING}
     # of arguments that are newer than a run
     defaults = {f.name: f.default for f in dataclasses.fields(RLArgs)}
-    value_of = lambda run, name: run.args.get(name, defaults.get(name))
+
+    def value_of(run, name):
+        return run.args.get(name, defaults.get(name))
+
     differing = sorted(
         name for name in names if len({json.dumps(value_of(run, name) or None) for run in runs}) > 1
     )

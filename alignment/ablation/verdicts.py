@@ -130,7 +130,10 @@ def final_scores(study: Study) -> dict[str, Scores]:
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
     most = budget(study)
-    area = lambda run: statistics.area_under_curve(*curve(run, study.match, most))
+
+    def area(run):
+        return statistics.area_under_curve(*curve(run, study.match, most))
+
     return {
         arm: {seed: area(run) for seed, run in runs.items()} for arm, runs in study.arms.items()
     }
@@ -209,7 +212,10 @@ def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, li
         sides = {
             level: [arm for arm in arms if levels[arm][place] == level] for level in several[place]
         }
-        side = lambda level, sign: dict.fromkeys(sides[level], sign / len(sides[level]))
+
+        def side(level, sign, sides=sides):
+            return dict.fromkeys(sides[level], sign / len(sides[level]))
+
         contrasts[name] = [
             Contrast(a, b, side(a, 1) | side(b, -1)) for a, b in combinations(sides, 2)
         ]

@@ -33,9 +33,14 @@ def masked_normalize(
     return tensor.where(mask.bool(), 0).sum(dim) / normalize_constant
 
 
-Normalization = NamedTuple("Normalization", [("total", Callable), ("denominator", Callable)])
-"""A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a
-micro-batch, and (response lengths, max_new_tokens) -> what divides a whole step's sum."""
+class Normalization(NamedTuple):
+    """A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a
+    micro-batch, and (response lengths, max_new_tokens) -> what divides a whole step's sum."""
+
+    total: Callable
+    denominator: Callable
+
+
 NORMALIZATIONS: Mapping[str, Normalization] = {  # --loss_normalization -> its sum and denominator.
     "sequence_mean": Normalization(
         lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)
@@ -88,13 +93,11 @@ class Loss:
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
     """What multiplies each response's gradient, which is 0 where the weight is 0; None: any
     response may have a gradient."""
-    uses_ratio: bool = (
-        False  # Whether the loss takes the ratio to the old policy, and so needs old log-probs.
-    )
+    uses_ratio: bool = False
+    """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False
-    arguments: frozenset[str] = (
-        ADVANTAGE_ARGUMENTS  # Of `OPTIONAL_ARGUMENTS`, the flags that play a part.
-    )
+    arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
+    """Of `OPTIONAL_ARGUMENTS`, the flags that play a part."""
     # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
     at_ratio_one: str = ""
 
@@ -104,9 +107,8 @@ class LossConfig:
     """A loss and the numbers in it. The other fields are those of the flags of the same names."""
 
     loss: Loss
-    cliprange: float | None = (
-        0.2  # None where a caller gives none; a loss that clips then raises ValueError.
-    )
+    cliprange: float | None = 0.2
+    """None where a caller gives none; a loss that clips then raises ValueError."""
     cliprange_high: float | None = None
     dual_clip: float = 0.0
     beta: float = 0.0

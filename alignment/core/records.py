@@ -61,9 +61,8 @@ class SamplingConfig:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ("</answer>",)
     seed: int = 0
-    first_prompt: int = (
-        0  # The first prompt's number: `seed` and its number give a prompt's random numbers.
-    )
+    first_prompt: int = 0
+    """The first prompt's number: `seed` and its number give a prompt's random numbers."""
 
     @property
     def distribution(self) -> Distribution:

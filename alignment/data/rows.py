@@ -27,13 +27,41 @@ from alignment.system.files import read_text
 # ("file:line", row), or ("file: row number", row) where rows have no lines
 Rows = Iterable[tuple[str, dict]]
 # What a data set's description may say of its files; where it says more, the library reads them.
-UNDERSTOOD = set("name version data_dir data_files description features sep delimiter".split())
+UNDERSTOOD = {
+    "name",
+    "version",
+    "data_dir",
+    "data_files",
+    "description",
+    "features",
+    "sep",
+    "delimiter",
+}
 # How a CSV file is cut into cells. What cells mean, such as a decimal comma, is beside these.
-SHAPE_OF_CSV = set(
-    "header names column_names index_col usecols skipinitialspace skiprows nrows skip_blank_lines"
-    " lineterminator quotechar quoting escapechar comment encoding dialect skipfooter doublequote"
-    " engine memory_map encoding_errors on_bad_lines".split()
-)
+SHAPE_OF_CSV = {
+    "header",
+    "names",
+    "column_names",
+    "index_col",
+    "usecols",
+    "skipinitialspace",
+    "skiprows",
+    "nrows",
+    "skip_blank_lines",
+    "lineterminator",
+    "quotechar",
+    "quoting",
+    "escapechar",
+    "comment",
+    "encoding",
+    "dialect",
+    "skipfooter",
+    "doublequote",
+    "engine",
+    "memory_map",
+    "encoding_errors",
+    "on_bad_lines",
+}
 
 
 class WrittenNumber(float):

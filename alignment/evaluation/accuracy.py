@@ -37,11 +37,13 @@ HERE = Path(__file__).parent  # of the templates
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
-Evaluation = NamedTuple(
-    "Evaluation", [("groups", tuple[Group, ...]), ("record", Mapping[str, Any])]
-)
-"""Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and what
-docs/files.md lists."""
+
+class Evaluation(NamedTuple):
+    """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and
+    what docs/files.md lists."""
+
+    groups: tuple[Group, ...]
+    record: Mapping[str, Any]
 
 
 def evaluate_vllm(
@@ -203,7 +205,10 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
         if means_a.std() > 0 and means_b.std() > 0
         else 0.0
     )
-    reach = lambda one, other: math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+
+    def reach(one, other):
+        return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+
     difference = mean_b - mean_a
     interval = (
         difference - reach(mean_b - low_b, high_a - mean_a),

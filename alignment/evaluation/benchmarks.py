@@ -47,9 +47,10 @@ def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
             f"{flag}: {source[0]} has {len(rows)} rows in {', '.join(splits)}; published are"
             f" {published}"
         )
-    flat = lambda place, row: {
-        c: ", ".join(map(str, v)) if isinstance(v, list) else v for c, v in row.items()
-    }
+
+    def flat(place, row):
+        return {c: ", ".join(map(str, v)) if isinstance(v, list) else v for c, v in row.items()}
+
     rows = [
         (place, (svamp_row if entry.get("equation") else flat)(place, row)) for place, row in rows
     ]
@@ -65,9 +66,9 @@ def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
 
 
 def _task(name: str, entry: Mapping) -> Task:
-    in_split = lambda split, dataset_path="": (
-        problems(name, dataset_path) if split == "test" else ()
-    )
+    def in_split(split, dataset_path=""):
+        return problems(name, dataset_path) if split == "test" else ()
+
     return Task(name, in_split, lambda *_: [], entry["prompt"], tuple(entry["rules"]))
 
 

@@ -14,9 +14,8 @@ class CPUOffloadAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group, p in [
-            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]:
+        pairs = ((group, p) for group in self.param_groups for p in group["params"])
+        for group, p in [(of, p) for of, p in pairs if p.grad is not None]:
             weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
@@ -33,7 +32,7 @@ class CPUOffloadAdamW(torch.optim.AdamW):
                 [state["step"]],
             )
             options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(
-                zip(("beta1", "beta2"), group["betas"])
+                zip(("beta1", "beta2"), group["betas"], strict=True)
             )
             adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
             p.copy_(weight)

@@ -24,13 +24,11 @@ class AttentionRule:
     transformers' arguments to attention."""
 
     scaling: float
-    window: int | None = (
-        None  # a token sees those less than so many positions before it (Mistral, arXiv:2310.06825)
-    )
+    window: int | None = None
+    """A token sees those less than so many positions before it (Mistral, arXiv:2310.06825)."""
     soft_cap: float | None = None  # of scores: `soft_capped`
-    sinks: torch.Tensor | None = (
-        None  # [heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)
-    )
+    sinks: torch.Tensor | None = None
+    """[heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)."""
 
     def softmax(self, scores_XHSK: torch.Tensor) -> torch.Tensor:
         """Attention weights in fp32. The S queries of a head of keys are each of its heads of

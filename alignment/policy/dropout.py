@@ -32,9 +32,10 @@ def _named_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         # some families nest a config for each kind of layer
         if isinstance(value, Mapping | PreTrainedConfig):
             yield from _named_numbers(value if isinstance(value, Mapping) else vars(value))
-        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            if NAMES.search(name) and not OF_OTHER_HEADS.match(name):
-                yield name, value
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and value > 0 and NAMES.search(name) and not OF_OTHER_HEADS.match(name):
+            yield name, value
 
 
 def draws_at_random(model: PreTrainedModel) -> bool:

@@ -88,13 +88,15 @@ if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(
     sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
     sys.meta_path.insert(0, FINDER)
 
-from transformers import (
+from transformers import (  # noqa: E402, F401
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-)  # noqa: E402, F401
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel  # noqa: E402, F401
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
 from transformers.utils import cached_file, logging  # noqa: E402, F401

@@ -182,9 +182,8 @@ class StepShape:
     itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
     optimizer: str
     micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
-    update_tokens: (
-        int  # Of an update's rows, a prompt of several rows counted once: no micro-batch has more.
-    )
+    update_tokens: int
+    """Of an update's rows, a prompt of several rows counted once: no micro-batch has more."""
     parallel: int  # Micro-batches at once, which share these tokens.
     prompt: int  # Tokens of the longest prompt.
     max_new_tokens: int  # Of the longest response.
@@ -198,15 +197,12 @@ class StepShape:
     # vLLM's share of a GPU's memory, for each engine; None: `engine_share`.
     gpu_memory_utilization: float | None
     engines: int  # On a GPU that samples and evaluates.
-    sleeps: (
-        bool  # Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes.
-    )
-    layers: float = (
-        1.0  # The largest share of the model's layers on one device: `peak_bytes` tells.
-    )
-    largest_micro_batch: int = (
-        0  # Tokens of the largest of a real update; 0: as many as there may be.
-    )
+    sleeps: bool
+    """Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes."""
+    layers: float = 1.0
+    """The largest share of the model's layers on one device: `peak_bytes` tells."""
+    largest_micro_batch: int = 0
+    """Tokens of the largest of a real update; 0: as many as there may be."""
 
 
 AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
@@ -272,7 +268,10 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     none = replace(roles, sample=(), eval="", reference="")
     here = [none if share in shares[:i] else roles for i, share in enumerate(shares)]
     ranks = number if step.policy_parallelism in RANKED else 0
-    phases = [_phases_of(share, shape, config, there, step) for share, there in zip(shares, here)]
+    phases = [
+        _phases_of(share, shape, config, there, step)
+        for share, there in zip(shares, here, strict=True)
+    ]
     return [
         DevicePeak(s.device, i if i < ranks else None, phases[i])
         for i, s in enumerate(shares)
@@ -630,8 +629,8 @@ class PeakMeter:
             f"rank {rank}, {device}" if ranks else device
             for rank, device in enumerate(policy.devices)
         ]
-        self.pids = dict(zip(names, pids)) if policy.devices[0] == "cpu" else {}
-        own = zip(names, policy.devices[:1] if ranks else policy.devices)
+        self.pids = dict(zip(names, pids, strict=False)) if policy.devices[0] == "cpu" else {}
+        own = zip(names, policy.devices[:1] if ranks else policy.devices, strict=False)
         self.devices = {name: device for name, device in own if device != "cpu"}
         self.expected = expected
         self.run: Peaks = {}

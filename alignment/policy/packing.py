@@ -107,10 +107,10 @@ def pack(rows: Sequence[Row]) -> Packing:
     for length in sorted({len(prefixes[prefix]) for prefix, _ in sharing}):
         seen = [
             (own, prefixes[prefix])
-            for own, (prefix, _) in zip(suffixes, sharing)
+            for own, (prefix, _) in zip(suffixes, sharing, strict=True)
             if len(prefixes[prefix]) == length
         ]
-        parts.append(Part(*(_padded(places) for places in zip(*seen)), length))
+        parts.append(Part(*(_padded(places) for places in zip(*seen, strict=True)), length))
     return Packing(input_ids_1N, position_ids_1N, spots_BT, parts)
 
 

@@ -153,7 +153,10 @@ class OrderedAccumulation:
 
     def _wait_for_turn(self, number: int, gradient: torch.Tensor) -> None:
         worker = self.local.worker
-        turn = lambda other: (self.additions[other, number], other)
+
+        def turn(other):
+            return (self.additions[other, number], other)
+
         with self.changed:
             self.changed.wait_for(lambda: min(self.running, key=turn, default=worker) == worker)
             if worker not in self.running:

@@ -30,9 +30,8 @@ class PolicyConfig:
     dtype: str
     optimizer: str = "adamw"
     weight_decay: float = 0.0
-    micro_batch_tokens: int = (
-        0  # 0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`).
-    )
+    micro_batch_tokens: int = 0
+    """0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
     rank_timeout: float = 60.0  # Seconds after which a rank that does not answer is lost.
     # Rank of adapters (`policy/lora.py`), which are then all that is trained; 0: there are none.
     lora_rank: int = 0
@@ -40,15 +39,13 @@ class PolicyConfig:
     # Names of the adapted layers, with commas between; empty: all linear layers but the head.
     lora_targets: str = ""
     seed: int = 0  # Of the matrices A.
-    checkpoint: str = (
-        ""  # Folder of adapters, and the weights that they make, to go on with; empty: new ones.
-    )
+    checkpoint: str = ""
+    """Folder of adapters, and the weights that they make, to go on with; empty: new ones."""
     compile: bool = False  # Whether torch compiles the layers (`packing.compile_layers`).
     # Whether gradients are of a model with the dropout of its config (`policy/dropout.py`).
     dropout: bool = False
-    use_liger_kernel: bool = (
-        False  # Whether Liger's kernels compute parts of the layers (`loading.use_liger_kernel`).
-    )
+    use_liger_kernel: bool = False
+    """Whether Liger's kernels compute parts of the layers (`loading.use_liger_kernel`)."""
 
 
 @dataclass(frozen=True)

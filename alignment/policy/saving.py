@@ -114,9 +114,9 @@ def side_files(
     )
     if generation is not None:
         # As `save_pretrained`, which first validates it, writes it.
-        unchecked = lambda folder: generation.to_json_file(
-            folder / GENERATION_FILE, keys_to_pop=["compile_config"]
-        )
+        def unchecked(folder):
+            return generation.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
+
         yield SideFiles(GENERATION_FILE, generation.save_pretrained, unchecked)
     yield SideFiles(
         "tokenizer", tokenizer.save_pretrained, lambda folder: _copy_tokenizer(tokenizer, folder)
@@ -126,7 +126,10 @@ def side_files(
 @contextmanager
 def weights_alone() -> Iterator[None]:
     """Within the block `save_pretrained` of a model writes its weights and nothing else."""
-    nothing = lambda self, *arguments, **options: None
+
+    def nothing(self, *arguments, **options):
+        return None
+
     with (
         patch.object(PreTrainedConfig, "save_pretrained", nothing),
         patch.object(GenerationConfig, "save_pretrained", nothing),

@@ -48,9 +48,9 @@ class InFloat32(TorchFunctionMode):
     write into none."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        widen = lambda tensor: (
-            tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
-        )
+        def widen(tensor):
+            return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+
         args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
         return function(*args, **kwargs)
 

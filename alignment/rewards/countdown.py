@@ -28,8 +28,10 @@ OPERATIONS = {
 
 
 def countdown_reward_fn(response: str, ground_truth: str) -> Score:
-    """Score the continuation of a prompt that ends in `<think>`. Format: 1 for `...</think>\\n<answer>...</answer>` alone, else
-    0.1 for a closed thought, 0.5 for an answer in its tags. Answer, which is the reward: 1 where the last answer is right.
+    r"""Score the continuation of a prompt that ends in `<think>`.
+
+    Format: 1 for `...</think>\n<answer>...</answer>` alone, else 0.1 for a closed thought, 0.5 for
+    an answer in its tags. Answer, which is the reward: 1 where the last answer is right.
     """
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)

@@ -113,9 +113,7 @@ def worked_out(answer: str, ground_truth: str) -> bool:
     truth = _read(ground_truth)
     if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
         return True
-    whole = (
-        isinstance(truth.value, Fraction) and truth.value.denominator == 1 and not truth.unit == "%"
-    )
+    whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1 and truth.unit != "%"
     values = _values(_read(answer) or _read(answer_in_sentence(_normalised(answer))))
     return bool(values) and all(_is_numeral(value, fractions=not whole) for value in values)
 

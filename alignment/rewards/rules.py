@@ -102,7 +102,10 @@ def _scripts(text: str) -> Counter[str]:
 
 def of_each(function: Callable[[Problem, str, Score], float]) -> PartFn:
     """The part made of a function of a problem, a response to it, and its score."""
-    texts = lambda completions: [completion.text for completion in completions]
+
+    def texts(completions):
+        return [completion.text for completion in completions]
+
     return lambda problems, drawn, scores: list(map(function, problems, texts(drawn), scores))
 
 
@@ -168,7 +171,7 @@ class Reward:
         for score, of_row in zip(scores, zip(*values, strict=True), strict=True):
             applied = [
                 (name, weight, value)
-                for (name, weight, _), value in zip(self.parts, of_row)
+                for (name, weight, _), value in zip(self.parts, of_row, strict=True)
                 if value is not None
             ]
             parts = {f"part_{name}": value for name, _, value in applied} or {"unscored": 1.0}
@@ -244,9 +247,9 @@ def _name_and_weight(item: str) -> tuple[str, float]:
 
 
 def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> PartFn:
-    paid_by = lambda rule: of_each(
-        lambda problem, text, _: rule(text, problem.ground_truth)["reward"]
-    )
+    def paid_by(rule):
+        return of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
+
     by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
     if unfit := [UNFIT[name, rule] for rule in rules if (name, rule) in UNFIT]:
         raise UserError(f"--reward {name}: {unfit[0]}")

@@ -157,7 +157,10 @@ def _call(
     try:
         result = function(*arguments, **columns)
         result = loop.run(result) if inspect.iscoroutine(result) else result
-        as_list = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)
+
+        def as_list(value):
+            return value.tolist() if hasattr(value, "tolist") else list(value)
+
         # plain numbers, texts, lists and dicts
         return json.loads(json.dumps(result, default=as_list))
     except SystemExit as error:

@@ -164,7 +164,10 @@ def rollout_report(
         if config.overlong_buffer
         else []
     )
-    mean = lambda values: sum(values) / len(completions)
+
+    def mean(values):
+        return sum(values) / len(completions)
+
     report = {"reward": statistics["reward_mean"]} | {
         name: statistics[name] for name in ("reward_std", "flat_groups")
     }

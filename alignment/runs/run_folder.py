@@ -248,11 +248,14 @@ def reproducibility(run: Path) -> str:
     # no copy for a paper
     folders = [page.parent for page in pages if page.with_name("args.json").exists()]
     records = {folder: files.read_json(folder / "args.json") for folder in (run, *folders)}
-    setting = lambda record: (
-        record["versions"],
-        record.get("machine"),
-        *map(record["args"].get, ARGUMENTS["setting"]),
-    )
+
+    def setting(record):
+        return (
+            record["versions"],
+            record.get("machine"),
+            *map(record["args"].get, ARGUMENTS["setting"]),
+        )
+
     newest = max(
         (f for f in folders if setting(records[f]) == setting(records[run])),
         key=os.path.getmtime,

@@ -39,7 +39,10 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
         ("before", "after"),
     )
     console.print(make_table(heading, ("", *sides), rows, numbers=sides))
-    gigabytes = lambda size: "" if size is None else f"{size / 1e9:.2f}"
+
+    def gigabytes(size):
+        return "" if size is None else f"{size / 1e9:.2f}"
+
     memory = [
         (place, phase, *map(gigabytes, both))
         for place, of in facts["peak_bytes"].items()

@@ -66,10 +66,11 @@ def open_mlflow(folder: Path, run_id: str, arguments: Mapping[str, object]) -> T
     )
     run = mlflow.start_run(known[0].info.run_id if known else None, run_name=run_id)
     mlflow.log_params({} if known else dict(arguments))
+
     # pass@4 is pass_4
-    plain = lambda numbers: {
-        re.sub(r"[^/\w.\- :]", "_", key): value for key, value in numbers.items()
-    }
+    def plain(numbers):
+        return {re.sub(r"[^/\w.\- :]", "_", key): value for key, value in numbers.items()}
+
     return (
         lambda step, numbers, _: mlflow.log_metrics(plain(numbers), step, run_id=run.info.run_id),
         mlflow.end_run,

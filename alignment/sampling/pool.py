@@ -144,9 +144,12 @@ class SamplerPool:
                 prompts[first:end],
                 dataclasses.replace(sampling, first_prompt=sampling.first_prompt + first),
             )
-            request = lambda engine: check_completions(
-                engine.sample(own, numbered), len(own), numbered, self._vocabulary
-            )
+
+            def request(engine):
+                return check_completions(
+                    engine.sample(own, numbered), len(own), numbered, self._vocabulary
+                )
+
             return self._ask(name, request) if own else []
 
         return [group for groups in self._at_once(draw) for group in groups]

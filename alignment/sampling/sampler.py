@@ -105,9 +105,8 @@ class SamplerConfig:
     further_devices: tuple[str, ...] = ()  # Of further engines, and of engines of several devices.
     tensor_parallel: int = 1  # Devices of each engine.
     machines: tuple[Machine | None, ...] = (None,)  # That have such devices; None is this one.
-    sleeps: bool = (
-        False  # Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`).
-    )
+    sleeps: bool = False
+    """Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`)."""
     policy_device: str = "cpu"  # Where the new weights are that it is given.
     start: Start = Start()  # When it may go on.
 

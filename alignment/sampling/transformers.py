@@ -225,12 +225,15 @@ class _SharedDecoding:
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
         ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
-        taken = lambda x_1HND: (
-            x_1HND[0]
-            .index_select(1, places_GP.flatten())
-            .unflatten(1, places_GP.shape)
-            .transpose(0, 1)
-        )
+
+        def taken(x_1HND):
+            return (
+                x_1HND[0]
+                .index_select(1, places_GP.flatten())
+                .unflatten(1, places_GP.shape)
+                .transpose(0, 1)
+            )
+
         # of each layer, [G, H, P, D]
         self.keys = [taken(layer.keys).contiguous() for layer in cache.layers]
         self.values = [taken(layer.values).contiguous() for layer in cache.layers]

@@ -17,9 +17,8 @@ from alignment.sampling.sampler import WeightsDiscarded
 # vLLM's tags of what it may wake apart (DEFERRABLE_TAGS in vllm/device_allocator/__init__.py)
 WEIGHTS = "weights"
 KEYS_AND_VALUES = "kv_cache"
-NOT_A_NUMBER = (
-    0xFF  # A number of which each byte is this is NaN, in every type of floating-point numbers.
-)
+# A number of which each byte is this is NaN, in every type of floating-point numbers.
+NOT_A_NUMBER = 0xFF
 
 
 class Span(NamedTuple):

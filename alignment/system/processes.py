@@ -22,9 +22,8 @@ from typing import IO, Any
 from alignment.system.errors import RunStopped, in_one_line
 from alignment.system.signals import deferred_signals
 
-POLL_SECONDS = (
-    0.5  # between two checks whether a child is alive, where it may die without closing its pipe
-)
+# between two checks whether a child is alive, where it may die without closing its pipe
+POLL_SECONDS = 0.5
 # lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
 START_SECONDS = 1800
 GRACE_SECONDS = 10  # for an engine to free its device before it is killed
@@ -66,7 +65,9 @@ class ChildProcess:
         self.name = name
         self.connection, child_end = (pipe, pipe) if pipe else Pipe()
         self._is_asked = False
-        self._log, self._log_start = tempfile.TemporaryFile(), 0
+        # It lives as long as this object.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._log_start = 0
         descriptor = child_end.fileno()
         output = {True: self._log, False: subprocess.DEVNULL, None: None}[log]
         self.process = _start(

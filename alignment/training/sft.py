@@ -37,11 +37,12 @@ class SFTConfig:
     seed: int
 
 
-SFTData = NamedTuple(
-    "SFTData",
-    [("train", Sequence[Example]), ("validation", Sequence[Example]), ("pad_token_id", int)],
-)
-"""Token ids of the examples to train on and of those to validate on, and the id that pads them."""
+class SFTData(NamedTuple):
+    """Token ids of the examples to train on, and to validate on; and the id that pads them."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    pad_token_id: int
 
 
 def fine_tune(

@@ -120,9 +120,10 @@ def difference_from_papers(
         mask_BT, rewards_B1 = log_probs_BT != 0, double(rewards)[:, None]
         rows = mask_BT, rewards_B1, group_advantages(rewards_B1, advantage), *others
         denominator = loss_denominator(config.loss_normalization, lengths, LONGEST)
-        loss_of = lambda log_probs_BT: micro_batch_loss(
-            LossInputs(config, log_probs_BT, *rows), denominator
-        )[0]
+
+        def loss_of(log_probs_BT, config=config, rows=rows, denominator=denominator):
+            return micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
+
         gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
         values = torch.cat([rows[2][:, 0], loss[None], gradient_BT[mask_BT]])
         setting = {**vars(config), **vars(advantage), "loss": name, "max_new_tokens": LONGEST}
@@ -223,9 +224,8 @@ class Verified:
     source: RolloutSource
     config: UpdateConfig
     exact: bool  # Whether the devices are to give the same bits again.
-    batch_invariant: bool = (
-        False  # Whether the engine is to give the same bits whatever shares a batch.
-    )
+    batch_invariant: bool = False
+    """Whether the engine is to give the same bits whatever shares a batch."""
 
     def checks(self) -> Iterator[Check]:
         """Every check, to be measured before the next one is made. The last ones change the
@@ -260,12 +260,16 @@ class Verified:
             [c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0
         )
         plain_BT, sampler_BT = self.plain_log_probs(rollout, batch), rollout.sampler_log_probs_BT
-        log_probs = lambda: self.policy.log_probs(rollout.batch, self.config.distribution)
+
+        def log_probs():
+            return self.policy.log_probs(rollout.batch, self.config.distribution)
+
         policy_BT, synced = functools.cache(log_probs), functools.cache(self.synced)
+
         # masks count, too
-        from_plain = lambda log_probs_BT: (
-            (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()
-        )
+        def from_plain(log_probs_BT):
+            return (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()
+
         yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(policy_BT()))
         yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
         yield Check(
@@ -279,9 +283,12 @@ class Verified:
             relative,
             lambda: (gradient - want).norm() / want.norm(),
         )
-        scale = lambda: (
-            gradient @ want / want.norm() ** 2 - 1
-        ).abs()  # rounding is nearly at right angles to the gradient
+
+        def scale():
+            return (
+                gradient @ want / want.norm() ** 2 - 1
+            ).abs()  # rounding is nearly at right angles to the gradient
+
         yield Check("gradient: scale, off that one's", min(relative, 0.1), scale)
         self.policy.drop_gradient()
         yield Check(
@@ -400,7 +407,10 @@ class Verified:
             range(0, len(rollout.lengths), self.source.config.sampling.n),
             0.0,
         )
-        log_probs = lambda: self.policy.log_probs(rollout.batch, self.config.distribution, rows)
+
+        def log_probs():
+            return self.policy.log_probs(rollout.batch, self.config.distribution, rows)
+
         before, tokens = log_probs(), sum(rollout.lengths[row] for row in rows)
         for power in range(8):
             if moved < wanted:

@@ -298,9 +298,9 @@ def test_the_design_says_how_many_prompts_each_arm_has(hold, said, capsys):
 
 
 def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
-    facts = lambda *flags: make_design(
-        sweep("--loss_type", "no_baseline", "grpo_clip", *flags)
-    ).facts()
+    def facts(*flags):
+        return make_design(sweep("--loss_type", "no_baseline", "grpo_clip", *flags)).facts()
+
     before = facts()
     older = {
         **before,

@@ -54,7 +54,10 @@ def test_an_arm_that_cannot_win_stops_early(monkeypatch):
     t asks much of three), and gets none of those that the equal ones still get: less than half as
     many, of three at most."""
     added, rng = [], np.random.default_rng(0)
-    counting = lambda *given: (added.extend(states := next_runs(*given)), states)[1]
+
+    def counting(*given):
+        return (added.extend(states := next_runs(*given)), states)[1]
+
     monkeypatch.setattr("benchmarks.ablation_rates.next_runs", counting)
     for _ in range(50):
         ours(

@@ -458,7 +458,10 @@ def test_a_bend_is_bounded_by_the_lines_of_the_neighbours():
 @pytest.mark.parametrize("rate", [1.0, 4.0, -2.0])
 def test_a_curve_that_bends_one_way_lies_within_its_bound(rate):
     amounts, at = np.linspace(0, 1, 7), np.linspace(0.2, 0.8, 13)
-    curve = lambda x: (1 - np.exp(-rate * x)) / rate
+
+    def curve(x):
+        return (1 - np.exp(-rate * x)) / rate
+
     bend = curve(at) - np.interp(at, amounts, curve(amounts))
     bounds = chord_bends(amounts, curve(amounts), at)
     nearest = np.take_along_axis(bounds, np.abs(bounds).argmin(axis=0)[None], axis=0)[0]
@@ -565,12 +568,9 @@ def test_a_single_run_has_a_page_while_it_trains_and_after(tmp_path, finished):
         for kind, n in (("format and answer", 20), ("format only", 10), ("neither", 10))
     ] == [True] * 3
     assert "of 40 responses; 1 were cut off" in text
-    assert (
-        re.findall(
-            r'<td class="n">(\d+)</td>', text[text.index("<h2>Lengths") : text.index("<h2>Grading")]
-        )
-        == "1 11 21 30 38 40".split()
-    )
+    assert re.findall(
+        r'<td class="n">(\d+)</td>', text[text.index("<h2>Lengths") : text.index("<h2>Grading")]
+    ) == ["1", "11", "21", "30", "38", "40"]
     assert '<td>update</td><td class="n">0.500</td><td class="n">25.0 %</td>' in text
     assert "<b>" not in text and "\x1b" not in text and "Verdicts" not in text
     assert "| 4 | 0.500 | 1.000 |" in markdown.read_text()
@@ -935,7 +935,7 @@ def test_samples_of_one_question_are_its_mean(tmp_path):
     with pytest.raises(
         UserError, match="eval_000000.jsonl is damaged: 3 completions of 2 problems"
     ):
-        read_run(run).scores
+        _ = read_run(run).scores
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"args": {}}'])

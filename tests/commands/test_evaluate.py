@@ -204,9 +204,9 @@ def test_the_shape_of_lm_evaluation_harness(run, run_folder, data, made_up_rewar
         "gsm8k": 1,
         "aime24": 1,
     }
-    assert found["higher_is_better"]["aime24"] == {
-        name: True for name in ("avg@2", "pass@1", "pass@2", "maj@2")
-    }
+    assert found["higher_is_better"]["aime24"] == dict.fromkeys(
+        ("avg@2", "pass@1", "pass@2", "maj@2"), True
+    )
     assert (
         found["config"]["model_args"] == f"pretrained={run_folder}/final"
         and found["config"]["random_seed"] == 0

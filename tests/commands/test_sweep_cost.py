@@ -7,8 +7,8 @@ import pytest
 
 from alignment import sweep
 from alignment.ablation.statistics import power
-from alignment.core.power import score_std
 from alignment.args import RLArgs, from_preset
+from alignment.core.power import score_std
 from alignment.policy.speed import hardware_of
 from alignment.prediction import Known, duration, predict, span
 from alignment.system.errors import UserError
@@ -70,15 +70,16 @@ def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designe
     seeds, questions, shown = re.search(
         r"cheapest that shows 0.03: (\d+) seeds and (\d+) questions show ([\d.]+) for", said
     ).groups()
-    of = lambda number: (
-        power(
+
+    def of(number):
+        return power(
             [1.0, -1.0],
             1,
             range(number, number + 1),
             score_std(sweep.SEED_STD, int(questions)),
             0.03,
         ).difference
-    )
+
     assert of(int(seeds)) <= 0.03 < of(int(seeds) - 1) and shown == f"{of(int(seeds)):.3f}"
     assert "no design of up to 64 seeds does" in designed(
         "--hardware", "L4", "--show_difference", "0.001"

@@ -373,7 +373,10 @@ def test_csv_cells_are_read_as_they_were_written(tmp_path_factory, cells):
 
 
 def turns(*texts: str) -> list[dict]:
-    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts)]
+    return [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2, texts, strict=False)
+    ]
 
 
 @pytest.mark.parametrize(

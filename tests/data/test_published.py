@@ -122,8 +122,13 @@ def test_a_test_row_of_svamp():
 )
 def test_prefix_form_and_parentheses_are_one_calculation(tree):
     """Both forms of an equation make the same steps, and Python agrees with the value."""
-    prefix = lambda t: t if isinstance(t, str) else f"{t[0]} {prefix(t[1])} {prefix(t[2])}"
-    infix = lambda t: t if isinstance(t, str) else f"( {infix(t[1])} {t[0]} {infix(t[2])} )"
+
+    def prefix(t):
+        return t if isinstance(t, str) else f"{t[0]} {prefix(t[1])} {prefix(t[2])}"
+
+    def infix(t):
+        return t if isinstance(t, str) else f"( {infix(t[1])} {t[0]} {infix(t[2])} )"
+
     steps, same = [], []
     value = calculate(iter(prefix(tree).split()), steps)
     assert value == calculate(iter(infix(tree).split()), same) and steps == same

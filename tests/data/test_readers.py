@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import audit_grader
 from alignment.ablation.design import named_arms
 from alignment.ablation.study import read_run, read_study
 from alignment.data.tasks import published
 from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
+from benchmarks import audit_grader
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

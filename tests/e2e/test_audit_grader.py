@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from alignment.system.errors import UserError
 from benchmarks.audit_grader import (
     AuditArgs,
     audit,
@@ -14,7 +15,6 @@ from benchmarks.audit_grader import (
     grade_all,
     read_completions,
 )
-from alignment.system.errors import UserError
 
 
 def line(answer: str, truth: str) -> str:

@@ -26,8 +26,8 @@ from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import run_command
 from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify import digests
-from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 from tests.command_line import exit_code
+from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
 KILLS, KILLS_A_RUN = 50, 5
 

@@ -17,10 +17,20 @@ from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import make_console
 
-SMALL = (
-    "--num_steps 7 --save_interval 3 --eval_interval 2 --batch_size 8 --warmup_steps 2"
-    " --max_problems 4".split()
-)
+SMALL = [
+    "--num_steps",
+    "7",
+    "--save_interval",
+    "3",
+    "--eval_interval",
+    "2",
+    "--batch_size",
+    "8",
+    "--warmup_steps",
+    "2",
+    "--max_problems",
+    "4",
+]
 FINISH = Run.finish_sft_step
 
 
@@ -116,13 +126,16 @@ def test_other_demonstrations_start_anew_and_a_name_changes_nothing(
     straight, tmp_path, monkeypatch, capsys
 ):
     target, first = tmp_path / "sft", demonstrations
-    other = lambda folder: (
-        first(folder).rename(folder / "before")
-        and (folder / "shown.jsonl").write_text(
-            (folder / "before").read_text().replace("+ 3 =", "plus 3 =")
+
+    def other(folder):
+        return (
+            first(folder).rename(folder / "before")
+            and (folder / "shown.jsonl").write_text(
+                (folder / "before").read_text().replace("+ 3 =", "plus 3 =")
+            )
+            and folder / "shown.jsonl"
         )
-        and folder / "shown.jsonl"
-    )
+
     monkeypatch.setattr(sys.modules[__name__], "demonstrations", other)
     assert train(monkeypatch, target, before_step=4, action=kill) == -9
     monkeypatch.setattr(sys.modules[__name__], "demonstrations", first)

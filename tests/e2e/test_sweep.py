@@ -341,7 +341,8 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
         def main():
             executor = RayExecutor("", 1, 0)
             try:
-                flags, log = ("-n1", "-r1", "import time; time.sleep(600)"), Path({str(tmp_path / "log")!r})
+                flags = ("-n1", "-r1", "import time; time.sleep(600)")
+                log = Path({str(tmp_path / "log")!r})
                 executor.submit("sleeper", partial(start_command, "timeit", flags, log))
                 print("begun", flush=True)
                 while not executor.finished(1.0):

@@ -14,7 +14,9 @@ import sys
 if "--resume" in sys.argv:
     from alignment.rollouts import config, source
     real = config.problems_of_step
-    source.problems_of_step = lambda problems, number, seed, step: real(problems, number, seed, step + 1)
+    def shifted(problems, number, seed, step):
+        return real(problems, number, seed, step + 1)
+    source.problems_of_step = shifted
 """
 
 

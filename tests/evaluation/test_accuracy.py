@@ -181,9 +181,11 @@ def test_figures_by_hand():
 
 
 def test_more_problems_show_smaller_differences_and_more_samples_of_the_same_outcome_do_not():
-    smallest = lambda groups: figures(groups)[
-        "avg@1" if len(groups[0].completions) == 1 else "avg@2"
-    ]["smallest_difference"]
+    def smallest(groups):
+        return figures(groups)["avg@1" if len(groups[0].completions) == 1 else "avg@2"][
+            "smallest_difference"
+        ]
+
     right, wrong = ("5", "right"), ("4", "wrong")
     few, many = ([group(right)] * n + [group(wrong)] * n for n in (15, 60))
     assert smallest(few) / smallest(many) == pytest.approx(2, abs=0.1)

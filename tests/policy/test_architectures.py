@@ -267,13 +267,13 @@ def test_configurations_of_no_causal_language_model_are_refused(reason, tmp_path
     ("std", "dtype"), [(0.5, torch.float32), (0.15, torch.float32), (0.15, torch.bfloat16)]
 )
 def test_a_model_that_sees_later_tokens_is_refused(std, dtype):
-    shape = dict(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     torch.manual_seed(0)
     model = BertLMHeadModel(BertConfig(**shape, initializer_range=std)).to(dtype)
     with pytest.raises(UserError, match="bert sees later tokens"):

@@ -85,6 +85,7 @@ def assert_equals_eager(
     results = zip(
         (found, *torch.autograd.grad(found, taken, weights)),
         (expected, *torch.autograd.grad(expected, taken, weights)),
+        strict=True,
     )
     for ours, theirs in results:
         torch.testing.assert_close(

@@ -71,7 +71,10 @@ def folder(request, tmp_path):
 def six_rows() -> Batch:
     """Three responses to each of two prompts."""
     draw = torch.Generator().manual_seed(0)
-    ids = lambda length: torch.randint(2, 64, (length,), generator=draw).tolist()
+
+    def ids(length):
+        return torch.randint(2, 64, (length,), generator=draw).tolist()
+
     prompts, responses = (
         [ids(9)] * 3 + [ids(7)] * 3,
         [ids(8) for _ in range(3)] + [ids(5) for _ in range(3)],

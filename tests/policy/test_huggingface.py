@@ -26,7 +26,8 @@ optimizer = make_optimizer(model, 0.1, 0.0)
 model(torch.tensor([[1, 2]])).logits.sum().backward()
 before = model.lm_head.weight.clone()
 optimizer.step()
-print([name for name in {LEFT_OUT} if name in sys.modules], bool((before != model.lm_head.weight).any()))
+changed = bool((before != model.lm_head.weight).any())
+print([name for name in {LEFT_OUT} if name in sys.modules], changed)
 """
     assert result(code) == "[] True"
 

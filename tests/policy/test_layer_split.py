@@ -55,9 +55,8 @@ def test_loss_and_gradients_equal_those_of_the_whole_model():
         assert torch.equal(other.grad, one.grad), name
 
 
-HOST_SIDE = (
-    1  # `take_rows` reads the width of the rows it takes, from a mask that never leaves the CPU
-)
+# `take_rows` reads the width of the rows it takes, from a mask that never leaves the CPU
+HOST_SIDE = 1
 
 
 class HostReads(TorchDispatchMode):

@@ -14,8 +14,8 @@ from alignment.policy.memory import (
     checkpointed_activation_bytes,
     choose_micro_batch_tokens,
 )
-from alignment.policy.single_device import make_optimizer
 from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import make_optimizer
 
 
 @pytest.fixture(scope="module")

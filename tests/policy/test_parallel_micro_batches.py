@@ -174,7 +174,7 @@ def test_one_worker_where_several_would_disturb_each_other(model):
     }
     assert cut_for_parallel(model, rows, 1000) == whole
     model.model.rotary_emb = LlamaRotaryEmbedding(
-        LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0))
+        LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     )
     assert cut_for_parallel(model, rows, 1000) == whole
     model.model.rotary_emb.rope_type = "default"

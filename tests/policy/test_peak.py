@@ -243,7 +243,9 @@ def counted(config, prompt: int, response: int, rows: int, top_p: float, lora_ra
     with held, pytest.MonkeyPatch.context() as patch:
         # Fake numbers have no truth. The tokens that are sorted first hold the nucleus; tokens at
         # its edge are equally likely.
-        has_any = lambda mask, **axes: torch.any(mask, **axes) if axes else mask.ndim == 2
+        def has_any(mask, **axes):
+            return torch.any(mask, **axes) if axes else mask.ndim == 2
+
         patch.setattr(FakeTensor, "any", has_any, raising=False)
         policy = object.__new__(SingleDevicePolicy)
         policy.model, policy.dtype = model.train(), torch.bfloat16

@@ -95,75 +95,81 @@ def test_spelling_out_the_defaults_changes_nothing(num_gpus: int):
     [
         # The policy keeps the lowest GPU left, so here it moves up.
         (
-            dict(num_gpus=2, sample_device="cuda:0"),
+            {"num_gpus": 2, "sample_device": "cuda:0"},
             Roles(("cuda:1",), ("cuda:0",), "cuda:0", "cuda:0"),
         ),
         (
-            dict(num_gpus=4, sample_device="cuda"),
+            {"num_gpus": 4, "sample_device": "cuda"},
             Roles(("cuda:1",), ("cuda:0",), "cuda:3", "cuda:2"),
         ),
         (
-            dict(num_gpus=3, sample_device="cuda:1"),
+            {"num_gpus": 3, "sample_device": "cuda:1"},
             Roles(("cuda:0",), ("cuda:1",), "cuda:2", "cuda:2"),
         ),
         # Several engines each take a GPU; reference and eval find theirs among the rest.
         (
-            dict(num_gpus=8, sample_device="cuda:6,cuda:7"),
+            {"num_gpus": 8, "sample_device": "cuda:6,cuda:7"},
             Roles(gpus(4), ("cuda:6", "cuda:7"), "cuda:5", "cuda:4"),
         ),
         (
-            dict(num_gpus=4, sample_device="cuda:0,cuda:3"),
+            {"num_gpus": 4, "sample_device": "cuda:0,cuda:3"},
             Roles(("cuda:1",), ("cuda:0", "cuda:3"), "cuda:2", "cuda:2"),
         ),
         (
-            dict(num_gpus=3, sample_device="cuda:1,cuda:2"),
+            {"num_gpus": 3, "sample_device": "cuda:1,cuda:2"},
             Roles(("cuda:0",), ("cuda:1", "cuda:2"), "cuda:1", "cuda:1"),
         ),
-        (dict(num_gpus=0, sample_device="cpu,cpu"), Roles(("cpu",), ("cpu", "cpu"), "cpu", "cpu")),
         (
-            dict(num_gpus=3, reference_model_device="cuda:1"),
+            {"num_gpus": 0, "sample_device": "cpu,cpu"},
+            Roles(("cpu",), ("cpu", "cpu"), "cpu", "cpu"),
+        ),
+        (
+            {"num_gpus": 3, "reference_model_device": "cuda:1"},
             Roles(("cuda:0",), ("cuda:2",), "cuda:1", "cuda:1"),
         ),
         (
-            dict(num_gpus=3, eval_device="cuda:2"),
+            {"num_gpus": 3, "eval_device": "cuda:2"},
             Roles(("cuda:0",), ("cuda:1",), "cuda:1", "cuda:2"),
         ),
         # A helper on the CPU frees its GPU for the policy, and no other helper follows it there.
         (
-            dict(num_gpus=2, reference_model_device="cpu"),
+            {"num_gpus": 2, "reference_model_device": "cpu"},
             Roles(("cuda:0",), ("cuda:1",), "cpu", "cuda:1"),
         ),
         (
-            dict(num_gpus=4, reference_model_device="cpu"),
+            {"num_gpus": 4, "reference_model_device": "cpu"},
             Roles(("cuda:0", "cuda:1"), ("cuda:3",), "cpu", "cuda:2"),
         ),
         (
-            dict(num_gpus=4, sample_device="cuda:3", eval_device="cuda:3"),
+            {"num_gpus": 4, "sample_device": "cuda:3", "eval_device": "cuda:3"},
             Roles(gpus(2), ("cuda:3",), "cuda:2", "cuda:3"),
         ),
         (
-            dict(num_gpus=4, policy_devices=("cuda:3", "cuda:1")),
+            {"num_gpus": 4, "policy_devices": ("cuda:3", "cuda:1")},
             Roles(("cuda:3", "cuda:1"), ("cuda:2",), "cuda:0", "cuda:0"),
         ),
         (
-            dict(num_gpus=1, policy_devices=("cuda:0", "cpu")),
+            {"num_gpus": 1, "policy_devices": ("cuda:0", "cpu")},
             Roles(("cuda:0", "cpu"), ("cuda:0",), "cuda:0", "cuda:0"),
         ),
         (
-            dict(num_gpus=2, policy_devices=("cpu",)),
+            {"num_gpus": 2, "policy_devices": ("cpu",)},
             Roles(("cpu",), ("cuda:1",), "cuda:0", "cuda:0"),
         ),
         # Every GPU is the policy's by request: a bf16 copy beside it is the user's to judge.
-        (dict(num_gpus=2, policy_devices=gpus(2)), Roles(gpus(2), ("cuda:1",), "cuda:1", "cuda:1")),
+        (
+            {"num_gpus": 2, "policy_devices": gpus(2)},
+            Roles(gpus(2), ("cuda:1",), "cuda:1", "cuda:1"),
+        ),
         # With nowhere else to go, the sampler joins eval rather than the reference on the policy's
         # GPU.
         (
-            dict(
-                num_gpus=2,
-                policy_devices=("cuda:0",),
-                reference_model_device="cuda:0",
-                eval_device="cuda:1",
-            ),
+            {
+                "num_gpus": 2,
+                "policy_devices": ("cuda:0",),
+                "reference_model_device": "cuda:0",
+                "eval_device": "cuda:1",
+            },
             Roles(("cuda:0",), ("cuda:1",), "cuda:0", "cuda:1"),
         ),
     ],
@@ -175,16 +181,16 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
 @pytest.mark.parametrize(
     ("named", "parts"),
     [
-        (dict(num_gpus=4, sample_device="gpu1"), ["--sample_device 'gpu1'", "cuda:N"]),
+        ({"num_gpus": 4, "sample_device": "gpu1"}, ["--sample_device 'gpu1'", "cuda:N"]),
         (
-            dict(num_gpus=4, eval_device="cuda:1,cuda:2"),
+            {"num_gpus": 4, "eval_device": "cuda:1,cuda:2"},
             ["--eval_device 'cuda:1,cuda:2'", "cuda:N"],
         ),
-        (dict(num_gpus=4, eval_device="cuda:-1"), ["--eval_device 'cuda:-1'", "cuda:N"]),
-        (dict(num_gpus=4, eval_device="cuda:1\n"), ["--eval_device", "cuda:N"]),
-        (dict(num_gpus=4, policy_devices=("cuda:0", "")), ["--policy_devices ''", "cuda:N"]),
+        ({"num_gpus": 4, "eval_device": "cuda:-1"}, ["--eval_device 'cuda:-1'", "cuda:N"]),
+        ({"num_gpus": 4, "eval_device": "cuda:1\n"}, ["--eval_device", "cuda:N"]),
+        ({"num_gpus": 4, "policy_devices": ("cuda:0", "")}, ["--policy_devices ''", "cuda:N"]),
         (
-            dict(num_gpus=4, sample_device="cuda:7"),
+            {"num_gpus": 4, "sample_device": "cuda:7"},
             [
                 "--sample_device cuda:7",
                 "only 4 GPUs are visible (cuda:0..cuda:3)",
@@ -192,23 +198,23 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
             ],
         ),
         (
-            dict(num_gpus=1, eval_device="cuda:1"),
+            {"num_gpus": 1, "eval_device": "cuda:1"},
             ["--eval_device cuda:1", "only 1 GPU is visible (cuda:0)"],
         ),
         (
-            dict(num_gpus=2, policy_devices=("cuda:2",)),
+            {"num_gpus": 2, "policy_devices": ("cuda:2",)},
             ["--policy_devices cuda:2", "(cuda:0..cuda:1)"],
         ),
         (
-            dict(num_gpus=0, reference_model_device="cuda"),
+            {"num_gpus": 0, "reference_model_device": "cuda"},
             ["--reference_model_device cuda:0", "no GPU", "use cpu"],
         ),
         (
-            dict(num_gpus=0, policy_devices=("cuda:0",)),
+            {"num_gpus": 0, "policy_devices": ("cuda:0",)},
             ["--policy_devices cuda:0", "no GPU", "use cpu"],
         ),
         (
-            dict(num_gpus=2, sample_device="cuda:0", reference_model_device="cuda:1"),
+            {"num_gpus": 2, "sample_device": "cuda:0", "reference_model_device": "cuda:1"},
             [
                 "--sample_device cuda:0 and --reference_model_device cuda:1",
                 "none of the 2 GPUs",
@@ -216,24 +222,24 @@ def test_named_devices_are_honoured_and_the_rest_filled_in(named: dict, expected
             ],
         ),
         (
-            dict(num_gpus=2, policy_devices=("cuda", "cuda:0")),
+            {"num_gpus": 2, "policy_devices": ("cuda", "cuda:0")},
             ["--policy_devices", "cuda:0 2 times", "once"],
         ),
         (
-            dict(num_gpus=0, policy_devices=("cpu", "cpu")),
+            {"num_gpus": 0, "policy_devices": ("cpu", "cpu")},
             ["--policy_devices", "cpu 2 times", "once"],
         ),
         (
-            dict(num_gpus=4, sample_device="cuda:2,cuda,cuda:2"),
+            {"num_gpus": 4, "sample_device": "cuda:2,cuda,cuda:2"},
             ["--sample_device", "cuda:2 2 times", "once"],
         ),
         (
-            dict(num_gpus=0, sample_device="cpu,cuda:1"),
+            {"num_gpus": 0, "sample_device": "cpu,cuda:1"},
             ["--sample_device cuda:1", "no GPU", "use cpu"],
         ),
-        (dict(num_gpus=4, sample_device="cuda:1,,cuda:2"), ["--sample_device ''", "cuda:N"]),
+        ({"num_gpus": 4, "sample_device": "cuda:1,,cuda:2"}, ["--sample_device ''", "cuda:N"]),
         (
-            dict(num_gpus=3, sample_device="cuda:0,cuda:1", eval_device="cuda:2"),
+            {"num_gpus": 3, "sample_device": "cuda:0,cuda:1", "eval_device": "cuda:2"},
             ["--sample_device cuda:0 cuda:1 and --eval_device cuda:2", "none of the 3 GPUs"],
         ),
     ],
@@ -252,58 +258,62 @@ def test_refusals_name_the_flag_and_the_remedy(named: dict, parts: list[str]):
     ("named", "parts", "remedy"),
     [
         (
-            dict(num_gpus=4, sample_device="cuda:3", reference_model_device="cuda:3"),
+            {"num_gpus": 4, "sample_device": "cuda:3", "reference_model_device": "cuda:3"},
             [
                 "--sample_device and --reference_model_device are both cuda:3",
                 "use --reference_model_device cuda:2",
             ],
-            dict(reference_model_device="cuda:2"),
+            {"reference_model_device": "cuda:2"},
         ),
         (
-            dict(num_gpus=3, sample_device="cuda:0", policy_devices=("cuda:0", "cuda:1")),
+            {"num_gpus": 3, "sample_device": "cuda:0", "policy_devices": ("cuda:0", "cuda:1")},
             ["--sample_device cuda:0 is also in --policy_devices", "use --sample_device cuda:2"],
-            dict(sample_device="cuda:2"),
+            {"sample_device": "cuda:2"},
         ),
         (
-            dict(num_gpus=2, sample_device="cuda:1", policy_devices=("cuda:0", "cuda:1")),
+            {"num_gpus": 2, "sample_device": "cuda:1", "policy_devices": ("cuda:0", "cuda:1")},
             [
                 "--sample_device cuda:1 is also in --policy_devices",
                 "take cuda:1 off --policy_devices",
             ],
-            dict(policy_devices=("cuda:0",)),
+            {"policy_devices": ("cuda:0",)},
         ),
         (
-            dict(num_gpus=4, sample_device="cuda:3,cuda:1", policy_devices=("cuda:0", "cuda:1")),
+            {
+                "num_gpus": 4,
+                "sample_device": "cuda:3,cuda:1",
+                "policy_devices": ("cuda:0", "cuda:1"),
+            },
             ["--sample_device cuda:1 is also in --policy_devices", "use --sample_device cuda:2"],
-            dict(sample_device="cuda:3,cuda:2"),
+            {"sample_device": "cuda:3,cuda:2"},
         ),
         (
-            dict(num_gpus=4, sample_device="cuda:3,cuda:1", reference_model_device="cuda:1"),
+            {"num_gpus": 4, "sample_device": "cuda:3,cuda:1", "reference_model_device": "cuda:1"},
             [
                 "--sample_device and --reference_model_device are both cuda:1",
                 "use --reference_model_device cuda:2",
             ],
-            dict(reference_model_device="cuda:2"),
+            {"reference_model_device": "cuda:2"},
         ),
         (
-            dict(num_gpus=3, eval_device="cuda:0", policy_devices=("cuda:0",)),
+            {"num_gpus": 3, "eval_device": "cuda:0", "policy_devices": ("cuda:0",)},
             ["--eval_device cuda:0 is also in --policy_devices", "use --eval_device cuda:2"],
-            dict(eval_device="cuda:2"),
+            {"eval_device": "cuda:2"},
         ),
         (
-            dict(num_gpus=2, policy_devices=("cuda:0", "cuda:1")),
+            {"num_gpus": 2, "policy_devices": ("cuda:0", "cuda:1")},
             ["--policy_devices names every GPU", "take cuda:1 off --policy_devices"],
-            dict(policy_devices=("cuda:0",)),
+            {"policy_devices": ("cuda:0",)},
         ),
         (
-            dict(num_gpus=1, sample_device="cpu"),
+            {"num_gpus": 1, "sample_device": "cpu"},
             ["--sample_device cpu", "cannot run there", "name a GPU (cuda:0)"],
-            dict(sample_device="cuda:0"),
+            {"sample_device": "cuda:0"},
         ),
         (
-            dict(num_gpus=2, eval_device="cpu"),
+            {"num_gpus": 2, "eval_device": "cpu"},
             ["--eval_device cpu", "cannot run there", "leave the flag out"],
-            dict(eval_device=None),
+            {"eval_device": None},
         ),
     ],
 )
@@ -361,14 +371,14 @@ def test_any_request_is_honoured_or_refused(data: st.DataObject, num_gpus: int, 
 
 # ---- parameter counts
 
-SMALL = dict(
-    vocab_size=211,
-    hidden_size=24,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 24,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 YES_NO = (False, True)
 CONFIGS = [
     *(

@@ -59,17 +59,17 @@ class SimulatedStream:
     """One of a simulated GPU. `current` is that of each device by name, where it is not the
     device's own; `log` what happened."""
 
-    current: dict[str, "SimulatedStream"] = {}
+    current: dict[str, SimulatedStream] = {}
     log: list[tuple[str, ...]] = []
 
     def __init__(self, device: torch.device | str, name: str = "pair's"):
         self.name = f"{torch.device(device)} {name}"
 
     @classmethod
-    def of(cls, device: torch.device | str) -> "SimulatedStream":
+    def of(cls, device: torch.device | str) -> SimulatedStream:
         return cls.current.get(str(torch.device(device))) or cls(device, "own")
 
-    def wait_stream(self, other: "SimulatedStream") -> None:
+    def wait_stream(self, other: SimulatedStream) -> None:
         self.log.append((self.name, "waits for", other.name))
 
     @contextlib.contextmanager
@@ -418,7 +418,7 @@ def test_forward_and_backward_cross_each_boundary_once(
     path = list(dict.fromkeys(device for name, device in device_map.items() if name != "lm_head"))
     forward = [*itertools.pairwise(path), (path[-1], device_map["lm_head"])]
     assert micro_batches == 8 and len(forward) == {4: 4, 5: 5}[len(path)]
-    expected = Counter({pair: micro_batches for pair in forward}) + Counter(
+    expected = Counter(dict.fromkeys(forward, micro_batches)) + Counter(
         {pair[::-1]: micro_batches for pair in forward}
     )
     assert Counter((source, target) for source, target, _ in traffic.copies) == expected

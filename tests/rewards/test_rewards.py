@@ -247,7 +247,8 @@ def by_length(response, ground_truth):
     return len(response) / 10
 
 def like_trl(prompts, completions, ground_truth, **columns):
-    assert set(columns) == {"question", "answer", "id", "completion_ids"} and prompts[0].endswith("<think>")
+    assert set(columns) == {"question", "answer", "id", "completion_ids"}
+    assert prompts[0].endswith("<think>")
     assert columns["completion_ids"] == [[2] for _ in prompts]
     return [None if truth in text else 2 for text, truth in zip(completions, ground_truth)]
 
@@ -300,7 +301,8 @@ def one_by_one(**columns):
 
 async def later(completions, **columns):
     await asyncio.sleep(0)
-    return [asyncio.get_running_loop() is LOOPS.setdefault("loop", asyncio.get_running_loop()) for _ in completions]
+    loop = asyncio.get_running_loop()
+    return [loop is LOOPS.setdefault("loop", loop) for _ in completions]
 
 class Judge:
     async def __call__(self, response, ground_truth):
@@ -315,7 +317,8 @@ def counts(response, ground_truth):
     return len(CALLS)
 
 def hangs(response, ground_truth):
-    return float(re.match("(a+)+$", response) is None)  # holds the interpreter's lock where there are many a's
+    # holds the interpreter's lock where there are many a's
+    return float(re.match("(a+)+$", response) is None)
 
 def waits(completions, **columns):
     time.sleep(600)

@@ -168,9 +168,10 @@ def test_waves_are_decoded_at_once_where_each_has_enough_work(tiny_folder, token
 def test_a_wave_ends_after_a_token_once_it_is_stopped(sampler):
     (prompt,), stopped = encode_prompts(sampler.tokenizer, ["What"], 256, 40), threading.Event()
     sampling = SamplingConfig(n=2, max_new_tokens=40, stop=())
-    decode = lambda: sampler._decode(
-        [prompt], [0], torch.full((2, 40), 0.5), sampling, None, stopped
-    )
+
+    def decode():
+        return sampler._decode([prompt], [0], torch.full((2, 40), 0.5), sampling, None, stopped)
+
     assert {len(row.token_ids) for row in decode()} != {1}
     stopped.set()
     assert {len(row.token_ids) for row in decode()} == {1}

@@ -119,9 +119,12 @@ def test_other_errors_of_a_library_stay_what_they_are():
     "error", [OSError(errno.ENOSPC, "full"), SafetensorError("full (os error 28)")]
 )
 def test_the_path_that_is_named_is_the_folders_own_and_not_the_hidden_one(error, tmp_path):
-    with pytest.raises(OSError) as caught, atomic_folder(tmp_path / "step_000003") as building:
-        with written_by_library(building / "weights"):
-            raise error
+    with (
+        pytest.raises(OSError) as caught,
+        atomic_folder(tmp_path / "step_000003") as building,
+        written_by_library(building / "weights"),
+    ):
+        raise error
     said = in_words(caught.value)
     assert (
         f"{tmp_path}/step_000003/weights: full" in said

@@ -34,7 +34,8 @@ def fail(descriptor):
 
 def command():
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print(json.dumps([os.getpid(), helper.pid, sys.argv[1:], os.getcwd(), os.environ["OMP_NUM_THREADS"]]), flush=True)
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(json.dumps([os.getpid(), helper.pid, sys.argv[1:], os.getcwd(), threads]), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":

@@ -160,7 +160,10 @@ def test_a_reference_in_another_process_computes_while_the_trainer_does_somethin
 
 def test_a_reference_in_this_process_is_asked_when_its_log_probs_are_needed(policy, sampler):
     asked, rollout = [], sample_rollout(sampler)
-    reference = lambda *question: asked.append(question) or -rollout.batch.response_mask.float()
+
+    def reference(*question):
+        return asked.append(question) or -rollout.batch.response_mask.float()
+
     references = References(
         dataclasses.replace(ARGS, beta=0.1).update_config, None, reference, Clock()
     )

@@ -29,9 +29,13 @@ def test_a_validation_loss_says_how_much_of_the_curriculum_came_before(curriculu
     policy, said = open_tiny(str(tmp_path / "model")), []
     policy.micro_batch_tokens = 64
     data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
-    settings = dict(
-        num_steps=2, batch_size=2, curriculum=curriculum, learning_rate=1e-3, warmup_steps=0
-    )
+    settings = {
+        "num_steps": 2,
+        "batch_size": 2,
+        "curriculum": curriculum,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+    }
     sft_config = SFTConfig(**settings, max_grad_norm=1.0, eval_interval=1, seed=0)
     fine_tune(
         policy,
@@ -52,7 +56,7 @@ def test_dropout_draws_by_the_step_and_not_by_what_came_before(tmp_path):
     ).save_pretrained(folder)
     data = SFTData([((1, 2), (3, 4)), ((1,), (5,)), ((2,), (6,)), ((3,), (7,))], [((1,), (8,))], 0)
     # a rate of the step alone
-    settings = dict(batch_size=2, curriculum=True, learning_rate=1e-2, warmup_steps=4)
+    settings = {"batch_size": 2, "curriculum": True, "learning_rate": 1e-2, "warmup_steps": 4}
 
     def trained(*parts: tuple[int, int], dropout: bool = True) -> list[torch.Tensor]:
         """The weights after steps that are made in parts, (steps done, last step)."""

@@ -99,7 +99,10 @@ def test_adapters(tiny_folder, monkeypatch):
     assert failed(verified(tiny_folder, lora_rank=4)) == set()
     checked = verified(tiny_folder, lora_rank=4)
     base = {name: tensor.clone() for name, tensor in checked.policy.weights()}
-    without_adapters = lambda load, tensors, version: load(base.items(), version)
+
+    def without_adapters(load, tensors, version):
+        return load(base.items(), version)
+
     plant(monkeypatch, checked.sampler, "load_weights", without_adapters)
     assert failed(checked) == {ARRIVED, SYNCED}
 

@@ -55,7 +55,10 @@ def test_every_choice_is_compared(seed):
         vars(config) | vars(advantage) | {"loss": name}
         for name, config, advantage in paper_settings(seed)
     ]
-    values = lambda name: {setting[name] for setting in chosen}
+
+    def values(name):
+        return {setting[name] for setting in chosen}
+
     every = {(s["loss"], s["loss_normalization"], s["sampler_correction"]) for s in chosen}
     assert every == set(product(LOSSES, NORMALIZATIONS, CORRECTIONS)) and len(chosen) == len(every)
     assert values("kl_estimator") == set(KL_ESTIMATORS) and values("normalize_by_std") == {
@@ -113,7 +116,10 @@ def test_a_fault_of_a_runs_own_setting_is_noticed_by_its_line(monkeypatch):
     """A clip at twice the range is no fault of the entries that the other line takes."""
     config = dataclasses.replace(ARGS, loss_type="grpo_clip", cliprange=0.1).update_config
     real = losses._bounds
-    bounds = lambda config: (0.8, 1.2) if config.cliprange == 0.1 else real(config)
+
+    def bounds(config):
+        return (0.8, 1.2) if config.cliprange == 0.1 else real(config)
+
     monkeypatch.setattr(losses, "_bounds", bounds)
     of_run, of_all, _ = checks_without_model(config)
     assert of_run.quantity() > 1e-3 and of_all.quantity() <= of_all.limit
@@ -130,9 +136,10 @@ def test_advantages_by_hand():
 def test_losses_by_hand():
     """A ratio of 2 is clipped at 1.2."""
     twice, zeros = ([[number], [number] * 3] for number in (math.log(2), 0.0))
-    loss_of = lambda half, **changed: paper_loss(
-        LOSS | changed, [0.0] * 2, [half] * 2, twice, zeros, zeros, zeros
-    )
+
+    def loss_of(half, **changed):
+        return paper_loss(LOSS | changed, [0.0] * 2, [half] * 2, twice, zeros, zeros, zeros)
+
     assert loss_of(0.5) == pytest.approx(-0.6)
     assert loss_of(0.5, loss="grpo_no_clip") == pytest.approx(-1.0)
     assert loss_of(-0.5, dual_clip=1.5) == pytest.approx(0.75)
@@ -149,9 +156,10 @@ def test_gradients_by_hand():
     derivative is the ratio."""
     plain = {**LOSS, **ADVANTAGE, "group_size": 2, "normalize_by_std": False}
     twice, zeros = ([[number], [number]] for number in (math.log(2), 0.0))
-    gradient_of = lambda **changed: paper_values(
-        {**plain, **changed}, [1.0, 0.0], twice, zeros, zeros, zeros
-    )[3:]
+
+    def gradient_of(**changed):
+        return paper_values({**plain, **changed}, [1.0, 0.0], twice, zeros, zeros, zeros)[3:]
+
     assert gradient_of(loss="grpo_no_clip") == pytest.approx([-0.5, 0.5])
     # the better one is clipped at 1.2
     assert gradient_of(loss="grpo_clip") == pytest.approx([0.0, 0.5])

@@ -138,14 +138,20 @@ def test_swapped_moments(straight, resumed, monkeypatch):
 
 def test_a_shifted_order_of_the_data(straight, resumed, monkeypatch):
     real = source.problems_of_step
-    shifted = lambda problems, number, seed, step: real(problems, number, seed, step + 1)
+
+    def shifted(problems, number, seed, step):
+        return real(problems, number, seed, step + 1)
+
     monkeypatch.setattr(source, "problems_of_step", shifted)
     assert differences(straight, resumed()) == ["problems"]
 
 
 def test_a_lost_seed(straight, resumed, monkeypatch):
     real = RolloutConfig.sampling_of_step
-    unseeded = lambda config, *step: dataclasses.replace(real(config, *step), seed=1234)
+
+    def unseeded(config, *step):
+        return dataclasses.replace(real(config, *step), seed=1234)
+
     monkeypatch.setattr(RolloutConfig, "sampling_of_step", unseeded)
     assert differences(straight, resumed()) == ["sampling_seed"]
 

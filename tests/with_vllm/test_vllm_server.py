@@ -55,8 +55,9 @@ def starting(tmp_path_factory, tokenizer, compiled):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = f"""
-        --model {folder} --dtype float32 --max-model-len {CONTEXT} --logprobs-mode processed_logprobs
-        --host 127.0.0.1 --port {port} --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
+        --model {folder} --dtype float32 --max-model-len {CONTEXT}
+        --logprobs-mode processed_logprobs --host 127.0.0.1 --port {port}
+        --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
         --middleware alignment.sampling.vllm_server.Guard
         --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -21,7 +21,11 @@ Messages = Sequence[Mapping[str, str]]  # with "role" and "content", as a chat t
 OPENING_TAG = re.compile(r"<\|?[A-Za-z]\w*\|?>|\[[A-Za-z]\w*\]|\u25c1\w+\u25b7")
 LONGEST_REPETITION = 200  # characters of a prompt's end
 
-_files = lambda kind: sorted(Path(__file__).parent.glob(f"*.{kind}"))
+
+def _files(kind):
+    return sorted(Path(__file__).parent.glob(f"*.{kind}"))
+
+
 PROMPTS, CHATS = (
     {file.stem: file.read_text(encoding="utf-8") for file in _files(kind)}
     for kind in ("prompt", "chat")

@@ -50,9 +50,12 @@ class Task:
         tested = self._tested(dataset_path) | {
             plain(problem.prompt) for problem in self.problems("test", dataset_path)
         }
-        asked = lambda problem: map(
-            self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns))
-        )
+
+        def asked(problem):
+            return map(
+                self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns))
+            )
+
         return [
             (problem, response)
             for problem, response in demonstrations
@@ -64,10 +67,15 @@ class Task:
 
 
 _SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
-_published = lambda name: (
-    partial(published.problems, name),
-    partial(published.demonstrations, name),
-)
+
+
+def _published(name):
+    return (
+        partial(published.problems, name),
+        partial(published.demonstrations, name),
+    )
+
+
 _ALL = (
     Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
     Task("gsm8k", *_published("gsm8k"), "r1_zero"),

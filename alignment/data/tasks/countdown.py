@@ -34,11 +34,25 @@ DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
-Size = NamedTuple("Size", [("counts", tuple[int, ...]), ("largest", int), ("target", int)])
-"""The possible counts of numbers, the largest number, and the largest target."""
+
+
+class Size(NamedTuple):
+    """The possible counts of numbers, the largest number, and the largest target."""
+
+    counts: tuple[int, ...]
+    largest: int
+    target: int
+
+
 FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)
-Attempt = NamedTuple("Attempt", [("text", str), ("steps", tuple[str, ...]), ("value", Fraction)])
-"""An expression, the steps of its calculation, and its value."""
+
+
+class Attempt(NamedTuple):
+    """An expression, the steps of its calculation, and its value."""
+
+    text: str
+    steps: tuple[str, ...]
+    value: Fraction
 
 
 def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:

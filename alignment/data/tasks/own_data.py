@@ -29,9 +29,8 @@ from alignment.system.terminal import say_once
 
 MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
-VALIDATION_SHARE = (
-    20  # one question in 20 belongs to the test split of demonstrations, for the validation loss
-)
+# one question in 20 belongs to the test split of demonstrations, for the validation loss
+VALIDATION_SHARE = 20
 # a problem and a response to it; a problem without a question has its prompt already
 Demonstration = tuple[Problem, str]
 # Keys under which messages hold what comes before their "content".

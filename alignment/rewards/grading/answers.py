@@ -8,8 +8,10 @@ from typing import NamedTuple
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import rounded_value
 
+
 # an answer in words, or a sign that is no number: ∅, ∞
-Words = NamedTuple("Words", [("text", str)])
+class Words(NamedTuple):
+    text: str
 
 
 class Quantity(NamedTuple):
@@ -23,22 +25,54 @@ class Quantity(NamedTuple):
 
 
 # an answer marked as an approximation: ≈ 3.14, about 5
-About = NamedTuple("About", [("answer", "Answer")])
-Labelled = NamedTuple("Labelled", [("label", str), ("answer", "Answer")])  # `label = answer`
-Listing = NamedTuple("Listing", [("kind", str), ("parts", tuple["Answer", ...])])
-"""Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any
-order, "=" for values of several labels, ":" for a ratio, "+" for a measure in two units."""
-Matrix = NamedTuple("Matrix", [("rows", tuple[tuple["Answer", ...], ...])])  # rows of cells
+class About(NamedTuple):
+    answer: "Answer"
+
+
+class Labelled(NamedTuple):
+    label: str
+    answer: "Answer"  # `label = answer`
+
+
+class Listing(NamedTuple):
+    """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in
+    any order, "=" for values of several labels, ":" for a ratio, "+" for a measure in two units."""
+
+    kind: str
+    parts: tuple["Answer", ...]
+
+
+class Matrix(NamedTuple):
+    rows: tuple[tuple["Answer", ...], ...]  # rows of cells
+
+
 # a place between the real numbers: before the point, or with True after it
 Cut = tuple[Decimal, bool]
-Region = NamedTuple("Region", [("cuts", tuple[Cut, ...])])
-"""A union of intervals. Its cuts are in order; it begins at the first, ends at the second, begins
-at the third, ..."""
-Relation = NamedTuple("Relation", [("sign", str), ("left", Node), ("right", Node)])
-"""`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
-Clock = NamedTuple("Clock", [("seconds", int), ("half", str)])
-"""A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or
-below one, else ""."""
+
+
+class Region(NamedTuple):
+    """A union of intervals. Its cuts are in order; it begins at the first, ends at the second,
+    begins at the third, ..."""
+
+    cuts: tuple[Cut, ...]
+
+
+class Relation(NamedTuple):
+    """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
+
+    sign: str
+    left: Node
+    right: Node
+
+
+class Clock(NamedTuple):
+    """A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or
+    below one, else ""."""
+
+    seconds: int
+    half: str
+
+
 Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock
 
 

@@ -42,10 +42,14 @@ FAILURES = ("work", "time-out", "memory", "died", "error")
 "work" is a limit in steps, which a pair meets always or never; "time-out" is a guard against what
 hangs."""
 
-Verdict = NamedTuple("Verdict", [("equal", bool), ("stage", str)])
-"""Whether the answer is right, and the stage that decided: one of the cascade's, "bounds" (empty or
-too long), "unread" (no stage could read both texts), or one of `FAILURES` ("error" is a defect of
-the grader)."""
+
+class Verdict(NamedTuple):
+    """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds"
+    (empty or too long), "unread" (no stage could read both texts), or one of `FAILURES` ("error" is
+    a defect of the grader)."""
+
+    equal: bool
+    stage: str
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
@@ -121,7 +125,23 @@ _KNOWN = {
     *GREEK,
     *CAPITALS,
     *FUNCTIONS,
-    *"frac sqrt pi sum prod int lim binom begin end overline log ln degree angle".split(),
+    *[
+        "frac",
+        "sqrt",
+        "pi",
+        "sum",
+        "prod",
+        "int",
+        "lim",
+        "binom",
+        "begin",
+        "end",
+        "overline",
+        "log",
+        "ln",
+        "degree",
+        "angle",
+    ],
 }
 _TO_LATEX = str.maketrans(
     {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}

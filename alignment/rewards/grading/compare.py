@@ -301,7 +301,7 @@ class Comparison:
             return False
         if not (isinstance(a, Matrix) and isinstance(t, Matrix)):
             rows_a, rows_t = (
-                rows if len(rows) == 1 or len(rows[0]) > 1 else [*zip(*rows)]
+                rows if len(rows) == 1 or len(rows[0]) > 1 else [*zip(*rows, strict=True)]
                 for rows in (rows_a, rows_t)
             )
         return [*map(len, rows_a)] == [*map(len, rows_t)] and _all(

@@ -41,20 +41,33 @@ def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fr
 Node = Fraction | str | tuple
 
 GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
-TRIGONOMETRIC = "sin cos tan cot sec csc".split()
+TRIGONOMETRIC = ["sin", "cos", "tan", "cot", "sec", "csc"]
 _INVERSES = {
     f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")
 }
 FUNCTIONS = [
     *TRIGONOMETRIC,
     *_INVERSES,
-    *"sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil".split(),
+    *["sinh", "cosh", "tanh", "sqrt", "cbrt", "log", "lg", "ln", "exp", "abs", "floor", "ceil"],
 ]
 _COMMANDS = {
     *GREEK,
     *CAPITALS,
     *FUNCTIONS,
-    *"pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat".split(),
+    *[
+        "pi",
+        "frac",
+        "binom",
+        "degree",
+        "overline",
+        "lfloor",
+        "rfloor",
+        "lceil",
+        "rceil",
+        "ihat",
+        "jhat",
+        "khat",
+    ],
 }
 # that need no backslash
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {

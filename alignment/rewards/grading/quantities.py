@@ -316,7 +316,8 @@ def read_ratio(text: str, levels: int) -> Answer | None:
 def read_two_units(text: str, levels: int) -> Answer | None:
     """`5 feet 3 inches`, `2 hours and 30 minutes`, `5 dollars and 30 cents`, `5'3"`."""
     match = re.fullmatch(
-        r"""([0-9.]+) ?([A-Za-z]+),? (?:and )?([0-9.]+) ?([A-Za-z]+)|([0-9]+) ?' ?([0-9.]+) ?(?:"|'')""",
+        r"([0-9.]+) ?([A-Za-z]+),? (?:and )?([0-9.]+) ?([A-Za-z]+)"
+        r"""|([0-9]+) ?' ?([0-9.]+) ?(?:"|'')""",
         text,
     )
     if match is None:

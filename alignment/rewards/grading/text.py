@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-_read = lambda name: tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
+
+def _read(name):
+    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
+
+
 TABLES, _PATTERNS = _read("notation.toml"), _read("patterns.toml")
 RELATIONS = "=<>≤≥≠≈∈"
 _SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
@@ -21,7 +25,7 @@ _CHARACTERS = str.maketrans(
         for c in map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))
     }
     | {
-        c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("⁄"))
+        c: r"\frac{{{}}}{{{}}}".format(*tuple(unicodedata.normalize("NFKC", c).split("⁄")))
         for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
     }
     | {

@@ -26,16 +26,14 @@ from alignment.rewards.grading.expressions import (
 )
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
-flint.ctx.prec = (
-    1024  # bits; all threads of the process share this setting, so it is set once and never changed
-)
+# bits; all threads of the process share this setting, so it is set once and never changed
+flint.ctx.prec = 1024
 NEAR_POINTS = 12  # at most, of numbers below 4, at which expressions with variables are compared
 FAR_POINTS = 400  # at most, further out and around the constants, where the near ones leave it open
 ENOUGH = 3  # points at which both sides are defined and agree
 AGREED = 5  # points after which no more are tried
-LANDMARKS = (
-    8  # at most, constants around which far points are chosen; quotients of half of them are added
-)
+# at most, constants around which far points are chosen; quotients of half of them are added
+LANDMARKS = 8
 _SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
 _LARGEST_LANDMARK = Fraction(2) ** 256
 _LANDMARK_DIGITS = 30
@@ -342,7 +340,7 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
             ):
                 raise Refused("too large")
             return base ** int(top)
-        if 1 < bottom and bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
+        if bottom > 1 and bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
             return (field(-base) ** field(exponent)) * (-1 if top % 2 else 1)
     return field(base) ** field(exponent)
 

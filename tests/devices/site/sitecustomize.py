@@ -8,7 +8,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 if number := os.environ.get("SIMULATED_GPUS"):
-    import alignment  # noqa: F401 - which says how threads wait, before torch is loaded
+    # The package says how threads wait, which it must before torch is loaded.
+    import alignment  # noqa: F401
+
+    # isort: split
     from simulated_gpus import simulated_gpus
 
     simulation = simulated_gpus(int(number))

@@ -10,9 +10,9 @@ def shortest_of_prompt(prompts, completions, **columns):
     """1 for the shortest completion of each prompt, else 0; called as TRL calls a reward
     function."""
     shortest = {}
-    for prompt, completion in zip(prompts, completions):
+    for prompt, completion in zip(prompts, completions, strict=True):
         shortest[prompt] = min(len(completion), shortest.get(prompt, len(completion)))
     return [
         float(len(completion) == shortest[prompt])
-        for prompt, completion in zip(prompts, completions)
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]

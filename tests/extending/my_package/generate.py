@@ -62,7 +62,7 @@ class GenerateSampler:
         log_probs_nT = scores_nTV.log_softmax(-1).gather(-1, tokens_nT[..., None])[..., 0]
         return [
             self.completion(prompt_ids, *row, sampling.stop)
-            for row in zip(tokens_nT.tolist(), log_probs_nT.tolist())
+            for row in zip(tokens_nT.tolist(), log_probs_nT.tolist(), strict=True)
         ]
 
     def completion(self, prompt_ids, token_ids, log_probs, stop):

@@ -296,21 +296,93 @@ def code_items(marker):
 
 
 # Names of the strings of code_items that parse_expr executes; a test runs every one of them.
-EXECUTED = (
-    "import_os import_os_plus import_os_tuple import_os_set import_os_dead_sum import_os_mul_frac"
-    " popen_read subprocess_run pathlib_touch open_w open_w_times print_file exec_str exec_or"
-    " eval_str eval_compile getattr_walk globals_builtins ternary boolean_and index dict_literal"
-    " star_args keyword_arg lambda_notation lambda_call lambda_known_name walrus_known_name"
-    " comprehension_known_name generator_sum comment_trick fstring fstring_rf fstring_walrus"
-    " fstring_lambda fstring_comprehension fstring_format_spec fstring_subclasses fstring_italic"
-    " fstring_bold fstring_fullwidth fstring_superscript fstring_bytesnum exec_chr eval_chr N_chr"
-    " open_chr exec_bytes_num S_str N_str sympify_str sin_str log_str FiniteSet_str Matrix_str"
-    " simplify_str solve_str Poly_str unknown_function_str lambdify_str lambdify_open"
-    " nested_quotes_S walk_N_globals walk_int_add walk_reduce_ex walk_symbol_init N_octal S_octal"
-    " x_octal theta_octal theta_num factorial_octal factorial_octal_paren factorial2_octal"
-    " factorial_num cjk_octal underscore_octal italic_equals italic_walk_add italic_walk_reduce"
-    " italic_walk_num fullwidth_walk_N italic_tail_import fullwidth_head bold_eval "
-).split()
+EXECUTED = [
+    "import_os",
+    "import_os_plus",
+    "import_os_tuple",
+    "import_os_set",
+    "import_os_dead_sum",
+    "import_os_mul_frac",
+    "popen_read",
+    "subprocess_run",
+    "pathlib_touch",
+    "open_w",
+    "open_w_times",
+    "print_file",
+    "exec_str",
+    "exec_or",
+    "eval_str",
+    "eval_compile",
+    "getattr_walk",
+    "globals_builtins",
+    "ternary",
+    "boolean_and",
+    "index",
+    "dict_literal",
+    "star_args",
+    "keyword_arg",
+    "lambda_notation",
+    "lambda_call",
+    "lambda_known_name",
+    "walrus_known_name",
+    "comprehension_known_name",
+    "generator_sum",
+    "comment_trick",
+    "fstring",
+    "fstring_rf",
+    "fstring_walrus",
+    "fstring_lambda",
+    "fstring_comprehension",
+    "fstring_format_spec",
+    "fstring_subclasses",
+    "fstring_italic",
+    "fstring_bold",
+    "fstring_fullwidth",
+    "fstring_superscript",
+    "fstring_bytesnum",
+    "exec_chr",
+    "eval_chr",
+    "N_chr",
+    "open_chr",
+    "exec_bytes_num",
+    "S_str",
+    "N_str",
+    "sympify_str",
+    "sin_str",
+    "log_str",
+    "FiniteSet_str",
+    "Matrix_str",
+    "simplify_str",
+    "solve_str",
+    "Poly_str",
+    "unknown_function_str",
+    "lambdify_str",
+    "lambdify_open",
+    "nested_quotes_S",
+    "walk_N_globals",
+    "walk_int_add",
+    "walk_reduce_ex",
+    "walk_symbol_init",
+    "N_octal",
+    "S_octal",
+    "x_octal",
+    "theta_octal",
+    "theta_num",
+    "factorial_octal",
+    "factorial_octal_paren",
+    "factorial2_octal",
+    "factorial_num",
+    "cjk_octal",
+    "underscore_octal",
+    "italic_equals",
+    "italic_walk_add",
+    "italic_walk_reduce",
+    "italic_walk_num",
+    "fullwidth_walk_N",
+    "italic_tail_import",
+    "fullwidth_head",
+    "bold_eval",
+]
 
 
 def code_answers(marker):
@@ -325,7 +397,7 @@ def _resource_items():
     out = []
 
     def add(kind, *texts):
-        for i, t in enumerate(texts):
+        for t in texts:
             out.append((kind, "%s_%d" % (kind, sum(k == kind for k, _, _ in out)), t))
 
     add(

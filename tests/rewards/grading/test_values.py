@@ -157,7 +157,9 @@ def test_a_difference_that_only_exact_numbers_show():
 
 
 def test_equal_values_round_alike_and_others_apart():
-    rounded = lambda text: rounded_value(parse_expression(text))
+    def rounded(text):
+        return rounded_value(parse_expression(text))
+
     assert (
         rounded(r"\sqrt{1/9}") == rounded("1/3")
         and rounded(r"\sqrt{4}") == 2

@@ -171,7 +171,8 @@ from pathlib import Path
 from alignment.rewards.grading.cascade import WORKERS, ask_math_verify
 def main():
     assert ask_math_verify(*{MATRIX!r})[0]
-    Path({str(tmp_path / "pids")!r}).write_text(json.dumps([worker.process.pid for worker in WORKERS.workers.values()]))
+    pids = [worker.process.pid for worker in WORKERS.workers.values()]
+    Path({str(tmp_path / "pids")!r}).write_text(json.dumps(pids))
     {ending}
 main()
 """
