@@ -18,6 +18,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.builders import checks, policies
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
+from alignment.model.activations import activation_bytes
 from alignment.policy import micro_batches
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal

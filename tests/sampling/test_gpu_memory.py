@@ -13,11 +13,11 @@ from rollout_helpers import open_tiny
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.policy import micro_batches
-from alignment.system import device_memory
 from alignment.policy.micro_batches import choose_micro_batch_tokens
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
+from alignment.system import device_memory
 from alignment.system.errors import UserError
 from alignment.system.processes import ROOT
 

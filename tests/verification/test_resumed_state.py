@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from alignment import verify
-from alignment.builders import training
 from alignment.args import RLArgs, from_preset
+from alignment.builders import training
 from alignment.builders.checks import check_rl
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts import source
