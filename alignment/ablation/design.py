@@ -8,16 +8,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from alignment.args import CONTROLS, FLAGS, NOT_SWEPT, RLArgs, from_preset
+from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs, from_preset
+from alignment.config.flag import flags_of_class, hints_of_flags
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
-BOOKKEEPING = NOT_SWEPT.union(FLAGS["kinds"]["bookkeeping"])
 
 
 @dataclass(frozen=True)
@@ -127,27 +127,39 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
     """The preset's arguments, overridden by `values`. Raises `UserError`, beginning with `place`,
     for unknown or bad ones."""
-    hints = get_type_hints(RLArgs)
+    hints = hints_of_flags(RLArgs)
     for name, value in values.items():
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
-        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        # with a colon it is the path of the user's own
-        if name == "loss_type" and ":" not in str(value):
-            choices = tuple(LOSSES)
-        kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
+        choices = _choices_of(name, hints[name], value)
         if choices and value not in choices:
-            raise UserError(
-                f"{place}{name} = {value!r}: choose one of {', '.join(map(str, choices))}"
-            )
-        if (
-            kind in (int, bool, str)
-            and type(value) is not kind
-            or kind is float
-            and type(value) not in (int, float)
-        ):
+            listed = ", ".join(map(str, choices))
+            raise UserError(f"{place}{name} = {value!r}: choose one of {listed}")
+        kind = _kind_of(hints[name])
+        if kind in _KINDS and not _is_of_kind(value, kind):
             raise UserError(f"{place}{name} = {value!r}: must be {_KINDS[kind]}")
     return from_preset(RLArgs, preset, **values)
+
+
+def _choices_of(name: str, hint: Any, value: object) -> tuple:
+    """The values that an argument may have, where they are listed."""
+    if name == "loss_type":
+        # With a colon it is the path of the user's own.
+        return () if ":" in str(value) else tuple(LOSSES)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return flags_of_class(RLArgs)[name].choices
+
+
+def _kind_of(hint: Any) -> Any:
+    """The type that a value must have: of `int | None`, int."""
+    return next((kind for kind in get_args(hint) if kind in _KINDS), hint)
+
+
+def _is_of_kind(value: object, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
 
 
 def _label(key: str, value) -> str:

@@ -3,13 +3,13 @@ big."""
 
 import math
 import sys
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from alignment import plan
 from alignment.args import RLArgs, parse
+from alignment.config.flag import flags_of_class
 from alignment.planning.placement import place
 from alignment.policy.muon import orthogonalised
 from alignment.policy.optimizers import OPTIMIZERS
@@ -38,7 +38,7 @@ def train_once(policy: SingleDevicePolicy, step: int) -> float:
 
 
 def test_the_names_are_those_of_the_flag():
-    assert get_args(get_type_hints(RLArgs)["optimizer"]) == tuple(OPTIMIZERS)
+    assert flags_of_class(RLArgs)["optimizer"].choices == tuple(OPTIMIZERS)
     assert RLArgs().optimizer == "adamw"
     with pytest.raises(
         UserError, match="--optimizer sgd: choose one of adamw, adamw_cpu_offload, adamw_8bit, muon"
