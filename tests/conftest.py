@@ -2,9 +2,12 @@
 is loaded."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,12 +16,19 @@ from filelock import FileLock
 from hypothesis import settings
 
 import alignment  # noqa: F401
+from alignment.rewards import users
 from alignment.system import signals, terminal
+from tests.leaks import State, faults_since
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each
 # start is compiling torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so all that they
+# start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment
 # that has it.
@@ -52,11 +62,65 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """A folder for temporary files of this process of the tests alone, so that its tests can be
+    held to leave none there.
+
+    Its path is short, since the paths of sockets are limited to some hundred characters.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is without this one
+    with (
+        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setenv("TMPDIR", folder)
+        patched.setattr(tempfile, "tempdir", folder)
+        # where the compiler's cache is; torch sets it when it first compiles
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "torchinductor_cache"))
+        yield
+
+
+LEAKY = pytest.StashKey[bool]()
+
+
+def fail_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails after what runs in between where that has left something behind, which no test or
+    fixture within it has been blamed for."""
+    before = State.now()
+    yield
+    faults = faults_since(before)
+    if faults and not request.node.stash.get(LEAKY, False):
+        for node in request.node.listchain():
+            node.stash[LEAKY] = True
+        pytest.fail(f"{request.node.nodeid} leaves behind:\n" + "\n".join(faults), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_module_leaves_anything_behind(temporary_folder, request):
+    """Fails after the last test of a file whose fixtures have left something behind."""
+    yield from fail_for_leaks(request)
+
+
+@pytest.fixture(autouse=True)
+def no_test_leaves_anything_behind(no_module_leaves_anything_behind, request):
+    """Fails after a test that has left something behind for the tests after it."""
+    yield from fail_for_leaks(request)
+
+
 @pytest.fixture(autouse=True)
 def no_signal_of_an_earlier_test():
     """A command that a signal has ended remembers it for its exit code; the tests of one process
     are many commands."""
     signals._state.deferred, signals._state.received = False, None
+
+
+@pytest.fixture(autouse=True)
+def no_users_function_of_an_earlier_test(no_test_leaves_anything_behind):
+    """A user's function lives in a process of its own, and keeps its state there, as long as the
+    command; the tests of one process are many commands."""
+    yield
+    users.close_functions()
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -79,6 +81,17 @@ def runs_under(folder: Path) -> list[int]:
         for p in found
         if p.info["status"] != "zombie" and str(folder) in " ".join(p.info["cmdline"] or [])
     ]
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_ray():
+    """Ray sets variables and a handler of SIGTERM in the process that starts it, and keeps the
+    folder of a cluster that has ended."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with mock.patch.dict(os.environ):
+        yield
+    signal.signal(signal.SIGTERM, handler)
+    shutil.rmtree(Path(tempfile.gettempdir()) / "ray", ignore_errors=True)
 
 
 # --- without Ray ----------------------------------------------------------------------------------

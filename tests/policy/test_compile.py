@@ -142,7 +142,11 @@ def test_adapters_and_the_weights_without_them(tmp_path, without_code):
 
 
 def test_a_sharded_policy(folder, without_code):
-    assert_same(open_pair(folder, "sharded"))
+    policies = own, _ = open_pair(folder, "sharded")
+    try:
+        assert_same(policies)
+    finally:
+        own.ranks.close()
 
 
 def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, monkeypatch):
