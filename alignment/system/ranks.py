@@ -122,6 +122,7 @@ class Ranks:
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             timedelta(seconds=seconds),
         )
+        self.excepthook = sys.excepthook  # which torch replaces by one that names the rank
         with self.faults():
             dist.init_process_group(
                 backend, store=self.store, rank=self.rank, world_size=count, timeout=limit
@@ -137,6 +138,7 @@ class Ranks:
         atexit.unregister(self._end_watch)
         self._end_watch()
         dist.destroy_process_group()
+        sys.excepthook = self.excepthook
         for child in self.children:
             child.close()
         lead.cache_clear()

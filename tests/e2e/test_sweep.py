@@ -45,6 +45,8 @@ from alignment.system.files import lock_run_folder, read_jsonl
 from alignment.system.processes import start_command
 from tests.command_line import exit_code
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "--prompts_per_rollout",
     "4",
