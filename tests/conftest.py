@@ -140,7 +140,8 @@ def fail_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     fixture within it has been blamed for."""
     before = State.now()
     yield
-    faults = faults_since(before)
+    replaces_processes = request.node.get_closest_marker("replaces_processes") is not None
+    faults = faults_since(before, with_processes=not replaces_processes)
     if faults and not request.node.stash.get(LEAKY, False):
         for node in request.node.listchain():
             node.stash[LEAKY] = True

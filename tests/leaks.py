@@ -42,6 +42,7 @@ KEPT_THREADS = (
     "OffloadWorker",  # torch's
 )
 KEPT_PROCESSES = (
+    "alignment.sampling.vllm:serve",  # the engine that vLLM's tests share; its fixture sees it end
     "alignment.system.limited_workers:serve",  # the grader's pool
     "multiprocessing.resource_tracker",  # Python's own, one a process
 )
@@ -126,11 +127,14 @@ class State:
         return faults
 
 
-def faults_since(before: State) -> list[str]:
+def faults_since(before: State, with_processes: bool = True) -> list[str]:
     """As `State.since`, once processes and threads have had the time to end."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        faults = State.now().since(before)
+        now = State.now()
+        if not with_processes:
+            now = dataclasses.replace(now, processes=before.processes)
+        faults = now.since(before)
         if not any("still runs" in fault for fault in faults) or time.monotonic() > deadline:
             return faults
         time.sleep(0.05)

@@ -129,6 +129,7 @@ def test_no_two_prompts_share_random_numbers(three):
     assert len({c.token_ids for group in drawn for c in group}) == 21
 
 
+@pytest.mark.replaces_processes
 def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(
     three, moved, tiny_folder, capfd
 ):
