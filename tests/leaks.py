@@ -53,10 +53,6 @@ KEPT_ATTRIBUTES = {
 KEPT_FILES = (
     "uv-*.lock",  # uv keeps its locks
     "torchinductor_*",  # the compiler's cache, which the session's temporary folder ends with
-    "__pycache__",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".hypothesis",
 )
 # Modules beside the package's whose functions tests replace.
 WATCHED_MODULES = (
@@ -236,13 +232,17 @@ def _line_of(process: psutil.Process) -> str:
 
 
 def _files() -> set[str]:
-    """The entries of the repository's folders that commands write to by default, and of this
-    process's temporary one."""
-    written = (ROOT, ROOT / "checkpoints", ROOT / "dataset", ROOT / "tests")
-    folders = [*map(str, written), tempfile.gettempdir()]
-    return {
-        os.path.join(folder, name)
-        for folder in folders
-        if os.path.isdir(folder)
-        for name in os.listdir(folder)
-    }
+    """The entries of this process's temporary folder, which no other process writes to."""
+    return _entries(tempfile.gettempdir())
+
+
+def files_of_the_repository() -> set[str]:
+    """The entries of the folders that commands write to by default, which all processes of the
+    tests share."""
+    own = (ROOT / name for name in ("", "checkpoints", "dataset", "wandb", "mlruns"))
+    entries = set().union(*(_entries(str(folder)) for folder in own if folder.is_dir()))
+    return {path for path in entries if not os.path.basename(path).startswith((".", "_"))}
+
+
+def _entries(folder: str) -> set[str]:
+    return {os.path.join(folder, name) for name in os.listdir(folder)}

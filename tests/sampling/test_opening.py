@@ -19,6 +19,8 @@ from alignment.sampling.transformers import open_transformers
 from alignment.system.errors import UserError
 from alignment.system.processes import ChildProcess
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60
 
 
@@ -85,7 +87,6 @@ def test_processes_start_at_once_and_engines_when_they_may_take_memory(tiny_fold
     assert happens_within(SECONDS, lambda: not processes() - before)
 
 
-@pytest.mark.slow
 def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
     """Where the output is no terminal, a line now and then."""
     monkeypatch.setattr(module, "LINE_SECONDS", 1)
@@ -100,7 +101,6 @@ def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
     )
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_lost_later_is_replaced_at_once(tiny_folder, capfd):
     sampling = SamplingConfig(n=1, max_new_tokens=4, seed=0)
     sampler = opening_of(tiny_folder, open_transformers).result(Console(file=io.StringIO()))

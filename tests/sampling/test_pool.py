@@ -19,6 +19,8 @@ from alignment.sampling.transformers import TransformersSampler, open_transforme
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.remote import host_processes
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [f"User: What is {i} + {i * i}?\nAssistant: <think>" for i in range(7)]
 SAMPLING = SamplingConfig(n=3, max_new_tokens=12, seed=3, stop=())
 
@@ -75,7 +77,6 @@ def log_probs(groups) -> torch.Tensor:
     return torch.tensor([value for group in groups for c in group for value in c.log_probs])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:2], PROMPTS[:3] * 2], ids=len)
 def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_folder):
     one = open_engines(tiny_folder, 1)
@@ -95,7 +96,6 @@ def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_fol
         two.close()
 
 
-@pytest.mark.slow
 def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(
     here_and_there, moved, tiny_folder, capfd
 ):
