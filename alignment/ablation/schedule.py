@@ -398,6 +398,20 @@ class SlurmJob:
         return DelayedSubmission(SlurmJob(self.command, self.threads))
 
 
+@contextmanager
+def _package_on_the_path() -> Iterator[None]:
+    """Processes and jobs that begin within the block, which get this process's environment, find
+    the package."""
+    own = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), own]))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if own is not None:
+            os.environ["PYTHONPATH"] = own
+
+
 class SlurmExecutor:
     """Jobs of a SLURM cluster, whose machines share `folder`; those that wait together are one job
     array. `parameters` are submitit's, under sbatch's names. Tests give submitit's own `cluster`
@@ -413,9 +427,6 @@ class SlurmExecutor:
         import submitit
 
         self.cpus, self.waiting, self.under_way = cpus, {}, {}
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        )
         given = {
             f"slurm_{name}": value
             for name, value in {"job_name": folder.name, **parameters}.items()
@@ -435,9 +446,9 @@ class SlurmExecutor:
     def finished(self, seconds: float) -> dict[str, int]:
         if self.waiting:
             try:
-                self.under_way |= zip(
-                    self.waiting, self.slurm.submit_array(list(self.waiting.values())), strict=True
-                )
+                with _package_on_the_path():
+                    jobs = self.slurm.submit_array(list(self.waiting.values()))
+                self.under_way |= zip(self.waiting, jobs, strict=True)
             except RuntimeError as error:
                 raise UserError(
                     f"--slurm: sbatch refused the jobs: {str(error).strip().splitlines()[-1]}"

@@ -59,6 +59,12 @@ class UsersFunction:
             except ProcessLost as lost:
                 raise self._fault(str(lost)) from None
 
+    def close(self) -> None:
+        """End its process. The next call starts another one."""
+        with self._turn:
+            if self._child is not None:
+                self._child.close()
+
     def score(self, response: str, ground_truth: str) -> Score:
         """The score by a rule, f(response, ground_truth)."""
         score = self(response, ground_truth)
@@ -119,6 +125,13 @@ def users_function(name: str, seconds: float | None = None) -> UsersFunction:
         )
     _FUNCTIONS[name].seconds = seconds or _FUNCTIONS[name].seconds
     return _FUNCTIONS[name]
+
+
+def close_functions() -> None:
+    """End the processes of all functions, and with them the functions' state."""
+    for function in _FUNCTIONS.values():
+        function.close()
+    _FUNCTIONS.clear()
 
 
 def _row(problem: Problem, completion: Completion) -> dict[str, object]:

@@ -104,24 +104,25 @@ class Ranks:
         self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
         # Pipe to `_watch`, of signals: the main thread may be in a collective, where Python's
         # handlers wait.
-        self.signals, tell = os.pipe()
+        self.signals, self.tell = os.pipe()
         if self.rank:
-            os.set_blocking(tell, False)
-            signal.set_wakeup_fd(tell)
+            os.set_blocking(self.tell, False)
+            signal.set_wakeup_fd(self.tell)
             for number in SIGNALS:
                 signal.signal(number, lambda *arguments: None)
         self.heard = time.monotonic()  # when the store answered last
-        watch = threading.Thread(target=self._watch, daemon=True)
-        watch.start()
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
         if self.rank:
             threading.Thread(target=self._end_if_cut_off, daemon=True).start()
         else:  # A thread that is within the store when the interpreter ends aborts the process.
-            atexit.register(lambda: (os.write(tell, b"\0"), watch.join(self.seconds)))
+            atexit.register(self._end_watch)
         self._meet()
         backend, limit = (
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             timedelta(seconds=seconds),
         )
+        self.excepthook = sys.excepthook  # which torch replaces by one that names the rank
         with self.faults():
             dist.init_process_group(
                 backend, store=self.store, rank=self.rank, world_size=count, timeout=limit
@@ -131,6 +132,20 @@ class Ranks:
             self.calls = dist.new_group(
                 backend="gloo", timeout=timedelta(days=365) if self.rank else limit
             )
+
+    def close(self) -> None:
+        """End rank 0's part, and with it the others: a later `lead` begins anew."""
+        atexit.unregister(self._end_watch)
+        self._end_watch()
+        dist.destroy_process_group()
+        sys.excepthook = self.excepthook
+        for child in self.children:
+            child.close()
+        lead.cache_clear()
+
+    def _end_watch(self) -> None:
+        os.write(self.tell, b"\0")
+        self.watch.join(self.seconds)
 
     @property
     def machines(self) -> list[Machine]:

@@ -13,9 +13,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # `uv run` passes on the signal that its process group has got already: both are one request
 REPEAT_SECONDS = 1.0
 # Whether signals are held back; the number of the first that has arrived, or None, and when it did;
-# for how long one is held back at most, and whether that time is over.
+# for how long one is held back at most, the timer of that, and whether that time is over.
 _state = SimpleNamespace(
-    deferred=False, received=None, received_at=0.0, grace=None, is_overdue=False
+    deferred=False, received=None, received_at=0.0, grace=None, timer=None, is_overdue=False
 )
 
 
@@ -75,6 +75,9 @@ def deferred_signals_for(seconds: float) -> Iterator[None]:
             yield
     finally:
         _state.grace = None
+        if _state.timer is not None:
+            _state.timer.cancel()
+            _state.timer = None
 
 
 def signals_are_deferred() -> bool:
@@ -107,9 +110,9 @@ def _on_signal(number: int, frame) -> None:
     if not _state.deferred:
         raise Interrupted(number)
     if _state.grace is not None:
-        timer = threading.Timer(_state.grace, _send_again, [number])
-        timer.daemon = True
-        timer.start()
+        _state.timer = threading.Timer(_state.grace, _send_again, [number])
+        _state.timer.daemon = True
+        _state.timer.start()
 
 
 def _send_again(number: int) -> None:

@@ -29,6 +29,8 @@ from alignment.verify import digests
 from tests.command_line import exit_code
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
+pytestmark = pytest.mark.slow
+
 KILLS, KILLS_A_RUN = 50, 5
 
 
