@@ -15,10 +15,10 @@ LOGGED = {"ratio", "clipped", "kl", "weight"}  # what `micro_batch_loss` sums ov
 
 @dataclass(frozen=True)
 class MadeUp:
-    """Made-up responses: lengths [B] of prompts and of responses in tokens, and how far the policy
-    is from the one that sampled, in nats a token."""
+    """Made-up responses: what the user reads of them, lengths [B] of prompts and of responses in
+    tokens, and how far the policy is from the one that sampled, in nats a token."""
 
-    what: str
+    description: str
     prompts: Sequence[int]
     responses: Sequence[int]
     distance: float
@@ -59,7 +59,7 @@ def try_loss(name: str, config: LossConfig) -> None:
             fault = in_one_line(error)
         if fault:
             raise UserError(
-                f"--loss_type {name}: {fault}. This was for {trial.what}, made up;"
+                f"--loss_type {name}: {fault}. This was for {trial.description}, made up;"
                 " docs/extending.md says what a loss returns"
             )
 
@@ -126,36 +126,34 @@ def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
     """What a micro-batch gives a loss: log-probs are 0 outside the mask, rewards are 1 and 0 in
     turn."""
     generator = torch.Generator().manual_seed(0)
-    number, width = (
-        len(trial.responses),
-        max(map(sum, zip(trial.prompts, trial.responses, strict=True))) - 1,
-    )
+    number = len(trial.responses)
+    # The label at place t is token t + 1, so a response of a prompt of p tokens begins at p - 1.
+    prompts_B1 = torch.tensor(trial.prompts)[:, None]
+    responses_B1 = torch.tensor(trial.responses)[:, None]
+    width = int((prompts_B1 + responses_B1).max()) - 1
     place_T = torch.arange(width)
-    first_B1, length_B1 = (
-        torch.tensor(lengths)[:, None] for lengths in (trial.prompts, trial.responses)
-    )
-    mask_BT = (place_T >= first_B1 - 1) & (place_T < first_B1 - 1 + length_B1)
-    log_probs_BT = (
-        torch.empty(number, width).uniform_(0.05, 0.95, generator=generator).log().where(mask_BT, 0)
-    )
+    mask_BT = (place_T >= prompts_B1 - 1) & (place_T < prompts_B1 - 1 + responses_B1)
+    probs_BT = torch.empty(number, width).uniform_(0.05, 0.95, generator=generator)
+    log_probs_BT = probs_BT.log().where(mask_BT, 0)
 
-    def near() -> torch.Tensor:
-        """Log-probs of another policy."""
-        moved = log_probs_BT + trial.distance * torch.randn(number, width, generator=generator)
-        return moved.clamp(max=0).where(mask_BT, 0)
+    def draw_other_policy() -> torch.Tensor:
+        """Log-probs [B, T] of another policy."""
+        moved_BT = log_probs_BT + trial.distance * torch.randn(number, width, generator=generator)
+        return moved_BT.clamp(max=0).where(mask_BT, 0)
 
-    old_BT, sampler_BT = near(), near()
-    reference_BT = near() if config.beta else None
+    old_BT = draw_other_policy()
+    sampler_BT = draw_other_policy()
+    reference_BT = draw_other_policy() if config.beta else None
     rewards_B1 = (torch.arange(number)[:, None] % 2 == 0).float()
     return LossInputs(
         config,
         log_probs_BT.requires_grad_(),
         mask_BT,
-        rewards_B1,
-        rewards_B1 - 0.5,
-        old_BT,
-        reference_BT,
-        sampler_BT,
+        raw_rewards=rewards_B1,
+        advantages=rewards_B1 - 0.5,
+        old_log_probs=old_BT,
+        reference_log_probs=reference_BT,
+        sampler_log_probs=sampler_BT,
     )
 
 
