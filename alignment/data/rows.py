@@ -104,6 +104,7 @@ def read_rows(file: Path, *texts: str) -> list[PlacedRow]:
 
 
 def _has_texts(row: Row, columns: Iterable[str]) -> bool:
+    """Whether a row has a text in each of some columns."""
     return all(isinstance(row.get(column), str) for column in columns)
 
 
@@ -277,6 +278,7 @@ READERS: Mapping[str, Callable[[Path], Rows]] = {
 
 
 def _refuse_repeated_columns(place: str, names: Iterable[str]) -> None:
+    """Raise `UserError` where two columns have one name."""
     numbers = Counter(names)
     for name, number in numbers.items():
         if name and number > 1:  # a table's indices may all have no name
@@ -291,6 +293,7 @@ def table_rows(table: Any) -> Iterator[Row]:
 
 
 def _exact_values(column: Any) -> list[Any]:
+    """The values of an Arrow column, with the digits that its type can hold."""
     return [_as_written(value, column.type) for value in column.to_pylist()]
 
 

@@ -88,6 +88,8 @@ def _present_column(names: Iterable[str], row: Mapping[str, Any]) -> str:
 
 
 def _task(name: str, entry: Mapping[str, Any]) -> Task:
+    """The task of a benchmark, which has test problems only."""
+
     def test_problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
         return problems(name, dataset_path) if split == "test" else ()
 

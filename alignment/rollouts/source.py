@@ -268,6 +268,7 @@ class SyncRollouts:
             yield
 
     def _give_weights(self, policy: Policy, version: int) -> None:
+        """Replace the sampler's weights by the policy's."""
         load_proven(self.sampler, policy.weights(), version)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:

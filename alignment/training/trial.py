@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def try_loss(name: str, config: LossConfig) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):
                 fault = next(faults(config, trial), "")
-            fault += definition(loss.function) if fault else ""
+            if fault:
+                fault += definition(loss.function)
         except (Exception, SystemExit) as error:  # the user's function may raise anything
             fault = in_one_line(error)
         if fault:
@@ -65,7 +67,9 @@ def try_loss(name: str, config: LossConfig) -> None:
 
 
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
-    """What is wrong with the loss of made-up responses, as words that follow its name."""
+    """What is wrong with the loss of made-up responses, as words that follow its name.
+
+    Only the first is meant to be read: what it is of may break the tests for the others."""
     inputs = made_up_inputs(config, trial)
     before = {
         name: value.detach().clone()
@@ -77,37 +81,8 @@ def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
     for name, value in before.items():
         if not torch.equal(getattr(inputs, name), value):
             yield f"it writes into its inputs ({name}): give what it computes a tensor of its own"
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        yield (
-            f"it returns {described(returned)}, not (loss of every token, what to log of every"
-            " token)"
-        )
-    loss_BT, logged = returned
-    shape = tuple(inputs.log_probs.shape)
-    if (
-        not isinstance(loss_BT, torch.Tensor)
-        or tuple(loss_BT.shape) != shape
-        or not loss_BT.is_floating_point()
-    ):
-        yield (
-            f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for"
-            " every token"
-        )
-    if not isinstance(logged, Mapping):
-        yield f"what it logs is {described(logged)}, and must be a dict of tensors"
-    for key in LOGGED & logged.keys():
-        if not isinstance(logged[key], torch.Tensor) or tuple(logged[key].shape) != shape:
-            yield (
-                f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of"
-                f" {list(shape)}"
-            )
-    if ("ratio" in logged) != ("clipped" in logged):
-        yield "it logs one of 'ratio' and 'clipped', which go together"
-    if "clipped" in logged and logged["clipped"].dtype != torch.bool:
-        yield (
-            f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or"
-            " false for every token"
-        )
+    yield from faults_of_returned(returned, tuple(inputs.log_probs.shape))
+    loss_BT, _ = returned
     if not torch.isfinite(loss_BT[inputs.mask]).all():
         yield "its loss is not finite"
     if not loss_BT.requires_grad:
@@ -120,6 +95,41 @@ def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
         yield "its loss has no gradient to log_probs"
     if not torch.isfinite(gradients_BT[0]).all():
         yield "its gradient is not finite"
+
+
+def faults_of_returned(returned: Any, shape: tuple[int, ...]) -> Iterator[str]:
+    """What is wrong with the shapes and types of what a loss returned, for log-probs of `shape`."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        yield (
+            f"it returns {described(returned)}, not (loss of every token, what to log of every"
+            " token)"
+        )
+    loss_BT, logged = returned
+    if not has_shape(loss_BT, shape) or not loss_BT.is_floating_point():
+        yield (
+            f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for"
+            " every token"
+        )
+    if not isinstance(logged, Mapping):
+        yield f"what it logs is {described(logged)}, and must be a dict of tensors"
+    for key in LOGGED & logged.keys():
+        if not has_shape(logged[key], shape):
+            yield (
+                f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of"
+                f" {list(shape)}"
+            )
+    if ("ratio" in logged) != ("clipped" in logged):
+        yield "it logs one of 'ratio' and 'clipped', which go together"
+    if "clipped" in logged and logged["clipped"].dtype != torch.bool:
+        yield (
+            f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or"
+            " false for every token"
+        )
+
+
+def has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value is a tensor of that shape."""
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape
 
 
 def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:

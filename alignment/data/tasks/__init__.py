@@ -73,6 +73,7 @@ class Task:
         return [self.key(question) for question in (problem, *as_questions)]
 
     def _tested_keys(self, dataset_path: str) -> frozenset[str]:
+        """The keys of the problems of the test split."""
         return frozenset(map(self.key, self.test_split(dataset_path)))
 
 

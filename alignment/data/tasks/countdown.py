@@ -141,6 +141,7 @@ def key(problem: Problem) -> str:
 
 @cache
 def _test_problems(size: Size) -> list[Problem]:
+    """The problems to test on: the first distinct ones."""
     drawn = (_problem(index, "test", size) for index in range(TEST_DRAWS))
     return distinct(drawn, key, TEST_PROBLEMS)
 
@@ -191,7 +192,8 @@ def _read(split: str, folder: Path) -> list[Problem]:
     test_files = [file for file in files if _has_word(file, "test")]
     rows: list[Row] = []
     if train_files and test_files:
-        for file in train_files if split == "train" else test_files:
+        files = train_files if split == "train" else test_files
+        for file in files:
             rows += _rows(file)
     else:  # files of one split alone would leave the other split empty
         for file in files:
@@ -208,6 +210,7 @@ def _has_word(file: Path, word: str) -> bool:
 
 @lru_cache
 def _rows(file: Path) -> tuple[Row, ...]:
+    """The rows of a file."""
     return tuple(_checked_row(place, row) for place, row in parquet_rows(file))
 
 

@@ -205,9 +205,9 @@ def _with_group(pattern: str) -> re.Pattern:
 
 
 def of_split(
-    rows: list[Demonstration], split: str, seed: int, key: Key = question_text
+    rows: Sequence[Demonstration], split: str, seed: int, key: Key = question_text
 ) -> list[Demonstration]:
-    """The demonstrations of a split; shuffles `rows` by `seed`.
+    """The demonstrations of a split, shuffled by `seed`.
 
     No question, as `key` tells them apart, is in both splits, unless there is only one. Raises
     `UserError` where there are fewer than two demonstrations."""
@@ -216,15 +216,24 @@ def of_split(
             f"{len(rows)} rows are too few to train on: SFT needs --demonstrations, or rows with"
             " worked solutions"
         )
-    random.Random(f"demonstrations {seed}").shuffle(rows)
-    # all turns of a conversation are in one split
-    keys = [problem.id if problem.turns else key(problem) for problem, _ in rows]
+    shuffled = list(rows)
+    random.Random(f"demonstrations {seed}").shuffle(shuffled)
+
+    def question_key(problem: Problem) -> str:
+        # all turns of a conversation are in one split
+        return problem.id if problem.turns else key(problem)
+
+    keys = [question_key(problem) for problem, _ in shuffled]
     questions = list(dict.fromkeys(keys))
     if len(questions) == 1:
-        return rows
+        return shuffled
     test_keys = set(questions[: max(1, len(questions) // VALIDATION_SHARE)])
     is_test = split == "test"
-    return [row for row, own in zip(rows, keys, strict=True) if (own in test_keys) == is_test]
+    return [
+        row
+        for row, row_key in zip(shuffled, keys, strict=True)
+        if (row_key in test_keys) == is_test
+    ]
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
@@ -267,11 +276,16 @@ def _warn_of_keys(file: str, rows: Sequence[Row]) -> None:
     if unread:
         names = ", ".join(f'"{name}"' for name in sorted(unread))
         say_once(f"{file}: messages have {names}: not read, and no message is left out for it")
-    misplaced = [name for name in MISPLACED if any(row.get(name) is not None for row in rows)]
+    misplaced = [name for name in MISPLACED if _has_column(rows, name)]
     if misplaced:
         names = ", ".join(f'"{name}"' for name in misplaced)
         remedy = "the response is trained as it stands; messages can have thoughts and weights"
         say_once(f"{file}: rows have {names}: not read, {remedy}")
+
+
+def _has_column(rows: Sequence[Row], name: str) -> bool:
+    """Whether a row has a cell of that name that is not empty."""
+    return any(row.get(name) is not None for row in rows)
 
 
 def _demonstrated_texts(place: str, row: Row) -> Iterator[PlacedText]:
@@ -365,7 +379,8 @@ def _plain_demonstration(place: str, row: Row) -> Demonstration:
     """A question for the run's template, or a whole prompt, with its response."""
     pairs = 'a "question" or "prompt" and a "response" or "completion"'
     remedy = f'; a demonstration has {pairs}, or "messages"'
-    response = cell_text(place, row, "completion" if "completion" in row else "response", remedy)
+    response_column = "completion" if "completion" in row else "response"
+    response = cell_text(place, row, response_column, remedy)
     if row.get("question"):
         return Problem(place, cell_text(place, row, "question", remedy), "", ""), response
     return Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response
