@@ -45,8 +45,12 @@ class Sampler(Protocol):
     """Draws completions from one version of the policy's weights. One that shares a GPU with a
     trainer may have `sleep`, too: see `put_to_sleep`, by which a trainer calls it."""
 
-    policy_version: int
     restarts: int  # Engines that were lost and replaced so far.
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that completions are drawn from."""
+        ...
 
     def sample(
         self,
