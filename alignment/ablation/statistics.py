@@ -750,7 +750,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
+def area_under_curve(steps: Sequence[float], scores_EQ: np.ndarray) -> np.ndarray:
     """Each question's mean score [Q] over training: trapezia between evaluations, over the steps
     between first and last."""
     if len(steps) == 1:
