@@ -76,7 +76,7 @@ class UsersFunction:
             self._child.ask(START_SECONDS, "start", self.name)
         return self._child
 
-    def score(self, response: str, ground_truth: str) -> Score:
+    def _score(self, response: str, ground_truth: str) -> Score:
         """The score by a rule, f(response, ground_truth)."""
         score = self(response, ground_truth)
         if not isinstance(score, Mapping) or not score.keys() >= set(RULE_KEYS):
