@@ -16,7 +16,7 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, load_proven
+from alignment.sampling.arrival import HeldWeights, NamedTensors, load_proven
 from alignment.sampling.sampler import (
     Completions,
     OnResponseEnd,
@@ -298,7 +298,7 @@ class EngineProcess:
         )
         self.policy_version = version
 
-    def weight_checksums(self, version: int) -> Held | None:
+    def weight_checksums(self, version: int) -> HeldWeights | None:
         return self._ask("checksums", version)
 
     def close(self) -> None:

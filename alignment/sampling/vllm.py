@@ -20,7 +20,7 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import (
-    Held,
+    HeldWeights,
     NamedTensors,
     Sums,
     bit_sum,
@@ -380,14 +380,14 @@ def _repack_output_embedding(worker) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checksums(engine: Engine, connection: Connection, version: int) -> Held | None:
+def _checksums(engine: Engine, connection: Connection, version: int) -> HeldWeights | None:
     engine.wake(WEIGHTS)
     held = engine.llm.collective_rpc(held_checksums, args=(version,))
     return held[0] if len(held) == 1 else None
 
 
 @torch.inference_mode()
-def held_checksums(worker, version: int) -> Held:
+def held_checksums(worker, version: int) -> HeldWeights:
     """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of
     queries, keys and values, has its own where the layer knows the parts' sizes. A tied output
     embedding is made of what the input's is."""

@@ -21,7 +21,7 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.policy.loading import load_config, load_end_ids, load_weights
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, load_proven
+from alignment.sampling.arrival import HeldWeights, NamedTensors, load_proven
 from alignment.sampling.sampler import (
     Completions,
     SamplerConfig,
@@ -140,7 +140,7 @@ class VLLMServerSampler:
         self._drop_cached_prefixes()
         self.policy_version = version
 
-    def weight_checksums(self, version: int) -> Held | None:
+    def weight_checksums(self, version: int) -> HeldWeights | None:
         held = self._call("sampler_checksums", version)
         return held[0] if len(held) == 1 else None
 
