@@ -189,7 +189,7 @@ def decoding_difference(model: PreTrainedModel, tokens: int = 12) -> float:
         rows = [
             row
             for wave in waves
-            for row in sampler._decode(
+            for row in sampler.decode_wave(
                 prompts, wave, torch.zeros(2 * len(wave), tokens), sampling, None
             )
         ]

@@ -4,11 +4,11 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import psutil
 from rich.console import Console
@@ -53,82 +53,121 @@ class RunConfig:
     log_state: bool = False  # Whether each step's update is preceded by a line of state.jsonl.
 
 
+class Restartable(Protocol):
+    """A sampler, or another process, that can be lost and replaced."""
+
+    @property
+    def restarts(self) -> int:
+        """How often it was replaced so far."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+
+
+Opened = TypeVar("Opened", bound=Restartable)
+
+
 class Run:
     """An open run. `start` creates its folder, after everything else has been built."""
 
     def __init__(self, config: RunConfig, console: Console):
-        self.config, self.console = config, console
+        self.config = config
+        self.console = console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
-        # Makes the clock's `PeakMeter`.
-        self.measure_memory: Callable[[Any], Any] = lambda policy: None
-        self.path: Path | None = None
         self.step = 0  # The last finished step.
         self.resumed_at = 0
         self.started = False  # Whether `start` has been called, so that there is something to save.
-        self._opened = []  # Samplers and processes.
-        self._restarts = 0
+        self._path: Path | None = None
+        self._opened: list[Restartable] = []
+        # Makes the clock's `PeakMeter`.
+        self.measure_memory: Callable[[Any], Any] = lambda policy: None
+        self._restarts = 0  # Engines that were lost and replaced before this step.
+
+    @property
+    def path(self) -> Path:
+        """The run's folder. Raises RuntimeError before it has one (`start`, `resume`)."""
+        if self._path is None:
+            raise RuntimeError("the run has no folder yet")
+        return self._path
 
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint that this run resumes from; None for a new run."""
-        return run_folder.checkpoint_folder(self.path, self.step) if self.step else None
+        if self.step == 0:
+            return None
+        return run_folder.checkpoint_folder(self.path, self.step)
 
     def resume(self) -> None:
         """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run
         cannot continue."""
-        output = self.config.output_dir
-        self.path = Path(output) / run_folder.resumed_run_name(
-            output, self.config.run_name, self.config.default_name
-        )
+        config = self.config
+        name = run_folder.resumed_run_name(config.output_dir, config.run_name, config.default_name)
+        self._path = Path(config.output_dir) / name
         self.closing.enter_context(lock_run_folder(self.path))
-        refuse_other_arguments(self.path, self.config)
+        refuse_other_arguments(self.path, config)
         summary = self.path / "summary.json"
-        finished = read_json(summary).get("steps", 0) if summary.exists() else 0
-        step, damages = (
-            (finished, [])
-            if finished >= self.config.num_steps
-            else run_folder.last_whole_step(self.path)
-        )
-        if finished >= self.config.num_steps or step > self.config.num_steps:
+        if summary.exists():
+            self._refuse_if_done(read_json(summary).get("steps", 0), at=config.num_steps)
+        step, damages = run_folder.last_whole_step(self.path)
+        self._refuse_if_done(step, at=config.num_steps + 1)
+        for damage in damages:
+            self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
+        run_folder.put_aside(self.path, after=step)
+        # They are of a shorter run, whose last checkpoint still has the model.
+        summary.unlink(missing_ok=True)
+        shutil.rmtree(self.path / "final", ignore_errors=True)
+        self.step = step
+        self.resumed_at = step
+
+    def _refuse_if_done(self, step: int, at: int) -> None:
+        """Raise `UserError` for a run that has done step `at` already."""
+        if step >= at:
             raise UserError(
                 f"--resume: {self.path} has already done {step} of --num_steps"
                 f" {self.config.num_steps}"
             )
-        for damage in damages:
-            self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
-        run_folder.put_aside(self.path, after=step)
-        # of a shorter run, whose last checkpoint still has the model
-        summary.unlink(missing_ok=True)
-        shutil.rmtree(self.path / "final", ignore_errors=True)
-        self.step = self.resumed_at = step
 
-    def open(self, process):
-        """`process`, which is closed when the run ends, and whose `restarts` are logged: engines
-        lost and replaced so far."""
+    def open(self, process: Opened) -> Opened:
+        """Return `process`, which is closed when the run ends, and whose `restarts` are logged:
+        engines lost and replaced so far."""
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
     def start(self, policy, tokenizer, rollouts=None) -> None:
         """Create the folder and open its log. SFT has no rollouts."""
         config = self.config
-        if self.path is None:
-            names = config.output_dir, config.run_name, config.default_name
-            self.path = run_folder.claim_run_folder(*names, config.arguments, config.seeds)
+        if self._path is None:
+            self._path = run_folder.claim_run_folder(
+                config.output_dir,
+                config.run_name,
+                config.default_name,
+                config.arguments,
+                config.seeds,
+            )
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
         self.folder = self.closing.enter_context(
             closing(run_folder.RunFolder(self.path, self.step, config.trackers))
         )
-        limits = config.max_new_tokens, config.max_bad_steps, config.max_grader_failures
-        self.health = Health(read_jsonl(self.path / "metrics.jsonl"), *limits)
-        self._policy, self._tokenizer, self._rollouts = policy, tokenizer, rollouts
+        self.health = Health(
+            read_jsonl(self.path / "metrics.jsonl"),
+            config.max_new_tokens,
+            config.max_bad_steps,
+            config.max_grader_failures,
+        )
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._rollouts = rollouts
         self.clock.meter = self.measure_memory(policy)
-        # which one run makes for all
+        # The warm start's seconds are left out of "seconds_beside_steps", as the steps' are: one
+        # run makes it for all.
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)
+        name = "RL" if rollouts else "SFT"
         self._progress = self.closing.enter_context(
-            progress_line("RL" if rollouts else "SFT", config.num_steps, self.console)
+            progress_line(name, config.num_steps, self.console)
         )
         self.started = True
 
@@ -148,35 +187,35 @@ class Run:
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and the mini-batches without a
         finite loss or gradient."""
-        trainer = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
-        self.folder.log_completions("rollout", sampled.step, sampled.groups, trainer)
+        log_probs = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
+        self.folder.log_completions("rollout", sampled.step, sampled.groups, log_probs)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Log a step and its warnings, then deliver signals that `update` deferred. Raises
         `RunStopped` for a hopeless run."""
         restarts = sum(process.restarts for process in self._opened)
-        record = {
+        seconds = self.clock.seconds
+        record: dict[str, Any] = {
             "step": sampled.step,
             "micro_batch_tokens": self._policy.micro_batch_tokens,
             **result.report,
+            **sampled.report,
+            "restarts": restarts - self._restarts,
+            **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
+            "seconds": self.clock.elapsed(),
+            "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
+            # Prompts included.
+            "tokens_per_second_update": result.report["update_tokens"] / seconds["update"],
         }
-        record |= sampled.report | {"restarts": restarts - self._restarts}
-        record |= {f"seconds_{phase}": seconds for phase, seconds in self.clock.seconds.items()}
-        record["seconds"] = self.clock.elapsed()
-        record["tokens_per_second_sample"] = sum(rollout.lengths) / sampled.seconds["sample"]
-        # prompts included
-        record["tokens_per_second_update"] = (
-            result.report["update_tokens"] / self.clock.seconds["update"]
-        )
         if self.clock.meter:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
-        warnings, record = self.health.judge(record)
+        warnings, record_with_warnings = self.health.judge(record)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
-        self.folder.log_step(record)
+        self.folder.log_step(record_with_warnings)
         self.step = sampled.step
         deliver_signals()
         self._progress(
@@ -184,7 +223,7 @@ class Run:
         )
         self.health.stop_if_hopeless()
 
-    def finish_sft_step(self, record: Mapping[str, float], words: str) -> None:
+    def finish_sft_step(self, record: Mapping[str, Any], words: str) -> None:
         """Log a finished step of SFT, deliver the signals that it deferred, and write a checkpoint
         if one is due."""
         self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
@@ -203,10 +242,11 @@ class Run:
         that died restarts."""
         self.clock.begin("checkpoint")
         self.folder.flush()
-        ahead = self._rollouts.sampled_ahead(self.step) if self._rollouts else ()
-        run_folder.save_checkpoint(
-            run_folder.checkpoint_folder(self.path, self.step), self._policy, self._tokenizer, ahead
-        )
+        sampled_ahead: Sequence[SampledStep] = ()
+        if self._rollouts:
+            sampled_ahead = self._rollouts.sampled_ahead(self.step)
+        folder = run_folder.checkpoint_folder(self.path, self.step)
+        run_folder.save_checkpoint(folder, self._policy, self._tokenizer, sampled_ahead)
         run_folder.drop_old_checkpoints(
             self.path, self.config.keep_checkpoints, spared=self.resumed_at
         )
@@ -214,17 +254,23 @@ class Run:
     def finish(self, title: str) -> None:
         """Write the final model, learning curve and summary. The last checkpoint is whole: an
         OSError is reported as it is."""
-        self.started, word = False, run_folder.reproducibility(self.path)
+        self.started = False
+        reproducibility = run_folder.reproducibility(self.path)
         self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)
-            write_card(building, self.path, word)
+            write_card(building, self.path, reproducibility)
         self.clock.begin("")
+        peak_bytes = {}
         if self.clock.meter:
             self.clock.meter.take()
-        peaks = self.clock.meter.run if self.clock.meter else {}
-        seconds = time.time() - psutil.Process().create_time() - self._step_seconds
-        facts = {"seconds_beside_steps": seconds, "reproducibility": word, "peak_bytes": peaks}
+            peak_bytes = self.clock.meter.run
+        seconds_of_process = time.time() - psutil.Process().create_time()
+        facts = {
+            "seconds_beside_steps": seconds_of_process - self._step_seconds,
+            "reproducibility": reproducibility,
+            "peak_bytes": peak_bytes,
+        }
         write_summary(self.path, title, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:
@@ -232,13 +278,13 @@ class Run:
         command to resume it."""
         step = self.step
         try:
-            # the update has begun, so the weights are of no finished step
+            # The update has begun, so the weights are of no finished step.
             if signals_are_deferred():
                 step, _ = run_folder.last_whole_step(self.path)
             elif step and not run_folder.checkpoint_folder(self.path, step).exists():
                 self.save()
         except RunStopped:
-            # the sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it
+            # The sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it.
             step, _ = run_folder.last_whole_step(self.path)
         self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
 
@@ -271,12 +317,12 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             kept = "it had no checkpoint yet"
             with suppress(UserError, OSError):
                 step, _ = run_folder.last_whole_step(run.path)
-                kept = f"its checkpoint of step {step} is whole" if step else kept
-            message = (
+                if step:
+                    kept = f"its checkpoint of step {step} is whole"
+            raise RunStopped(
                 f"{in_words(error)}. The run {run.path} has stopped; {kept}; when that is mended:"
                 f" {run.resume_command}"
-            )
-            raise RunStopped(message) from None
+            ) from None
         except (Exception, SystemExit) as error:
             failure = failure_of_users_code(error)
             if failure is None:
@@ -288,19 +334,20 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     """Raise `UserError` if a run was started with other arguments than those of `config`."""
-    given = read_json(path / "args.json").get("args")
-    if not isinstance(given, dict):
+    recorded = read_json(path / "args.json").get("args")
+    if not isinstance(recorded, dict):
         raise UserError(
             f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started"
         )
-    defaults, now = (
-        json.loads(json.dumps(dict(values))) for values in (config.defaults, config.arguments)
-    )
-    before = {key: given.get(key, defaults.get(key)) for key in now.keys() - config.changeable}
-    changed = [
-        f"--{key} was {before[key]!r}, now {now[key]!r}"
-        for key in now
-        if key in before and before[key] != now[key]
-    ]
+    # As JSON has them: lists in place of tuples.
+    defaults = json.loads(json.dumps(dict(config.defaults)))
+    now = json.loads(json.dumps(dict(config.arguments)))
+    changed: list[str] = []
+    for key in now:
+        if key in config.changeable:
+            continue
+        before = recorded.get(key, defaults.get(key))
+        if before != now[key]:
+            changed.append(f"--{key} was {before!r}, now {now[key]!r}")
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")

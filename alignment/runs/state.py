@@ -46,13 +46,15 @@ def digest_of_words(words: object) -> str:
 
 def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
     """What the update of a sampled step begins with: digests of "weights", "moments", "problems"
-    (the ids that were asked, in order) and "completions"; the "sampling_seed", and the tokens of a
-    micro-batch. Writes to a folder that it makes in `folder` for the time being. On a device whose
-    sums depend on timing completions may differ where all else is equal."""
-    completions = [asdict(each) for group in sampled.groups for each in group.completions]
-    with tempfile.TemporaryDirectory(prefix=".state_", dir=folder) as written:
-        policy.save_optimizer(Path(written))
-        moments = digest_of_moments(Path(written))
+    (their ids, in order) and "completions"; the "sampling_seed", and the tokens of a micro-batch.
+    Writes to a folder that it makes in `folder` for the time being. On a device whose sums depend
+    on timing completions may differ where all else is equal."""
+    completions: list[dict] = []
+    for group in sampled.groups:
+        completions += [asdict(completion) for completion in group.completions]
+    with tempfile.TemporaryDirectory(prefix=".state_", dir=folder) as temporary:
+        policy.save_optimizer(Path(temporary))
+        moments = digest_of_moments(Path(temporary))
     return {
         "step": sampled.step,
         "weights": digest_of_tensors(policy.weights()),
@@ -66,5 +68,7 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
 
 def read_state(run: Path, step: int) -> Mapping[str, object] | None:
     """The record of a step that a run wrote to its state.jsonl, if it is there."""
-    records = read_jsonl(run / STATE, have_steps=True)
-    return next((record for record in records if record["step"] == step), None)
+    for record in read_jsonl(run / STATE, have_steps=True):
+        if record["step"] == step:
+            return record
+    return None

@@ -1,6 +1,7 @@
 """The end of a run: its before and after, its learning curve, where its time went, and
 summary.json."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,93 +16,128 @@ from alignment.system.terminal import make_table, printable
 
 
 def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, Any]) -> None:
-    """Draw the learning curve, print the run's before and after, and write summary.json. `title`
-    says how evaluations were sampled; `facts` are "seconds_beside_steps", "reproducibility",
-    "peak_bytes" (place -> phase -> measured, predicted)."""
-    evals, metrics = read_jsonl(path / "evals.jsonl"), read_jsonl(path / "metrics.jsonl")
-    before, after, total = evals[0], evals[-1], sum(m["seconds"] for m in metrics)
+    """Draw the learning curve, print the run's before and after, and write summary.json.
+
+    `title` says how evaluations were sampled. `facts` are "seconds_beside_steps",
+    "reproducibility", "peak_bytes" (place -> phase -> measured, predicted)."""
+    evals = read_jsonl(path / "evals.jsonl")
+    metrics = read_jsonl(path / "metrics.jsonl")
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    spans = "{:.3f} ({:.3f} .. {:.3f})"
-    rows = [
-        (
-            "accuracy",
-            *(
-                spans.format(e["avg_all_rewards"], *e["avg_all_rewards_ci"])
-                for e in (before, after)
-            ),
-        ),
-        ("format rate", *(f"{e['avg_format_rewards']:.3f}" for e in (before, after))),
-        ("mean length (tokens)", *(f"{e['response_length']:.1f}" for e in (before, after))),
-        ("seconds of RL", "", f"{total:.0f}"),
-    ]
-    heading, sides = (
-        f"{path.name}: {after['problems']} held-out problems, {title}",
-        ("before", "after"),
-    )
-    console.print(make_table(heading, ("", *sides), rows, numbers=sides))
-
-    def gigabytes(size):
-        return "" if size is None else f"{size / 1e9:.2f}"
-
-    memory = [
-        (place, phase, *map(gigabytes, both))
-        for place, of in facts["peak_bytes"].items()
-        for phase, both in of.items()
-    ]
-    columns = ("measured", "predicted")
-    console.print(
-        make_table("peak memory in GB", ("device", "phase", *columns), memory, numbers=columns)
-    )
-    phases = sorted({key for m in metrics for key in m if key.startswith("seconds_")})
-    spent = {
-        phase.removeprefix("seconds_"): sum(m.get(phase, 0.0) for m in metrics) for phase in phases
-    }
-    spent["other"] = total - sum(spent.values())  # logging, books
-    shares = [
-        f"{phase} {spent[phase] / total:.1%}"
-        for phase in sorted(spent, key=spent.get, reverse=True)
-    ]
-    console.print(f"of these seconds: {', '.join(shares)}")
-    changed = first_change(path, evals)
-    console.print(
-        f"the first problem whose outcome changed: {printable(changed[0]['question'])}",
-        markup=False,
-    )
-    for label, record in zip(("before", "after"), changed, strict=True):
-        console.print(
-            f"  {label}: <think>{printable(record['text'])}", markup=False, highlight=False
-        )
+    print_before_and_after(path.name, title, metrics, evals, console)
+    print_peaks(facts["peak_bytes"], console)
+    print_seconds(metrics, console)
+    print_first_change(path, evals, console)
     console.print(
         f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False
     )
-    summary = {"before": before, "after": after, "steps": len(metrics), "seconds": total, **facts}
-    # in how many steps each
-    summary["warnings"] = Counter(name for m in metrics for name in m["warnings"])
-    summary |= {
-        key: sum(m[key] for m in metrics) for key in ("bad_updates", "grading_failed", "restarts")
+    warnings = Counter(itertools.chain.from_iterable(record["warnings"] for record in metrics))
+    summary = {
+        "before": evals[0],
+        "after": evals[-1],
+        "steps": len(metrics),
+        "seconds": total(metrics, "seconds"),
+        **facts,
+        "warnings": warnings,  # Name -> in how many steps.
+        "bad_updates": total(metrics, "bad_updates"),
+        "grading_failed": total(metrics, "grading_failed"),
+        "restarts": total(metrics, "restarts"),
     }
-    # last, because a run with a summary counts as finished
+    # Last, because a run with a summary counts as finished.
     write_json(path / "summary.json", summary)
+
+
+def total(records: Sequence[Record], key: str) -> Any:
+    """The sum of a number over records."""
+    return sum(record[key] for record in records)
+
+
+def print_before_and_after(
+    name: str, title: str, metrics: Sequence[Record], evals: Sequence[Record], console: Console
+) -> None:
+    """Print the table of the first and the last evaluation of the run `name`."""
+    rows = [
+        ("accuracy", accuracy_with_interval(evals[0]), accuracy_with_interval(evals[-1])),
+        (
+            "format rate",
+            f"{evals[0]['avg_format_rewards']:.3f}",
+            f"{evals[-1]['avg_format_rewards']:.3f}",
+        ),
+        (
+            "mean length (tokens)",
+            f"{evals[0]['response_length']:.1f}",
+            f"{evals[-1]['response_length']:.1f}",
+        ),
+        ("seconds of RL", "", f"{total(metrics, 'seconds'):.0f}"),
+    ]
+    heading = f"{name}: {evals[-1]['problems']} held-out problems, {title}"
+    sides = ("before", "after")
+    console.print(make_table(heading, ("", *sides), rows, numbers=sides))
+
+
+def accuracy_with_interval(evaluation: Record) -> str:
+    low, high = evaluation["avg_all_rewards_ci"]
+    return f"{evaluation['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"
+
+
+def print_peaks(peak_bytes: Mapping[str, Mapping[str, Sequence]], console: Console) -> None:
+    """Print the peaks of memory, measured and predicted, of each place and phase."""
+    rows: list[tuple[str, ...]] = []
+    for place, phases in peak_bytes.items():
+        for phase, (measured, predicted) in phases.items():
+            rows.append((place, phase, gigabytes(measured), gigabytes(predicted)))
+    columns = ("measured", "predicted")
+    headings = ("device", "phase", *columns)
+    console.print(make_table("peak memory in GB", headings, rows, numbers=columns))
+
+
+def gigabytes(size: float | None) -> str:
+    if size is None:
+        return ""
+    return f"{size / 1e9:.2f}"
+
+
+def print_seconds(metrics: Sequence[Record], console: Console) -> None:
+    """Print the share of each phase in the seconds of all steps, the largest first."""
+    prefix = "seconds_"
+    keys = sorted({key for record in metrics for key in record if key.startswith(prefix)})
+    seconds: dict[str, float] = {}
+    for key in keys:  # a step may lack a phase
+        seconds[key.removeprefix(prefix)] = sum(record.get(key, 0.0) for record in metrics)
+    all_seconds = total(metrics, "seconds")
+    seconds["other"] = all_seconds - sum(seconds.values())  # logging, books
+    phases = sorted(seconds, key=lambda phase: seconds[phase], reverse=True)
+    shares = [f"{phase} {seconds[phase] / all_seconds:.1%}" for phase in phases]
+    console.print(f"of these seconds: {', '.join(shares)}")
+
+
+def print_first_change(path: Path, evals: Sequence[Record], console: Console) -> None:
+    """Print the completions of the first problem whose outcome changed (`first_change`)."""
+    before, after = first_change(path, evals)
+    question = printable(before["question"])
+    console.print(f"the first problem whose outcome changed: {question}", markup=False)
+    for label, record in (("before", before), ("after", after)):
+        text = printable(record["text"])
+        console.print(f"  {label}: <think>{text}", markup=False, highlight=False)
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:
     """Write README.md, the model card of a run, to the folder of its final model."""
-    record, evals, metrics = (
-        read_json(run / "args.json"),
-        *(read_jsonl(run / f"{log}.jsonl") for log in ("evals", "metrics")),
-    )
+    record = read_json(run / "args.json")
     model = Path(record["args"]["model"])
-    stated = (
-        (model / "README.md").read_text(errors="ignore") if (model / "README.md").is_file() else ""
-    )
-    record |= {
-        "licence": re.findall(r"(?m)^license: *(\S+)$", stated),
+    models_card = ""
+    if (model / "README.md").is_file():
+        models_card = (model / "README.md").read_text(errors="ignore")
+    facts = {
+        **record,
+        "licence": re.findall(r"(?m)^license: *(\S+)$", models_card),
         "is_local": model.exists(),
         "run": run.name,
+        "evals": read_jsonl(run / "evals.jsonl"),
+        "metrics": read_jsonl(run / "metrics.jsonl"),
+        "reproducibility": reproducibility,
     }
-    record |= {"evals": evals, "metrics": metrics, "reproducibility": reproducibility}
-    template = Path(__file__).with_name("model_card.md.j2")
-    (folder / "README.md").write_text(fill_template(template, **record), encoding="utf-8")
+    card = fill_template(Path(__file__).with_name("model_card.md.j2"), **facts)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def plot_learning_curve(
@@ -113,28 +149,30 @@ def plot_learning_curve(
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    steps = [m["step"] for m in metrics]
-    top.plot(
-        steps, [m["reward"] for m in metrics], color="tab:gray", alpha=0.6, label="training reward"
+    steps = [record["step"] for record in metrics]
+    rewards = [record["reward"] for record in metrics]
+    format_rewards = [record["format_reward"] for record in metrics]
+    faint = {"alpha": 0.6}
+    top.plot(steps, rewards, color="tab:gray", label="training reward", **faint)
+    top.plot(steps, format_rewards, color="tab:orange", label="training format reward", **faint)
+    accuracies = [evaluation["avg_all_rewards"] for evaluation in evals]
+    intervals = [evaluation["avg_all_rewards_ci"] for evaluation in evals]
+    below = [mean - low for mean, (low, _) in zip(accuracies, intervals, strict=True)]
+    above = [high - mean for mean, (_, high) in zip(accuracies, intervals, strict=True)]
+    top.errorbar(
+        [evaluation["step"] for evaluation in evals],
+        accuracies,
+        yerr=[below, above],
+        color="tab:blue",
+        marker="o",
+        capsize=3,
+        label="held-out accuracy (95 %)",
     )
-    top.plot(
-        steps,
-        [m["format_reward"] for m in metrics],
-        color="tab:orange",
-        alpha=0.6,
-        label="training format reward",
-    )
-    eval_steps, accuracy = [e["step"] for e in evals], [e["avg_all_rewards"] for e in evals]
-    spread = [
-        [a - e["avg_all_rewards_ci"][0], e["avg_all_rewards_ci"][1] - a]
-        for a, e in zip(accuracy, evals, strict=True)
-    ]
-    look = {"color": "tab:blue", "marker": "o", "capsize": 3, "label": "held-out accuracy (95 %)"}
-    top.errorbar(eval_steps, accuracy, yerr=list(zip(*spread, strict=True)), **look)
     top.set(ylim=(0, 1), title=title)
     top.legend(loc="best")
     top.grid(alpha=0.3)
-    bottom.plot(steps, [m["response_length"] for m in metrics], color="tab:green")
+    lengths = [record["response_length"] for record in metrics]
+    bottom.plot(steps, lengths, color="tab:green")
     bottom.set(xlabel="rollout step", ylabel="response tokens")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -143,12 +181,14 @@ def plot_learning_curve(
 def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
     """The first and the last evaluation's completion of the first problem whose outcome changed,
     else of the first problem."""
-    first, last = (
-        read_jsonl(path / "completions" / f"eval_{e['step']:06d}.jsonl")
-        for e in (evals[0], evals[-1])
-    )
-    pairs = list(zip(first, last, strict=True))
-    return next(
-        (pair for pair in pairs if pair[0]["score"]["reward"] != pair[1]["score"]["reward"]),
-        pairs[0],
-    )
+    first = read_completions(path, evals[0])
+    last = read_completions(path, evals[-1])
+    for before, after in zip(first, last, strict=True):
+        if before["score"]["reward"] != after["score"]["reward"]:
+            return before, after
+    return first[0], last[0]
+
+
+def read_completions(path: Path, evaluation: Record) -> list[dict]:
+    """The completions of an evaluation of the run `path`."""
+    return read_jsonl(path / "completions" / f"eval_{evaluation['step']:06d}.jsonl")

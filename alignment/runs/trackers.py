@@ -1,6 +1,9 @@
 """Trackers: where a run's numbers go besides its own files. Each has the name of its library, which
 is imported late."""
 
+# The libraries are extras, which a checkout may lack.
+# pyright: reportMissingImports=false
+
 import os
 import re
 import shutil
@@ -8,11 +11,20 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from alignment.system.files import read_json, write_json
 
-# Sends the numbers of a step and, as HTML, the sample of an evaluation; and closes the run there.
-Tracker = tuple[Callable[[int, Mapping[str, float], str], object], Callable[[], object]]
+Numbers = Mapping[str, float]
+
+
+class Tracker(NamedTuple):
+    """A run, as it is open at a tracker."""
+
+    log: Callable[[int, Numbers, str], object]
+    """Sends the numbers of a step and, as HTML, the sample of an evaluation; "" where there is
+    none."""
+    close: Callable[[], object]
 
 
 def open_tensorboard(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tracker:
@@ -21,13 +33,13 @@ def open_tensorboard(folder: Path, run_id: str, arguments: Mapping[str, object])
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     writer = SummaryWriter(str(folder / "tensorboard"))
 
-    def log(step: int, numbers: Mapping[str, float], sample: str) -> None:
+    def log(step: int, numbers: Numbers, sample: str) -> None:
         for key, value in numbers.items():
             writer.add_scalar(key, value, step)
         if sample:
             writer.add_text("eval/sample", sample, step)
 
-    return log, writer.close
+    return Tracker(log, writer.close)
 
 
 def open_wandb(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tracker:
@@ -42,7 +54,11 @@ def open_wandb(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tr
         settings={"console": "off"},
     )
     run.define_metric("*", step_metric="step")  # its own step cannot go back
-    return lambda step, numbers, _: run.log({**numbers, "step": step}), run.finish
+
+    def log(step: int, numbers: Numbers, sample: str) -> None:
+        run.log({**numbers, "step": step})
+
+    return Tracker(log, run.finish)
 
 
 def open_trackio(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tracker:
@@ -51,11 +67,15 @@ def open_trackio(folder: Path, run_id: str, arguments: Mapping[str, object]) -> 
     run = trackio.init(
         "alignment", run_id, resume="allow", config=dict(arguments), embed=False, auto_log_cpu=False
     )
-    return lambda step, numbers, _: run.log(dict(numbers), step=step), run.finish
+
+    def log(step: int, numbers: Numbers, sample: str) -> None:
+        run.log(dict(numbers), step=step)
+
+    return Tracker(log, run.finish)
 
 
 def open_mlflow(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tracker:
-    # its small package lacks the databases that it prefers
+    # Its small package lacks the databases that it prefers.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_TRACKING_URI", Path("mlruns").resolve().as_uri())
     import mlflow
@@ -64,17 +84,18 @@ def open_mlflow(folder: Path, run_id: str, arguments: Mapping[str, object]) -> T
     known = mlflow.search_runs(
         filter_string=f"attributes.run_name = '{run_id}'", output_format="list"
     )
-    run = mlflow.start_run(known[0].info.run_id if known else None, run_name=run_id)
-    mlflow.log_params({} if known else dict(arguments))
+    if known:
+        run = mlflow.start_run(known[0].info.run_id, run_name=run_id)
+    else:
+        run = mlflow.start_run(run_name=run_id)
+        mlflow.log_params(dict(arguments))
 
-    # pass@4 is pass_4
-    def plain(numbers):
-        return {re.sub(r"[^/\w.\- :]", "_", key): value for key, value in numbers.items()}
+    def log(step: int, numbers: Numbers, sample: str) -> None:
+        # It takes no "@": pass@4 is pass_4 there.
+        plain = {re.sub(r"[^/\w.\- :]", "_", key): value for key, value in numbers.items()}
+        mlflow.log_metrics(plain, step, run_id=run.info.run_id)
 
-    return (
-        lambda step, numbers, _: mlflow.log_metrics(plain(numbers), step, run_id=run.info.run_id),
-        mlflow.end_run,
-    )
+    return Tracker(log, mlflow.end_run)
 
 
 TRACKERS = {
@@ -91,42 +112,44 @@ class Trackers:
     log that each was sent."""
 
     def __init__(self, folder: Path, names: Sequence[str], run_name: str):
-        self._file, self._open = folder / "trackers.json", {}
-        self._sent = (
-            read_json(self._file)
-            if self._file.exists()
-            else {"id": f"{run_name}-{uuid.uuid4().hex[:8]}"}
-        )
-        arguments = (
-            read_json(folder / "args.json")["args"] if (folder / "args.json").exists() else {}
-        )
-        opened = {
-            name: self._attempt(name, TRACKERS[name], folder, self._sent["id"], arguments)
-            for name in names
-        }
-        self._open |= {name: tracker for name, tracker in opened.items() if tracker}
+        self._file = folder / "trackers.json"
+        # "id", and the last step of a log that a tracker was sent, by "TRACKER LOG".
+        self._sent: dict[str, Any] = {"id": f"{run_name}-{uuid.uuid4().hex[:8]}"}
+        if self._file.exists():
+            self._sent = read_json(self._file)
+        arguments: Mapping[str, object] = {}
+        if (folder / "args.json").exists():
+            arguments = read_json(folder / "args.json")["args"]
+        self._open: dict[str, Tracker] = {}
+        for name in names:
+            tracker = self._attempt(name, TRACKERS[name], folder, self._sent["id"], arguments)
+            if tracker is not None:
+                self._open[name] = tracker
 
-    def log(self, log: str, step: int, numbers: Mapping[str, float], sample: str) -> None:
+    def log(self, log: str, step: int, numbers: Numbers, sample: str) -> None:
         """Send each tracker a record of a log, unless it had this step of it before."""
-        for name in [name for name in self._open if step > self._sent.get(f"{name} {log}", -1)]:
-            if (
-                self._attempt(name, self._open[name][0], step, numbers, sample)
-                and name != "tensorboard"
-            ):
-                self._sent[f"{name} {log}"] = step
+        for name, tracker in list(self._open.items()):
+            key = f"{name} {log}"
+            if step <= self._sent.get(key, -1):
+                continue
+            was_sent = self._attempt(name, tracker.log, step, numbers, sample)
+            if was_sent and name != "tensorboard":
+                self._sent[key] = step
                 write_json(self._file, self._sent)
 
     def close(self) -> None:
-        for name in list(self._open):
-            self._attempt(name, self._open[name][1])
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, tracker.close)
 
-    def _attempt(self, name: str, function: Callable, *arguments):
-        """What the function returns, or True; None where it fails."""
+    def _attempt(self, name: str, function: Callable, *arguments) -> Any:
+        """What the function returns, or True where that is nothing; None where it fails. A tracker
+        whose function fails is left out from then on."""
         try:
             return function(*arguments) or True
         except Exception as error:  # whatever the tracker's library raises
             self._open.pop(name, None)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            one_line = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line[:300]
             print(
                 f"warning: --trackers {name} failed, and is left out until the run is resumed:"
                 f" {reason}",

@@ -29,16 +29,19 @@ class PolicyToCome:
         self.policy: Policy | None = None
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        if self.policy is None:
+            raise RuntimeError("the policy is not loaded yet")
         return self.policy.weights()
 
 
 class Opening(Start):
-    """`open_sampler`, which gets this object as its `SamplerConfig.start`, in a thread. `name`: the
-    engine's, for the user."""
+    """Runs `open_sampler` in a thread, which gets this object as its `SamplerConfig.start`. `name`
+    is the engine's, for the user."""
 
     def __init__(self, name: str, open_sampler: Callable[["Opening"], Sampler]):
         self.name = name
-        self._allowed, self._idle = threading.Event(), threading.Event()
+        self._allowed = threading.Event()  # The engines may take memory of their devices.
+        self._idle = threading.Event()  # This process imports nothing else.
         self._is_closed = False
         self._processes: list[ChildProcess] = []
         self._sampler = start_in_background(lambda: open_sampler(self))
@@ -49,12 +52,14 @@ class Opening(Start):
         self._allowed.set()
 
     def result(self, console: Console) -> Sampler:
-        """The sampler. Says on the console what is waited for. Raises what opening it raised."""
+        """Wait for the sampler and return it. Prints what is waited for on the console. Raises what
+        `open_sampler` raised."""
         self.allow()
         self._idle.set()
         if self._finished_within(0):
             return self._sampler.result()
-        began, printed = time.monotonic(), 0
+        began = time.monotonic()
+        printed = 0  # Plain lines so far.
         with console.status(f"waiting for {self.name}") as status:
             while not self._finished_within(1.0):
                 seconds = int(time.monotonic() - began)
@@ -101,5 +106,9 @@ class Opening(Start):
     def _stage(self) -> str:
         """What the engine that began last is busy with, in parentheses; "" where it does not
         say."""
-        stage = self._processes[-1].last_logged("stage: ") if self._processes else ""
-        return f" ({stage})" if stage else ""
+        if not self._processes:
+            return ""
+        stage = self._processes[-1].last_logged("stage: ")
+        if not stage:
+            return ""
+        return f" ({stage})"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import prompt_token_ids
@@ -27,12 +27,14 @@ Completions = list[list[Completion]]  # Of each prompt, its completions.
 # Called with the number of a response's prompt, and the response's text.
 OnResponseEnd = Callable[[int, str], object] | None
 GRACE = 10.0  # seconds, of the 30 that many schedulers leave a command between SIGTERM and SIGKILL
-# responses; a step of a GPU takes as long for few rows as for many
+# Responses of the first piece of a `StoppableSampler`. A step of a GPU takes as long for few rows
+# as for many.
 FIRST_PIECE = {
     "cpu": 512,
     "cuda": 2048,
 }
-# The engine died, hung, or answered what cannot be a completion. A new one may do better.
+# What is raised where an engine died, hung, or answered what cannot be a completion. A new engine
+# may do better.
 SamplerLost = ProcessLost
 
 
@@ -43,13 +45,16 @@ class WeightsDiscarded(RunStopped):
 
 class Sampler(Protocol):
     """Draws completions from one version of the policy's weights. One that shares a GPU with a
-    trainer may have `sleep`, too: see `put_to_sleep`, by which a trainer calls it."""
-
-    restarts: int  # Engines that were lost and replaced so far.
+    trainer may be a `SleepingSampler`, too."""
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that completions are drawn from."""
+        """The version of the weights that it draws from."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How many engines were lost and replaced so far."""
         ...
 
     def sample(
@@ -61,24 +66,32 @@ class Sampler(Protocol):
         """`sampling.n` completions a prompt, in order; the same seed and weights give the same. May
         call `on_response_end` while it draws others. Raises `UserError` where prompt and
         `sampling.max_new_tokens` exceed the context."""
+        ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight (Hugging Face parameter names, tied weights once); completions then
         carry `version`."""
 
     def close(self) -> None:
-        """Free the engine. Calling it twice is fine."""
+        """Free the engine. A second call does nothing."""
+
+
+@runtime_checkable
+class SleepingSampler(Protocol):
+    """A sampler that can give the memory of its GPUs back to the trainer that shares them."""
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Give the memory back. See `put_to_sleep`."""
 
 
 def put_to_sleep(sampler: Sampler, keep_weights: bool) -> None:
-    """Have a sampler give the memory of the GPUs that it shares back to the trainer, where it has
-    the method `sleep(keep_weights)`. It wakes up by itself when it gets weights or is asked for
-    completions.
+    """Have a sampler give the memory of the GPUs that it shares back to the trainer, where it is a
+    `SleepingSampler`. It wakes up by itself when it gets weights or is asked for completions.
 
-    `keep_weights` says whether completions may be asked for before new weights come: they are then
+    `keep_weights` says whether completions may be asked for before new weights come. They are then
     kept in the host's memory, which costs a copy. A sampler that has discarded its weights raises
     `WeightsDiscarded` when it is asked all the same."""
-    if hasattr(sampler, "sleep"):
+    if isinstance(sampler, SleepingSampler):
         sampler.sleep(keep_weights)
 
 
@@ -120,24 +133,27 @@ class SamplerConfig:
 
     @property
     def transfer_backend(self) -> str:
-        """vLLM's way from `policy_device`: NCCL, which takes no GPU twice, to others; CUDA IPC to
-        its own; else host memory."""
-        if {device.partition(":")[0] for device in (self.policy_device, *self.devices)} != {"cuda"}:
+        """How vLLM gets weights from `policy_device`: by NCCL, which takes no GPU twice, on other
+        GPUs; by CUDA IPC on that GPU alone; else by the host's memory."""
+        device_types = {device.partition(":")[0] for device in (self.policy_device, *self.devices)}
+        if device_types != {"cuda"}:
             return "shared_memory"
-        return (
-            "nccl"
-            if self.policy_device not in self.devices
-            else "ipc"
-            if len(self.devices) == 1
-            else "shared_memory"
-        )
+        if self.policy_device not in self.devices:
+            return "nccl"
+        if len(self.devices) == 1:
+            return "ipc"
+        return "shared_memory"
 
     @property
     def place(self) -> str:
         """Where the engines are, in messages."""
-        return self.url or ",".join(self.devices) + (
-            f" of {self.machines[0].name}" if self.machines[0] else ""
-        )
+        if self.url:
+            return self.url
+        devices = ",".join(self.devices)
+        machine = self.machines[0]
+        if machine is None:
+            return devices
+        return f"{devices} of {machine.name}"
 
 
 @dataclass(frozen=True)
@@ -153,9 +169,8 @@ class SamplerEngine:
     can_be_lost: bool = False
 
 
-SAMPLERS: Mapping[
-    str, SamplerEngine
-] = {  # --sampler -> the engine; --sampler_url chooses "vllm_server".
+# --sampler -> the engine. --sampler_url chooses "vllm_server".
+SAMPLERS: Mapping[str, SamplerEngine] = {
     "transformers": SamplerEngine("alignment.sampling.transformers:open_transformers"),
     "vllm": SamplerEngine(
         "alignment.sampling.vllm:VLLMSampler", package="vllm", claims_gpu=True, can_be_lost=True
@@ -168,7 +183,11 @@ SAMPLERS: Mapping[
 
 def engine_name(sampler: str) -> str:
     """The engine that --sampler names, with "auto" decided by what is installed."""
-    return sampler if sampler != "auto" else "vllm" if _is_installed("vllm") else "transformers"
+    if sampler != "auto":
+        return sampler
+    if _is_installed("vllm"):
+        return "vllm"
+    return "transformers"
 
 
 def named_engine(sampler: str) -> SamplerEngine:
@@ -193,7 +212,7 @@ def find_engine(sampler: str) -> SamplerEngine:
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    # without an origin it is some folder of that name
+    # Without an origin it is some folder of that name.
     return spec is not None and spec.origin is not None
 
 
@@ -237,12 +256,16 @@ class StoppableSampler:
         completions: Completions = []
         while len(completions) < len(prompts):
             start = len(completions)
-            end = start + max(-(-self.first // sampling.n), start)
-            numbered = replace(sampling, first_prompt=sampling.first_prompt + start)
-            ended = partial(_numbered, on_response_end, start) if on_response_end else None
+            end = start + max(math.ceil(self.first / sampling.n), start)
+            sampling_of_piece = replace(sampling, first_prompt=sampling.first_prompt + start)
+            on_end_in_piece = None
+            if on_response_end is not None:
+                on_end_in_piece = partial(_call_with_number, on_response_end, start)
             try:
                 with deferred_signals_for(GRACE):
-                    completions += self.sampler.sample(prompts[start:end], numbered, ended)
+                    completions += self.sampler.sample(
+                        prompts[start:end], sampling_of_piece, on_end_in_piece
+                    )
             except Interrupted:
                 if not completions:
                     raise
@@ -251,28 +274,30 @@ class StoppableSampler:
         return completions
 
 
-def _numbered(
-    on_response_end: Callable[[int, str], object], start: int, number: int, text: str
+def _call_with_number(
+    on_response_end: Callable[[int, str], object], start: int, number_in_piece: int, text: str
 ) -> None:
-    on_response_end(start + number, text)
+    on_response_end(start + number_in_piece, text)
 
 
 def encode_prompts(
     tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Token ids of each prompt (`prompt_token_ids`); says what was repaired. Raises `UserError`
+    """Token ids of each prompt (`prompt_token_ids`). Prints what was repaired. Raises `UserError`
     where prompt and `max_new_tokens` do not fit in `context` tokens."""
     encoded = prompt_token_ids(tokenizer, prompts)
     for line in encoded.repairs:
         say_once(line)
     for prompt, ids in zip(prompts, encoded.ids, strict=True):
         if len(ids) + max_new_tokens > context:
-            both = f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens}"
-            remedy = f"lower --max_new_tokens or drop the problem. It begins: {prompt[:60]!r}"
             raise UserError(
-                f"{both} do not fit in the model's context of {context} tokens: {remedy}"
+                f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens} do not fit in"
+                f" the model's context of {context} tokens: lower --max_new_tokens or drop the"
+                f" problem. It begins: {prompt[:60]!r}"
             )
         if not ids:
-            remedy = "check the dataset, the prompt template and the model's tokenizer files"
-            raise UserError(f"an empty prompt cannot be continued: {remedy}")
+            raise UserError(
+                "an empty prompt cannot be continued: check the dataset, the prompt template and"
+                " the model's tokenizer files"
+            )
     return encoded.ids

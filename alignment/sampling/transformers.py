@@ -1,10 +1,12 @@
-"""Batched decoding over a Hugging Face model: a group shares its prompt's keys and values, finished
-rows are dropped."""
+"""Batched decoding over a Hugging Face model. A group shares its prompt's keys and values, and
+finished rows are dropped."""
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -32,22 +34,24 @@ from alignment.model.self_check import (
     random_pieces,
 )
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, tensor_checksum
+from alignment.sampling.arrival import HeldWeights, NamedTensors, tensor_checksum
 from alignment.sampling.sampler import Completions, OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
-LIVE_SHARE = 0.8  # rows are dropped once fewer than this share of those in flight are unfinished
+# The sampler drops finished rows once fewer than this share of the rows in flight are unfinished:
+# dropping copies the keys and values of the rows that stay.
+LIVE_SHARE = 0.8
 CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
-# tokens of each row that are drawn before the host looks at them: it waits for a GPU
+# Tokens of each row that are drawn before the host looks at them. Each look waits for a GPU.
 STEPS_UNSEEN = {
     "cpu": 1,
     "cuda": 16,
 }
-# floating-point operations of a product, from which a thread of its own pays
-# (benchmarks/decoding.md)
+# Floating-point operations of a product from which one more thread pays (benchmarks/decoding.md).
 WORK_A_THREAD = 2**25
-WORK_A_WAVE = 2**24  # those from which a wave of its own pays, decoded beside another
+# Floating-point operations of a product from which a second wave pays, decoded beside the first.
+WORK_A_WAVE = 2**24
 
 
 @dataclass
@@ -59,22 +63,46 @@ class _Row:
     finished: bool
 
 
+class Waves(NamedTuple):
+    """Prompts in waves: all rows of a wave are decoded together."""
+
+    prompts: list[list[int]]  # Of each wave, the numbers of its prompts.
+    parallel: int  # Waves that are decoded at once, each by its share of torch's threads.
+
+
+class DrawnTokens(NamedTuple):
+    """One token of each line, and its log-probs under the distribution that it was drawn from."""
+
+    token_ids: torch.Tensor  # int64 [lines]
+    log_probs: torch.Tensor  # [lines], in nats
+
+
 class TransformersSampler:
     """Runs a model on one device, which may be the policy's own: it is only read, and
     `load_weights` then copies nothing."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
-        self.model, self.tokenizer, self.context = model, tokenizer, context
-        self.policy_version, self.restarts, self.dtype = policy_version, 0, model.dtype
+        self._model: PreTrainedModel | None = model
+        self.tokenizer = tokenizer
+        self.context = context
+        self.policy_version = policy_version
+        self.restarts = 0
+        self.dtype = model.dtype
         self.plain_path = takes_plain_path(model)
-        self._device = first_device(model)
         self.responses = ResponseReader(tokenizer, end_ids_of(model, tokenizer))
+        self._device = first_device(model)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise RuntimeError("the sampler is closed")
+        return self._model
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         copy_weights(self.model, named_tensors)
         self.policy_version = version
 
-    def weight_checksums(self, version: int) -> Held:
+    def weight_checksums(self, version: int) -> HeldWeights:
         return {
             name: ([name], tensor_checksum(tensor, version, self.dtype))
             for name, tensor in self.model.named_parameters()
@@ -82,7 +110,7 @@ class TransformersSampler:
 
     def close(self) -> None:
         """Let go of the model."""
-        self.model = None
+        self._model = None
 
     @torch.inference_mode()
     def sample(
@@ -94,163 +122,208 @@ class TransformersSampler:
         """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows
         change no other row."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
-        generator = torch.Generator().manual_seed(sampling.seed)
-        last = sampling.first_prompt + len(prompts)
-        uniforms = torch.rand(last, sampling.n, sampling.max_new_tokens, generator=generator)[
-            sampling.first_prompt :
-        ]
-        was_training = self.model.training
-        self.model.eval()
-        groups: Completions = [[] for _ in prompts]
-        (waves, parallel), stopped = self._waves(encoded, sampling), threading.Event()
+        uniforms = draw_uniforms(len(prompts), sampling)
+        stopped = threading.Event()
 
         @torch.inference_mode()  # which each thread has for itself
         def decode(wave: Sequence[int]) -> list[_Row]:
-            lines = uniforms[wave].flatten(0, 1).to(self._device)
-            return self._decode(encoded, wave, lines, sampling, on_response_end, stopped)
+            uniforms_of_rows = uniforms[wave].flatten(0, 1).to(self._device)
+            return self.decode_wave(
+                encoded, wave, uniforms_of_rows, sampling, on_response_end, stopped
+            )
 
-        for wave, rows in zip(
-            waves, run_parallel(decode, waves, parallel, stop=stopped.set), strict=True
-        ):
-            for position, row in enumerate(rows):
-                index, reason = wave[position // sampling.n], "stop" if row.finished else "length"
-                drawn = (tuple(encoded[index]), tuple(row.token_ids), tuple(row.log_probs))
-                text = self.responses.text(row.token_ids, sampling.stop)
-                groups[index].append(Completion(*drawn, text, reason, self.policy_version))
+        was_training = self.model.training
+        self.model.eval()
+        groups: Completions = [[] for _ in prompts]
+        waves = self.cut_into_waves(encoded, sampling)
+        decoded = run_parallel(decode, waves.prompts, waves.parallel, stop=stopped.set)
+        for wave, rows in zip(waves.prompts, decoded, strict=True):
+            for number, row in enumerate(rows):
+                prompt = wave[number // sampling.n]
+                groups[prompt].append(self._completion(encoded[prompt], row, sampling.stop))
         self.model.train(was_training)
         return groups
 
-    def _waves(
-        self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig
-    ) -> tuple[list[list[int]], int]:
-        """Prompts cut into waves of similar length, and how many of these are decoded at once, each
-        by some of torch's threads: two where each has enough work. The keys and values of all these
-        fit in the cache."""
-        token_bytes = key_value_bytes(self.model.config, self.model.dtype.itemsize)
-        group_bytes = (max(map(len, encoded)) + sampling.n * sampling.max_new_tokens) * token_bytes
-        fitting = max(1, CACHE_BYTES[self._device.type] // group_bytes)
-        parallel = (
-            1
-            if self.plain_path or not may_run_in_parallel(self.model)
-            else min(PARALLEL, torch.get_num_threads())
+    def _completion(
+        self, prompt_ids: Sequence[int], row: _Row, stop: tuple[str, ...]
+    ) -> Completion:
+        finish_reason: Literal["stop", "length"] = "stop" if row.finished else "length"
+        return Completion(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=tuple(row.token_ids),
+            log_probs=tuple(row.log_probs),
+            text=self.responses.text(row.token_ids, stop),
+            finish_reason=finish_reason,
+            policy_version=self.policy_version,
         )
-        # The plain path has no padding on the left, so prompts of a wave would have to be equally
-        # long.
-        size = 1 if self.plain_path else min(fitting // parallel, -(-len(encoded) // parallel))
-        if parallel > 1 and largest_product(self.model, size * sampling.n) < WORK_A_WAVE:
-            parallel, size = 1, fitting
-        by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-        return [
-            by_length[start : start + size] for start in range(0, len(by_length), size)
-        ], parallel
 
-    def _decode(
+    def cut_into_waves(self, encoded: Sequence[Sequence[int]], sampling: SamplingConfig) -> Waves:
+        """Cut prompts, given as token ids, into waves of similar length.
+
+        Several waves are decoded at once where each has enough work. The keys and values of all
+        that are decoded at once fit in the cache."""
+        longest = max(len(prompt_ids) for prompt_ids in encoded)
+        token_bytes = key_value_bytes(self.model.config, self.model.dtype.itemsize)
+        group_bytes = (longest + sampling.n * sampling.max_new_tokens) * token_bytes
+        fitting_groups = max(1, CACHE_BYTES[self._device.type] // group_bytes)
+        if self.plain_path:
+            # It pads nothing on the left, so the prompts of a wave would have to be equally long.
+            size = 1
+            parallel = 1
+        elif may_run_in_parallel(self.model):
+            parallel = min(PARALLEL, torch.get_num_threads())
+            size = min(fitting_groups // parallel, math.ceil(len(encoded) / parallel))
+        else:
+            parallel = 1
+            size = min(fitting_groups, len(encoded))
+        if parallel > 1 and largest_product(self.model, size * sampling.n) < WORK_A_WAVE:
+            parallel = 1
+            size = fitting_groups
+        by_length = sorted(range(len(encoded)), key=lambda number: len(encoded[number]))
+        waves = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+        return Waves(waves, parallel)
+
+    def decode_wave(
         self,
         prompts: Sequence[Sequence[int]],
         wave: Sequence[int],
         uniforms: torch.Tensor,
         sampling: SamplingConfig,
-        on_response_end: OnResponseEnd,
+        on_response_end: OnResponseEnd = None,
         stopped: threading.Event | None = None,
     ) -> list[_Row]:
-        """Decode `sampling.n` rows of each of a wave's prompts; `uniforms` [rows, max_new_tokens]
-        decide every draw. The rows are cut short once `stopped` is set."""
-        start = _OwnDecoding if self.plain_path else _SharedDecoding
-        decoding = start(self.model, [prompts[number] for number in wave], sampling)
+        """Decode `sampling.n` rows of each of those `prompts` whose numbers are in `wave`.
+
+        `uniforms` [rows, max_new_tokens] decide every draw. Once `stopped` is set, all rows are cut
+        short."""
+        decoding = self._start_decoding([prompts[number] for number in wave], sampling)
         logits = decoding.first_logits
-        rows = [_Row([], [], False) for _ in range(len(wave) * sampling.n)]
-        live = list(range(len(rows)))  # the row that each line of the tensors belongs to
-        unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        rows = [_Row([], [], finished=False) for _ in range(len(wave) * sampling.n)]
+        # The tensors have one line for each row that is still decoded: line -> number of its row.
+        live = list(range(len(rows)))
+        unseen: list[DrawnTokens] = []
+
+        def report_end(number: int) -> None:
+            if on_response_end is not None:
+                text = self.responses.text(rows[number].token_ids, sampling.stop)
+                on_response_end(wave[number // sampling.n], text)
+
         with few_threads(self.model, len(rows)):
             for step in range(sampling.max_new_tokens):
-                tokens, log_probs = draw(logits, uniforms[:, step], sampling)
-                unseen.append((tokens, log_probs))
-                last = step + 1 == sampling.max_new_tokens
-                if last or len(unseen) == STEPS_UNSEEN[self._device.type]:
-                    drawn = zip(
-                        live,
-                        *(torch.stack(each, dim=1).tolist() for each in zip(*unseen, strict=True)),
-                        strict=True,
-                    )
-                    for index, ids, values in drawn:
-                        has_ended = self._extend(rows[index], ids, values, sampling.stop)
-                        if on_response_end and (has_ended or last and not rows[index].finished):
-                            text = self.responses.text(rows[index].token_ids, sampling.stop)
-                            on_response_end(wave[index // sampling.n], text)
+                drawn = draw(logits, uniforms[:, step], sampling)
+                unseen.append(drawn)
+                tokens = drawn.token_ids
+                is_last = step + 1 == sampling.max_new_tokens
+                if is_last or len(unseen) == STEPS_UNSEEN[self._device.type]:
+                    for number, ids, log_probs in zip(live, *read_lines(unseen), strict=True):
+                        row = rows[number]
+                        if not row.finished:
+                            self._extend(row, ids, log_probs, sampling.stop)
+                            if row.finished or is_last:
+                                report_end(number)
                     unseen = []
                     unfinished = [
-                        line for line, index in enumerate(live) if not rows[index].finished
+                        line for line, number in enumerate(live) if not rows[number].finished
                     ]
-                    if last or not unfinished or stopped and stopped.is_set():
+                    is_stopped = stopped is not None and stopped.is_set()
+                    if is_last or is_stopped or not unfinished:
                         break
-                    # models' own caches may drop none
-                    if not self.plain_path and len(unfinished) < LIVE_SHARE * len(live):
+                    # A model's own cache may be unable to drop lines.
+                    if isinstance(decoding, _SharedDecoding) and len(unfinished) < LIVE_SHARE * len(
+                        live
+                    ):
                         keep = torch.tensor(unfinished, device=self._device)
                         live = [live[line] for line in unfinished]
-                        tokens, uniforms = tokens[keep], uniforms[keep]
-                        decoding.keep_lines(keep, [index // sampling.n for index in live])
+                        tokens = tokens[keep]
+                        uniforms = uniforms[keep]
+                        decoding.keep_lines(keep, [number // sampling.n for number in live])
                 logits = decoding.next_logits(tokens)
         return rows
 
+    def _start_decoding(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> "_SharedDecoding | _OwnDecoding":
+        if self.plain_path:
+            return _OwnDecoding(self.model, prompts, sampling)
+        return _SharedDecoding(self.model, prompts, sampling)
+
     def _extend(
         self, row: _Row, ids: list[int], log_probs: list[float], stop: tuple[str, ...]
-    ) -> bool:
-        """Add what was drawn for a row, up to its end, which the host may see late. Returns whether
-        that was among it."""
-        if row.finished:
-            return False
+    ) -> None:
+        """Add the tokens that were drawn for an unfinished row, up to its end. Lines are drawn on
+        until the host looks at them, so tokens may follow the end."""
         for token, log_prob in zip(ids, log_probs, strict=True):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.finished = self.responses.is_finished(row.token_ids, stop)
             if row.finished:
                 break
-        return row.finished
+
+
+def draw_uniforms(prompts: int, sampling: SamplingConfig) -> torch.Tensor:
+    """The random numbers [prompts, n, max_new_tokens] of so many prompts from `first_prompt` on: a
+    prompt's numbers follow from the seed and its own number alone."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    end = sampling.first_prompt + prompts
+    uniforms = torch.rand(end, sampling.n, sampling.max_new_tokens, generator=generator)
+    return uniforms[sampling.first_prompt :]
+
+
+def read_lines(drawn: Sequence[DrawnTokens]) -> tuple[list[list[int]], list[list[float]]]:
+    """Token ids and log-probs of each line, in the order in which they were drawn. Waits for the
+    device."""
+    token_ids = torch.stack([step.token_ids for step in drawn], dim=1).tolist()
+    log_probs = torch.stack([step.log_probs for step in drawn], dim=1).tolist()
+    return token_ids, log_probs
 
 
 class _SharedDecoding:
-    """Decodes `sampling.n` lines of each prompt: the first logits, then the next. It is a layout:
-    each of L lines, one token long, sees its group's prompt and then its own cache. A prompt's keys
-    and values are there once: attention to them is one matrix product a group, of the queries of M
-    lines, some of which stand for none."""
+    """Decodes `sampling.n` lines of each of G prompts: the first logits, then the next.
+
+    It is a layout (`attention_by_layout`): each of L lines, one token long, sees its group's prompt
+    and then its own cache. A prompt's keys and values are there once. Attention to them is one
+    matrix product a group, of the queries of M seats: each line of the group has a seat, and the
+    groups with fewer lines than M have empty seats."""
 
     def __init__(
         self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig
     ):
-        self.model, self.applied, device = model, [], first_device(model)
-        packing, cache = pack([(tuple(prompt), ()) for prompt in encoded]), DynamicCache()
-        hidden = self._hidden(
-            packing.input_ids_1N.to(device), packing.position_ids_1N.to(device), cache, packing
-        )[0]
+        device = first_device(model)
+        self.model = model
+        self.applied = []
+        packing = pack([(tuple(prompt_ids), ()) for prompt_ids in encoded])
+        cache = DynamicCache()
+        input_ids = packing.input_ids_1N.to(device)
+        position_ids = packing.position_ids_1N.to(device)
+        hidden_NE = self._hidden(input_ids, position_ids, cache, packing)[0]
+        # Where token p of prompt g is among the packed ones.
         places_GP = packing.spots_BT.to(device)
-        lengths_G = torch.tensor([len(prompt) for prompt in encoded], device=device)
-        ends_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
+        lengths_G = torch.tensor([len(prompt_ids) for prompt_ids in encoded], device=device)
+        last_places_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
 
-        def taken(x_1HND):
-            return (
-                x_1HND[0]
-                .index_select(1, places_GP.flatten())
-                .unflatten(1, places_GP.shape)
-                .transpose(0, 1)
-            )
+        def by_prompt(packed_1HND: torch.Tensor) -> torch.Tensor:
+            """[1, H, N, D] -> [G, H, P, D]."""
+            chosen_HND = packed_1HND[0].index_select(1, places_GP.flatten())
+            return chosen_HND.unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
 
-        # of each layer, [G, H, P, D]
-        self.keys = [taken(layer.keys).contiguous() for layer in cache.layers]
-        self.values = [taken(layer.values).contiguous() for layer in cache.layers]
-        # padding behind a prompt
+        filled_layers: list[Any] = cache.layers  # Of attention, whose keys and values are there.
+        self.keys = [by_prompt(layer.keys) for layer in filled_layers]
+        self.values = [by_prompt(layer.values) for layer in filled_layers]
+        # The padding behind each prompt.
         self.outside_GP = torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None]
-        self._share_among([group for group in range(len(encoded)) for _ in range(sampling.n)])
+        self._give_seats([group for group in range(len(encoded)) for _ in range(sampling.n)])
         self.positions = lengths_G.repeat_interleave(sampling.n)
         self.cache = Cache(
             layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in cache.layers]
         )
-        self.first_logits = head_logits(model, hidden[ends_G]).repeat_interleave(sampling.n, dim=0)
+        logits_GV = head_logits(model, hidden_NE[last_places_G])
+        self.first_logits = logits_GV.repeat_interleave(sampling.n, dim=0)
 
     def keep_lines(self, keep: torch.Tensor, groups: Sequence[int]) -> None:
-        """Go on with some lines only, whose prompts are `groups`."""
+        """Go on with the lines `keep` only, whose prompts are `groups`."""
         self.positions = self.positions[keep]
         self.cache.batch_select_indices(keep)
-        self._share_among(groups)
+        self._give_seats(groups)
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [lines, vocabulary] after one more token of each line."""
@@ -259,102 +332,122 @@ class _SharedDecoding:
         return head_logits(self.model, hidden)
 
     def _hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Cache, layout: Any
     ) -> torch.Tensor:
+        """The last layer's hidden states [rows, tokens, E]. `cache` gets the keys and values."""
         with attention_by_layout(self.model, layout):
-            inputs = {
-                "input_ids": input_ids,
-                "position_ids": position_ids,
-                "past_key_values": cache,
-            }
-            return self.model.get_decoder()(
-                **inputs, use_cache=True, layout=layout
-            ).last_hidden_state
+            outputs = self.model.get_decoder()(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+                layout=layout,
+            )
+        return outputs.last_hidden_state
 
-    def _share_among(self, groups_L: Sequence[int]) -> None:
-        """Say which group each line belongs to; a group's lines stand together."""
-        device, held = (
-            self.outside_GP.device,
-            torch.tensor(groups_L).bincount(minlength=len(self.outside_GP)).tolist(),
-        )
-        seats, most = [seat for lines in held for seat in range(lines)], max(held)
+    def _give_seats(self, groups_L: Sequence[int]) -> None:
+        """Say which group each line belongs to. A group's lines stand together, in order."""
+        device = self.outside_GP.device
+        number_of_groups = len(self.outside_GP)
+        lines_G = torch.tensor(groups_L).bincount(minlength=number_of_groups).tolist()
+        most = max(lines_G)
+        seats: list[int] = []
+        for lines in lines_G:
+            seats += range(lines)
+        # Line -> its seat among all groups' seats, and back; empty seats show line 0's queries,
+        # whose results nobody reads.
         self.seat_L = torch.tensor(
-            [g * most + seat for g, seat in zip(groups_L, seats, strict=True)], device=device
+            [group * most + seat for group, seat in zip(groups_L, seats, strict=True)],
+            device=device,
         )
-        line_S = torch.zeros(len(held) * most, dtype=torch.int64, device=device)
-        self.line_GM = line_S.scatter(
-            0, self.seat_L, torch.arange(len(groups_L), device=device)
-        ).view(-1, most)
-        self.full = seats == list(range(most)) * len(held)  # every seat is taken, in order
+        lines_L = torch.arange(len(groups_L), device=device)
+        line_S = torch.zeros(number_of_groups * most, dtype=torch.int64, device=device)
+        self.line_GM = line_S.scatter(0, self.seat_L, lines_L).view(-1, most)
+        # Where every seat is taken, lines are in the order of seats: nothing has to be gathered.
+        self.full = seats == list(range(most)) * number_of_groups
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `attention_by_layout`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share
         each of H heads of keys."""
-        keys_GHPD, values_GHPD = self.keys[module.layer_idx], self.values[module.layer_idx]
-        q_LHRD = query.view(len(query), key.shape[1], -1, query.shape[-1]) * rule.scaling
-        to_prompt_GHSP = soft_capped(
-            self._by_group(q_LHRD) @ keys_GHPD.transpose(2, 3), rule.soft_cap
+        keys_GHPD = self.keys[module.layer_idx]
+        values_GHPD = self.values[module.layer_idx]
+        lines, heads, drawn, _ = key.shape
+        query_LHRD = query.view(lines, heads, -1, query.shape[-1]) * rule.scaling
+
+        # Scores of the prompt's keys, computed by group, and of the line's own T keys.
+        prompt_scores_GHSP = soft_capped(
+            self._by_group(query_LHRD) @ keys_GHPD.transpose(2, 3), rule.soft_cap
         )
-        to_own_LHRT = soft_capped(q_LHRD @ key.transpose(2, 3), rule.soft_cap)
-        outside_GP, drawn = self.outside_GP, key.shape[2]
-        if rule.window is not None:
-            # Token t of a prompt is (prompt's tokens - t) + drawn - 1 positions before the last
-            # token drawn.
-            places_P, lengths_G = (
-                torch.arange(outside_GP.shape[1], device=key.device),
-                (~outside_GP).sum(dim=1),
-            )
-            outside_GP = outside_GP | (places_P <= lengths_G[:, None] + drawn - 1 - rule.window)
-            if drawn > rule.window:
-                before_T = torch.arange(drawn, device=key.device) < drawn - rule.window
-                to_own_LHRT = to_own_LHRT.masked_fill(before_T, -torch.inf)
-        to_prompt_LHRP = self._by_line(
-            to_prompt_GHSP.masked_fill(outside_GP[:, None, None], -torch.inf)
+        outside_GP = self._unseen_prompt(drawn, rule.window)
+        prompt_scores_LHRP = self._by_line(
+            prompt_scores_GHSP.masked_fill(outside_GP[:, None, None], -torch.inf)
         )
-        weights = rule.softmax(torch.cat([to_prompt_LHRP, to_own_LHRT], dim=3)).to(value.dtype)
-        of_prompt_LHRP, of_own_LHRT = weights.split(
-            [to_prompt_LHRP.shape[3], to_own_LHRT.shape[3]], dim=3
+        own_scores_LHRT = soft_capped(query_LHRD @ key.transpose(2, 3), rule.soft_cap)
+        if rule.window is not None and drawn > rule.window:
+            before_window_T = torch.arange(drawn, device=key.device) < drawn - rule.window
+            own_scores_LHRT = own_scores_LHRT.masked_fill(before_window_T, -torch.inf)
+
+        # One softmax over both, then the weighted sum of both's values.
+        scores = torch.cat([prompt_scores_LHRP, own_scores_LHRT], dim=3)
+        weights = rule.softmax(scores).to(value.dtype)
+        prompt_weights_LHRP, own_weights_LHRT = weights.split(
+            [prompt_scores_LHRP.shape[3], drawn], dim=3
         )
-        return (
-            self._by_line(self._by_group(of_prompt_LHRP) @ values_GHPD) + of_own_LHRT @ value
-        ).flatten(1, 2)[:, None]
+        from_prompt_LHRD = self._by_line(self._by_group(prompt_weights_LHRP) @ values_GHPD)
+        attended_LHRD = from_prompt_LHRD + own_weights_LHRT @ value
+        return attended_LHRD.flatten(1, 2)[:, None]
+
+    def _unseen_prompt(self, drawn: int, window: int | None) -> torch.Tensor:
+        """Which places of the prompts [G, P] a line's latest token, its `drawn`-th, does not
+        see."""
+        if window is None:
+            return self.outside_GP
+        # Token p of a prompt of length l is l - p + drawn - 1 positions before the latest one.
+        places_P = torch.arange(self.outside_GP.shape[1], device=self.outside_GP.device)
+        lengths_G = (~self.outside_GP).sum(dim=1)
+        return self.outside_GP | (places_P <= lengths_G[:, None] + drawn - 1 - window)
 
     def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
         """[L, H, R, X] -> [G, H, M * R, X]."""
-        lines_GMHRX = (
-            lines_LHRX.unflatten(0, self.line_GM.shape) if self.full else lines_LHRX[self.line_GM]
-        )
-        return lines_GMHRX.transpose(1, 2).flatten(2, 3)
+        if self.full:
+            seats_GMHRX = lines_LHRX.unflatten(0, self.line_GM.shape)
+        else:
+            seats_GMHRX = lines_LHRX[self.line_GM]
+        return seats_GMHRX.transpose(1, 2).flatten(2, 3)
 
     def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
         """[G, H, M * R, X] -> [L, H, R, X]."""
-        seats_SHRX = (
-            groups_GHSX.unflatten(2, (self.line_GM.shape[1], -1)).transpose(1, 2).flatten(0, 1)
-        )
-        return seats_SHRX if self.full else seats_SHRX[self.seat_L]
+        most = self.line_GM.shape[1]
+        seats_SHRX = groups_GHSX.unflatten(2, (most, -1)).transpose(1, 2).flatten(0, 1)
+        if self.full:
+            return seats_SHRX
+        return seats_SHRX[self.seat_L]
 
 
 class _OwnDecoding:
-    """Decoding of one prompt's lines by the model's own attention, and its own cache if it returns
+    """Decodes one prompt's lines by the model's own attention, and by its own cache if it returns
     one."""
 
     def __init__(
         self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig
     ):
-        (prompt,), device = encoded, first_device(model)
-        self.model, self.cache, self.ids = (
-            model,
-            None,
-            torch.zeros(sampling.n, 0, dtype=torch.int64, device=device),
-        )
-        self.first_logits = self.next_logits(torch.tensor([prompt] * sampling.n, device=device))
+        (prompt_ids,) = encoded
+        device = first_device(model)
+        self.model = model
+        self.cache = None
+        self.ids = torch.zeros(sampling.n, 0, dtype=torch.int64, device=device)
+        prompts = torch.tensor([prompt_ids] * sampling.n, device=device)
+        self.first_logits = self.next_logits(prompts)
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [lines, vocabulary] after one more token of each line."""
         self.ids = torch.cat([self.ids, tokens.view(len(self.ids), -1)], dim=1)
-        news = self.ids if self.cache is None else tokens[:, None]
+        # Without a cache the model reads each line from its beginning.
+        new_ids = self.ids
+        if self.cache is not None:
+            new_ids = tokens[:, None]
         with attention_named(self.model, OWN_ATTENTION):
-            outputs = self.model(input_ids=news, past_key_values=self.cache, use_cache=True)
+            outputs = self.model(input_ids=new_ids, past_key_values=self.cache, use_cache=True)
         self.cache = outputs.get("past_key_values")
         return outputs.logits[:, -1]
 
@@ -377,12 +470,12 @@ def largest_product(model: PreTrainedModel, rows: int) -> int:
     return 2 * rows * model.config.hidden_size * mlp_width(model.config)
 
 
-def draw(
-    logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each line of `logits` [lines, vocabulary], by inverting the CDF at `uniforms`
-    [lines]. Returns (tokens [lines], log-probs [lines] under the distribution drawn from; greedy:
-    the untempered one, as a point mass says nothing)."""
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig) -> DrawnTokens:
+    """Draw one token for each line of `logits` [lines, vocabulary], by inverting the CDF at
+    `uniforms` [lines].
+
+    Log-probs are those of the distribution that the tokens are drawn from; greedy ones (temperature
+    0) are the untempered model's, since a point mass says nothing."""
     if sampling.temperature == 0:
         log_probs = logits.float().log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -391,30 +484,29 @@ def draw(
             logits, sampling.temperature, sampling.top_p, sampling.top_k
         ).log_softmax(dim=-1)
         cdf = cumulative(log_probs.exp())
+        targets = uniforms[:, None] * cdf[:, -1:]
         # right=True finds the first place where the CDF exceeds the target, which always has some
         # probability.
-        tokens = (
-            torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
-            .squeeze(1)
-            .clamp(max=cdf.shape[1] - 1)
-        )
-    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1)
+        places = torch.searchsorted(cdf, targets, right=True).squeeze(1)
+        tokens = places.clamp(max=cdf.shape[1] - 1)
+    return DrawnTokens(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1))
 
 
 class _PreallocatedLayer(StaticLayer):
-    """One layer's keys and values, [lines, heads, capacity, head size], filled in place; gives the
-    filled part, so no mask."""
+    """One layer's keys and values, [lines, heads, capacity, head size], filled in place. It returns
+    the filled part, so attention needs no mask."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
-            self.keys = key_states.new_empty(
-                *key_states.shape[:2], self.max_cache_len, key_states.shape[3]
-            )
-            self.values = value_states.new_empty(
-                *value_states.shape[:2], self.max_cache_len, value_states.shape[3]
-            )
-            self.is_initialized, self.cumulative_length = True, 0
-        start, end = self.cumulative_length, self.cumulative_length + key_states.shape[2]
+            self.keys = self._allocate(key_states)
+            self.values = self._allocate(value_states)
+            self.is_initialized = True
+            self.cumulative_length = 0
+        start = self.cumulative_length
+        end = start + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.cumulative_length = end
@@ -422,7 +514,12 @@ class _PreallocatedLayer(StaticLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:  # not yet where rows end with their first token
-            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.keys = self.keys[indices]
+            self.values = self.values[indices]
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        lines, heads, _, head_size = states.shape
+        return states.new_empty(lines, heads, self.max_cache_len, head_size)
 
 
 def open_transformers(
@@ -432,19 +529,22 @@ def open_transformers(
     type, else loads a copy. Raises `UserError` as `load_model` does, and for a model that decodes
     other log-probs than its forward pass has."""
     dtype = getattr(torch, config.dtype)
-    model = policy.model_on(config.device, dtype) if policy is not None else None
-    model = load_model(config.model_path, (config.device,), dtype) if model is None else model
-    sampler = TransformersSampler(
-        model, tokenizer, model.config.max_position_embeddings, config.policy_version
-    )
+    model = None
+    if policy is not None:
+        model = policy.model_on(config.device, dtype)
+    if model is None:
+        model = load_model(config.model_path, (config.device,), dtype)
+    context = model.config.max_position_embeddings
+    sampler = TransformersSampler(model, tokenizer, context, config.policy_version)
     sampler.plain_path |= once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 
 
 def choose_decoding(sampler: TransformersSampler) -> bool:
     """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of
-    the model's own forward pass. Returns whether it does. Raises `UserError` where the plain path
-    is no better."""
+    the model's own forward pass.
+
+    Returns whether it takes the plain path. Raises `UserError` where that is no better."""
     family = sampler.model.config.model_type
     with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
@@ -465,20 +565,23 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
     """`disagreement` over two rows of each of two prompts."""
     sampling = SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=())
     prompts = random_pieces(sampler.model, PROMPT_TOKENS[:2])
-    uniforms = torch.rand(4, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(
-        sampler.model.device
-    )
-    waves = [[0], [1]] if sampler.plain_path else [[0, 1]]
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(4, CHECK_TOKENS, generator=generator).to(sampler.model.device)
+    waves = [[0, 1]]
+    if sampler.plain_path:
+        waves = [[0], [1]]
 
     def difference() -> torch.Tensor:
-        rows = [
-            row
-            for wave in waves
-            for row in sampler._decode(prompts, wave, uniforms[-2 * len(wave) :], sampling, None)
-        ]
-        own = own_log_probs(
-            sampler.model, [(prompts[index // 2], row.token_ids) for index, row in enumerate(rows)]
-        )
-        return torch.tensor([value for row in rows for value in row.log_probs]) - own
+        rows: list[_Row] = []
+        for wave in waves:
+            uniforms_of_rows = uniforms[-sampling.n * len(wave) :]
+            rows += sampler.decode_wave(prompts, wave, uniforms_of_rows, sampling)
+        pairs: list[tuple[list[int], list[int]]] = []
+        sampled_log_probs: list[float] = []
+        for number, row in enumerate(rows):
+            pairs.append((prompts[number // sampling.n], row.token_ids))
+            sampled_log_probs += row.log_probs
+        own_log_probs_N = own_log_probs(sampler.model, pairs)
+        return torch.tensor(sampled_log_probs) - own_log_probs_N
 
     return disagreement(torch.zeros(()), difference)

@@ -3,6 +3,9 @@ stopped for certain. There the engine runs in-process (VLLM_ENABLE_V1_MULTIPROCE
 schedules as vLLM's own engine process, starts sooner, reports errors itself, and leaves one process
 to end, not a tree."""
 
+# vLLM is an extra, which a checkout may lack; pyright then takes this file for it.
+# pyright: reportMissingImports=false
+
 import logging
 import os
 import random
@@ -10,8 +13,8 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -20,7 +23,7 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import (
-    Held,
+    HeldWeights,
     NamedTensors,
     Sums,
     bit_sum,
@@ -29,7 +32,13 @@ from alignment.sampling.arrival import (
     read_sums,
 )
 from alignment.sampling.pool import EngineProcess, received_tensors
-from alignment.sampling.sampler import Completions, SamplerConfig, WeightsDiscarded, encode_prompts
+from alignment.sampling.sampler import (
+    Completions,
+    OnResponseEnd,
+    SamplerConfig,
+    WeightsDiscarded,
+    encode_prompts,
+)
 from alignment.sampling.vllm_memory import WEIGHTS, Engine
 from alignment.system.errors import UserError
 from alignment.system.processes import answer_requests
@@ -52,38 +61,29 @@ class VLLMSampler(EngineProcess):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
         from alignment.model.loading import load_config, load_end_ids
 
-        device, model_path = config.device, config.model_path
-        self.tokenizer, self.context = (
-            tokenizer,
-            context or load_config(model_path).max_position_embeddings,
-        )
-        self._responses = ResponseReader(tokenizer, load_end_ids(model_path, tokenizer))
+        self.tokenizer = tokenizer
+        self.context = context or load_config(config.model_path).max_position_embeddings
+        end_ids = load_end_ids(config.model_path, tokenizer)
+        self._responses = ResponseReader(tokenizer, end_ids)
+        self._config = config
+        self._has_weights = True  # All of one version.
         options = {
-            "model": str(model_path),
+            "model": str(config.model_path),
             "dtype": config.dtype,
             "max_model_len": self.context,
             "seed": 0,
-        }
-        options |= {
             "gpu_memory_utilization": config.memory_share,
             "tensor_parallel_size": len(config.devices),
-        }
-        options |= {
             "enable_sleep_mode": config.sleeps,
             "weight_transfer_config": {"backend": config.transfer_backend},
+            # Imports the file that names our backend of weight transfer.
+            "worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension",
         }
-        # which names our backend
-        options |= {"worker_extension_cls": "alignment.sampling.vllm_weights.WorkerExtension"}
-        self._config, self._has_weights = config, True
-        start = torch.device(device).type, options
         self._make_room()
-        super().__init__(
-            "vLLM",
-            f"{__name__}:serve",
-            worker_environment(config.devices, os.environ),
-            config,
-            *start,
-        )
+        environment = worker_environment(config.devices, os.environ)
+        device_type = torch.device(config.device).type
+        entry = f"{__name__}:serve"
+        super().__init__("vLLM", entry, environment, config, device_type, options)
 
     def _prepare(self, connection: Connection) -> None:
         self._config.start.wait_to_import()
@@ -95,11 +95,11 @@ class VLLMSampler(EngineProcess):
         self._client = EngineClient(self._ask, self._config, self.dtype)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `Sampler.load_weights`. Each phase has a request's time limit. Another machine's
-        engine reads from the pipe."""
+        """See `Sampler.load_weights`. Each phase has a request's time limit. An engine on another
+        machine reads from the pipe."""
         self._make_room()
         self._has_weights = False
-        if self._config.machines[0]:
+        if self._config.machines[0] is not None:
             super().load_weights(named_tensors, version)
         else:
             self._client.send(named_tensors, version)
@@ -109,7 +109,7 @@ class VLLMSampler(EngineProcess):
     def sleep(self, keep_weights: bool) -> None:
         """See `sampler.put_to_sleep`."""
         if self._config.sleeps:
-            self._has_weights &= keep_weights
+            self._has_weights = self._has_weights and keep_weights
             self._ask("sleep", keep_weights)
 
     def _make_room(self) -> None:
@@ -120,10 +120,15 @@ class VLLMSampler(EngineProcess):
 
             release_memory()
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
+    def sample(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        on_response_end: OnResponseEnd = None,
+    ) -> Completions:
         """See `Sampler.sample`. Greedy completions (temperature 0) report the untempered model's
         log-probabilities, and the `n` of a prompt are the same. vLLM raises a temperature between 0
-        and 0.01 to 0.01."""
+        and 0.01 to 0.01. All completions come at once, so `on_response_end` is not called."""
         # Said here, too: an engine that fails would be replaced by one with other weights.
         if not self._has_weights:
             raise WeightsDiscarded(
@@ -134,41 +139,53 @@ class VLLMSampler(EngineProcess):
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
         self._make_room()
-        groups = self._ask("generate", encoded, parameters, sampling.n, self.policy_version)
-        # vLLM's own text ends with that of the EOS token.
-        read = partial(self._responses.text, stop=sampling.stop)
-        return [[replace(drawn, text=read(drawn.token_ids)) for drawn in group] for group in groups]
+        groups: Completions = self._ask(
+            "generate", encoded, parameters, sampling.n, self.policy_version
+        )
+        return [self._with_own_text(group, sampling.stop) for group in groups]
+
+    def _with_own_text(
+        self, group: Sequence[Completion], stop: tuple[str, ...]
+    ) -> list[Completion]:
+        """The completions with the text that our reader makes of their tokens: vLLM's own ends with
+        that of the EOS token."""
+        return [
+            replace(completion, text=self._responses.text(completion.token_ids, stop))
+            for completion in group
+        ]
 
 
 def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment: it sees `devices` only. Settings of the user's own win where they
     cannot do harm. Raises `UserError` for a device that vLLM does not know or that
     CUDA_VISIBLE_DEVICES does not list."""
-    places, visible = list(map(torch.device, devices)), environment.get("CUDA_VISIBLE_DEVICES")
+    places = [torch.device(device) for device in devices]
     if not {place.type for place in places} <= {"cpu", "cuda"}:
         raise UserError(
             f"vLLM samples on cpu or cuda:<index>, not on {devices[0]}: choose --sampler"
             " transformers"
         )
-    gpus = ",".join(
-        _visible_gpu(place.index or 0, visible) for place in places if place.type == "cuda"
-    )
-    # Threads that spin while they wait made sampling four times slower as soon as another process
-    # was busy.
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = [_visible_gpu(place.index or 0, visible) for place in places if place.type == "cuda"]
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        # Threads that spin while they wait made sampling four times slower as soon as another
+        # process was busy.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    users = dict(environment)
+    for variable, value in environment.items():
+        # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this
+        # package, which sets it.
+        if value == EXPANDABLE_SEGMENTS:
+            users[variable] = ""
     forced = {
-        "CUDA_VISIBLE_DEVICES": gpus,
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # vLLM has pools of its own. The variable stays, though empty: the worker, too, imports this
-    # package, which sets it.
-    own = {key: "" if value == EXPANDABLE_SEGMENTS else value for key, value in environment.items()}
-    return {**defaults, **own, **forced}
+    return {**defaults, **users, **forced}
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
@@ -183,12 +200,12 @@ def _visible_gpu(index: int, visible: str | None) -> str:
         )
     entry = entries[index]
     # vLLM looks a GPU up by its whole UUID, of 36 characters, and a part of a GPU not at all.
-    if entry.startswith("MIG-") or (entry.startswith("GPU-") and len(entry) < len("GPU-") + 36):
-        remedy = (
-            "list GPUs by index or by whole UUID (nvidia-smi -L), or choose --sampler transformers"
-        )
+    is_part_of_gpu = entry.startswith("MIG-")
+    is_short_uuid = entry.startswith("GPU-") and len(entry) < len("GPU-") + 36
+    if is_part_of_gpu or is_short_uuid:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; {remedy}"
+            f"CUDA_VISIBLE_DEVICES={visible!r}: vLLM cannot be started on {entry}; list GPUs by"
+            " index or by whole UUID (nvidia-smi -L), or choose --sampler transformers"
         )
     return entry
 
@@ -196,20 +213,22 @@ def _visible_gpu(index: int, visible: str | None) -> str:
 def _runner_advice(error: Exception) -> str:
     """Advice to choose vLLM's older runner, where an error, but of memory, is from the newer one,
     which GPUs run; else ""."""
-    files = [
-        frame.filename
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/vllm/" in frame.filename
-    ]
-    in_runner = "/v1/worker/gpu/" in (files or [""])[-1] and "out of memory" not in str(error)
-    return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner" if in_runner else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    files_of_vllm = [frame.filename for frame in frames if "/vllm/" in frame.filename]
+    if not files_of_vllm or "/v1/worker/gpu/" not in files_of_vllm[-1]:
+        return ""
+    if "out of memory" in str(error):
+        return ""
+    return ". VLLM_USE_V2_MODEL_RUNNER=0 chooses vLLM's older runner"
 
 
+# What the engine does from the start on, by its device.
 STARTING = {
     "cpu": "loading weights",
     "cuda": "loading weights, compiling and capturing CUDA graphs",
 }
-STAGES = {  # Part of the path of a file of vLLM's that logs something -> what the engine then does.
+# Part of the path of a file of vLLM's that logs something -> what the engine then does.
+STAGES = {
     "/model_loader/": "loading weights",
     "/compilation/": "compiling",
     "/kv_cache_utils": "making room for keys and values",
@@ -233,7 +252,8 @@ class StageReporter(logging.Handler):
 @contextmanager
 def reported_stages() -> Iterator[None]:
     """Report the stages of an engine's start, without vLLM's own messages."""
-    logger, reporter = logging.getLogger("vllm"), StageReporter()
+    logger = logging.getLogger("vllm")
+    reporter = StageReporter()
     level = logger.level
     levels = {handler: handler.level for handler in logger.handlers}
     for handler in levels:
@@ -250,7 +270,7 @@ def reported_stages() -> Iterator[None]:
 
 
 def _start_engine(device_type: str, options: dict) -> Engine:
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() != (device_type == "cpu"):
@@ -258,22 +278,23 @@ def _start_engine(device_type: str, options: dict) -> Engine:
         raise UserError(
             f"the vLLM that is installed is not the {device_type} build: use `uv run {fitting} ...`"
         )
+    options = {
+        **options,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # The default ignores temperature and top-p.
+        "enforce_eager": device_type == "cpu",  # On 2 cores compiling took 68 s and gained 10 %.
+    }
     if device_type == "cpu":
         # A prompt cut into chunks makes vLLM rewind its seeded generator, which torch has no way to
         # do on a CPU.
-        options |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": options["max_model_len"],
-        }
-    options |= {"logprobs_mode": "processed_logprobs"}  # the default ignores temperature and top-p
-    # on 2 cores compiling took 68 s and gained 10 %
-    options |= {"enforce_eager": device_type == "cpu"}
+        options["enable_chunked_prefill"] = False
+        options["max_num_batched_tokens"] = options["max_model_len"]
     # True from here on whatever vLLM logs, which has more to say on some machines than on others.
     print(f"stage: {STARTING[device_type]}", flush=True)
     with reported_stages():
-        engine = Engine(LLM(**options, enable_prefix_caching=True))
+        engine = Engine(LLM(**options))
     if device_type == "cuda":
-        # loads its kernels, which the first new weights would wait for
+        # Loads its kernels, which the first new weights would wait for.
         engine.llm.collective_rpc(held_checksums, args=(0,))
     engine.sleep(keep_weights=True)  # since the first request may sample with these
     return engine
@@ -289,7 +310,7 @@ def _generate(
 ) -> Completions:
     """`n` completions of each prompt by its parameters; with the parameters of one only, `n` times
     the same."""
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
     from vllm.inputs import TokensPrompt
 
     engine.wake_to_sample()
@@ -297,13 +318,13 @@ def _generate(
     # on earlier calls.
     if not engine.llm.reset_prefix_cache():
         raise RuntimeError("vLLM refused to drop its prefix cache")
-    params = [SamplingParams(**own) for own in parameters]
+    sampling_params = [SamplingParams(**own_parameters) for own_parameters in parameters]
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in encoded]
-    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
-    groups = []
-    for ids, own, output in zip(encoded, parameters, outputs, strict=True):
+    outputs = engine.llm.generate(prompts, sampling_params, use_tqdm=False)
+    groups: Completions = []
+    for ids, own_parameters, output in zip(encoded, parameters, outputs, strict=True):
         drawn = [_completion(tuple(ids), child, version) for child in output.outputs]
-        groups.append(drawn * (n // own["n"]))
+        groups.append(drawn * (n // own_parameters["n"]))
     return groups
 
 
@@ -319,29 +340,32 @@ def request_parameters(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-    }
-    shared |= {
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "stop_token_ids": sorted(end_ids),
+        "logprobs": 0,  # Of the drawn token alone.
     }
-    shared |= {"skip_special_tokens": False, "stop_token_ids": sorted(end_ids)}
-    shared["logprobs"] = 0  # of the drawn token alone
     # vLLM gives child j of a request the seed + j. The first seed is drawn, so that neighbouring
     # seeds share no child.
     first_seed = random.Random(sampling.seed).getrandbits(48)
-    return [
-        {**shared, "seed": first_seed + (sampling.first_prompt + index) * n}
-        for index in range(prompts)
-    ]
+    numbers = range(sampling.first_prompt, sampling.first_prompt + prompts)
+    return [{**shared, "seed": first_seed + number * n} for number in numbers]
 
 
-def _completion(prompt_ids: tuple[int, ...], child, version: int) -> Completion:
-    log_probs = tuple(
+def _completion(prompt_ids: tuple[int, ...], child: Any, version: int) -> Completion:
+    """A completion of vLLM's `CompletionOutput`."""
+    log_probs = [
         step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True)
-    )
+    ]
     return Completion(
-        prompt_ids, tuple(child.token_ids), log_probs, child.text, child.finish_reason, version
+        prompt_ids=prompt_ids,
+        token_ids=tuple(child.token_ids),
+        log_probs=tuple(log_probs),
+        text=child.text,
+        finish_reason=child.finish_reason,
+        policy_version=version,
     )
 
 
@@ -360,13 +384,11 @@ def _reload(engine: Engine, connection: Connection, version: int) -> None:
     hand them on from here."""
     from alignment.sampling.vllm_weights import EngineClient
 
-    dtype, config = (
-        engine.llm.llm_engine.vllm_config.model_config.dtype,
-        SamplerConfig("", "cpu", ""),
-    )
-    client = EngineClient(
-        lambda verb, *arguments: _transfer(engine, connection, *arguments), config, dtype
-    )
+    def ask(verb: str, *arguments) -> None:
+        _transfer(engine, connection, *arguments)
+
+    dtype = engine.llm.llm_engine.vllm_config.model_config.dtype
+    client = EngineClient(ask, SamplerConfig("", "cpu", ""), dtype)
     client.send(received_tensors(connection), version)
 
 
@@ -380,52 +402,64 @@ def _repack_output_embedding(worker) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _checksums(engine: Engine, connection: Connection, version: int) -> Held | None:
+def _checksums(engine: Engine, connection: Connection, version: int) -> HeldWeights | None:
     engine.wake(WEIGHTS)
     held = engine.llm.collective_rpc(held_checksums, args=(version,))
-    return held[0] if len(held) == 1 else None
+    if len(held) > 1:  # each worker has parts of the weights
+        return None
+    return held[0]
 
 
 @torch.inference_mode()
-def held_checksums(worker, version: int) -> Held:
+def held_checksums(worker, version: int) -> HeldWeights:
     """The checksums of a worker's model. Each part of a matrix that vLLM stacks, such as of
     queries, keys and values, has its own where the layer knows the parts' sizes. A tied output
     embedding is made of what the input's is."""
-    model, dtype = worker.get_model(), worker.vllm_config.model_config.dtype
-    parts_of: dict[str, list[str]] = {}
+    model = worker.get_model()
+    dtype = worker.vllm_config.model_config.dtype
+    stacks = getattr(model, "packed_modules_mapping", {})
+    weights_of: dict[str, list[str]] = {}  # Name of a checksum -> names of the weights in it.
     sums: Sums = {}
-    known: dict[torch.nn.Parameter, list[str]] = {}
+    weights_of_parameter: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
-        stacked = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+        layers = [_dotted(path, layer) for layer in stacks.get(last, [last])]
         for name, parameter in module.named_parameters(recurse=False):
-            parts = known.setdefault(
-                parameter, [".".join(filter(None, (path, part, name))) for part in stacked]
-            )
-            rows = _held_part(module, name, parameter, version).to(dtype)
-            if len(sizes := getattr(module, "output_partition_sizes", ())) == len(parts) > 1:
-                for part, own in zip(parts, rows.split(sizes), strict=True):
-                    parts_of[part] = [part]
-                    sums[part] = (bit_sum(own),)
+            weights = [_dotted(layer, name) for layer in layers]
+            weights = weights_of_parameter.setdefault(parameter, weights)
+            held = _held_part(module, name, parameter, version).to(dtype)
+            sizes = getattr(module, "output_partition_sizes", ())
+            if len(sizes) == len(weights) > 1:
+                for weight, rows in zip(weights, held.split(sizes), strict=True):
+                    weights_of[weight] = [weight]
+                    sums[weight] = (bit_sum(rows),)
             else:
-                parts_of[f"{prefix}.{name}"] = parts
-                sums[f"{prefix}.{name}"] = (bit_sum(rows),)
-    return {name: (parts_of[name], number) for name, (number,) in read_sums(sums).items()}
+                weights_of[f"{prefix}.{name}"] = weights
+                sums[f"{prefix}.{name}"] = (bit_sum(held),)
+    return {name: (weights_of[name], number) for name, (number,) in read_sums(sums).items()}
 
 
-def _held_part(module, name: str, parameter: torch.Tensor, version: int) -> torch.Tensor:
-    """The `checked_part` of a tensor as it is computed with. On a CPU vLLM mostly multiplies by a
-    packed copy, whose columns are its products with unit vectors: each is a sum of one number and
-    zeros, so no bit is lost."""
-    product = getattr(module, "cpu_linear", None)
-    # which holds the packed copy where there is one
-    if name != "weight" or getattr(product, "__closure__", None) is None:
+def _dotted(*names: str) -> str:
+    """The names that are not empty, with dots between."""
+    return ".".join(name for name in names if name)
+
+
+def _held_part(
+    module: torch.nn.Module, name: str, parameter: torch.Tensor, version: int
+) -> torch.Tensor:
+    """The `checked_part` of a tensor as it is computed with.
+
+    On a CPU vLLM mostly multiplies by a packed copy. The copy's columns are its products with unit
+    vectors: each is a sum of one number and zeros, so no bit is lost."""
+    # The function that holds the packed copy where there is one.
+    product: Any = getattr(module, "cpu_linear", None)
+    has_packed_copy = getattr(product, "__closure__", None) is not None
+    if name != "weight" or not has_packed_copy:
         return checked_part(parameter, version)
-    width = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
+    width: Any = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
     columns = torch.tensor(checked_columns(width, version))
-    return product(
-        torch.nn.functional.one_hot(columns, width).to(parameter.dtype), parameter, None
-    ).T
+    unit_vectors = torch.nn.functional.one_hot(columns, width).to(parameter.dtype)
+    return product(unit_vectors, parameter, None).T
 
 
 def _sleep(engine: Engine, connection: Connection, keep_weights: bool) -> None:
@@ -452,5 +486,5 @@ def serve(descriptor: int) -> None:
     the request to start then."""
     print("stage: importing vLLM", flush=True)
     with suppress(Exception):  # which is raised once more, and reported, when the engine starts
-        from vllm import LLM  # noqa: F401
+        from vllm import LLM  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
     answer_requests(descriptor, VERBS, _runner_advice)

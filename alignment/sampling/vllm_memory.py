@@ -7,6 +7,9 @@ with everything else that was allocated while the model was loaded: of that vLLM
 buffers alone. Two functions here save the rest, too. The functions that take a `worker` run in each
 of an engine's workers, by `collective_rpc`."""
 
+# vLLM is an extra, which a checkout may lack.
+# pyright: reportMissingImports=false
+
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,12 +55,13 @@ class Engine:
         stays taken."""
         if not self.sleeps:
             return
-        self.has_weights &= keep_weights
+        self.has_weights = self.has_weights and keep_weights
         if WEIGHTS in self.asleep:
             return
         if not keep_weights:
             self.llm.collective_rpc(save_all_but_parameters)
-        self.llm.sleep(level=1 if keep_weights else 2)
+        level = 1 if keep_weights else 2
+        self.llm.sleep(level=level)
         self.asleep = {WEIGHTS, KEYS_AND_VALUES}
         self._discarded = not keep_weights
         for pool in self.llm.collective_rpc(blocks_by_tag):
@@ -101,13 +105,13 @@ def check_sleeping(pool: dict[str, Blocks]) -> None:
             raise RuntimeError(
                 f"vLLM sleeps, but its pool holds no {tag}, so that memory is not given back"
             )
-    awake = {tag: blocks for tag, blocks in pool.items() if blocks.awake}
-    if awake:
-        kept = ", ".join(
-            f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}"
-            for tag, blocks in awake.items()
-        )
-        raise RuntimeError(f"vLLM sleeps, but keeps {kept} on a GPU")
+    kept = [
+        f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}"
+        for tag, blocks in pool.items()
+        if blocks.awake
+    ]
+    if kept:
+        raise RuntimeError(f"vLLM sleeps, but keeps {', '.join(kept)} on a GPU")
 
 
 # --- in a worker ----------------------------------------------------------------------------------
@@ -120,10 +124,9 @@ def blocks_by_tag(worker) -> dict[str, Blocks]:
     pool: dict[str, Blocks] = {}
     for block in _allocator().pointer_to_data.values():
         size = block.handle[1]
+        awake = 0 if block.is_asleep else size
         before = pool.get(block.tag, Blocks(0, 0))
-        pool[block.tag] = Blocks(
-            before.bytes + size, before.awake + (0 if block.is_asleep else size)
-        )
+        pool[block.tag] = Blocks(before.bytes + size, before.awake + awake)
     return pool
 
 
@@ -211,12 +214,14 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def overlaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
     """What `blocks` and `parts` have in common. Each of the two is in order and does not overlap
     itself."""
-    common = (
-        Span(max(block.start, part.start), min(block.end, part.end))
-        for block in blocks
-        for part in parts
-    )
-    return [span for span in common if span.end > span.start]
+    common: list[Span] = []
+    for block in blocks:
+        for part in parts:
+            start = max(block.start, part.start)
+            end = min(block.end, part.end)
+            if end > start:
+                common.append(Span(start, end))
+    return common
 
 
 def gaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -21,9 +22,10 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.model.loading import load_config, load_end_ids, load_weights
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import Held, NamedTensors, load_proven
+from alignment.sampling.arrival import HeldWeights, NamedTensors, load_proven
 from alignment.sampling.sampler import (
     Completions,
+    OnResponseEnd,
     SamplerConfig,
     SamplerLost,
     check_sampler_url,
@@ -36,22 +38,25 @@ from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
 CHECK_SECONDS = 60  # for a server that has nothing to do to say what it is
-# a machine that is gone is noticed in two minutes
+# Options of TCP by which a machine that is gone is noticed in two minutes.
 KEEPALIVE = {
     "TCP_KEEPIDLE": 60,
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 6,
 }
-KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-KEEPALIVE_OPTIONS += [
-    (socket.IPPROTO_TCP, getattr(socket, name), n)
-    for name, n in KEEPALIVE.items()
-    if hasattr(socket, name)
+KEEPALIVE_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in KEEPALIVE.items()
+        if hasattr(socket, name)
+    ),
 ]
-# requests on their way, each of one prompt; vLLM works on 128 to 1024 completions at a time
+# Requests on their way, each of one prompt. vLLM works on 128 to 1024 completions at a time.
 CONCURRENT = 256
 FACTS = read_toml(Path(__file__).with_name("vllm_server.toml"), "--sampler_url")
-NEUTRAL, SHAPE = FACTS["neutral"], FACTS["shape"]
+NEUTRAL = FACTS["neutral"]
+SHAPE = FACTS["shape"]
 
 
 class VLLMServerSampler:
@@ -71,62 +76,81 @@ class VLLMServerSampler:
         *,
         context: int | None = None,
     ):
-        model_path, dtype = config.model_path, config.dtype
-        model_config = load_config(model_path)
-        self.tokenizer, self.restarts, self.policy_version = tokenizer, 0, config.policy_version
+        model_config = load_config(config.model_path)
+        end_ids = load_end_ids(config.model_path, tokenizer)
+        self.tokenizer = tokenizer
         self.context = context or model_config.max_position_embeddings
-        self._responses = ResponseReader(tokenizer, load_end_ids(model_path, tokenizer))
-        self._timeout, self.dtype = min(config.timeout, CHECK_SECONDS), getattr(torch, dtype)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.policy_version = config.policy_version
+        self.restarts = 0
+        self._responses = ResponseReader(tokenizer, end_ids)
         self._weights_folder = Path(config.weights_folder).resolve()
-        check_sampler_url(config.url, token := os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+        self._loaded = ""  # The folder whose weights the server has.
+        token = os.environ.get("ALIGNMENT_SAMPLER_TOKEN", "")
+        check_sampler_url(config.url, token)
         url = config.url.rstrip("/").removesuffix("/v1")
-        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # No proxy (trust_env) and no redirect (httpx follows none): the key goes nowhere else.
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._http = {"base_url": url, "headers": headers, "timeout": timeout, "trust_env": False}
-        self._certificates = ssl.create_default_context() if url.startswith("https:") else False
         self._server = f"the vLLM server at {url}"
+        self._http = client_options(url, token)
+        self._certificates: ssl.SSLContext | bool = False
+        if url.startswith("https:"):
+            self._certificates = ssl.create_default_context()
         command = FACTS["command"].format(
-            model=model_path, dtype=dtype, context=self.context, module=__name__
+            model=config.model_path, dtype=config.dtype, context=self.context, module=__name__
         )
-        self._refuse_unfit(_shape(model_config.get_text_config()), dtype, command)
+        self._timeout = min(config.timeout, CHECK_SECONDS)
+        self._refuse_unfit(_shape(model_config.get_text_config()), config.dtype, command)
         self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
-            load_proven(self, load_weights(model_path, self.dtype), config.policy_version)
+            weights = load_weights(config.model_path, self.dtype)
+            load_proven(self, weights, config.policy_version)
         except RunStopped as error:
-            need = f"It has to see {self._weights_folder}, where weights are written"
-            remedy = (
-                "let both machines have that folder under the same name, and the server's user"
-                " read it"
-            )
-            older = "If it runs an older version of this package, start it again"
-            raise UserError(f"--sampler_url: {error}. {need}: {remedy}. {older}") from None
+            raise UserError(
+                f"--sampler_url: {error}. It has to see {self._weights_folder}, where weights are"
+                " written: let both machines have that folder under the same name, and the"
+                " server's user read it. If it runs an older version of this package, start it"
+                " again"
+            ) from None
         self._timeout = config.timeout
 
-    def sample(self, prompts: Sequence[str], sampling: SamplingConfig) -> Completions:
+    def sample(
+        self,
+        prompts: Sequence[str],
+        sampling: SamplingConfig,
+        on_response_end: OnResponseEnd = None,
+    ) -> Completions:
+        """See `Sampler.sample`. All completions come at once, so `on_response_end` is not
+        called."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
-        repeats = sampling.n if sampling.temperature == 0 else 1
         self._drop_cached_prefixes()
-        # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
-        shared = {**NEUTRAL, "return_token_ids": True, "return_tokens_as_token_ids": True}
         parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
         requests = [
-            shared | own | {"prompt": ids} for own, ids in zip(parameters, encoded, strict=True)
+            {
+                **NEUTRAL,
+                # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                **own_parameters,
+                "prompt": prompt_ids,
+            }
+            for own_parameters, prompt_ids in zip(parameters, encoded, strict=True)
         ]
         answers = self._post("/v1/completions", requests)
         # Checked after the answers have come: a server that is lost before gives none.
-        if any(facts.get("loaded") != self._loaded for facts in self._call("sampler_facts")):
-            raise SamplerLost(
-                f"{self._server} lost our weights: it was started again, or another command has"
-                " loaded its own"
-            )
-        read = partial(self._responses.text, stop=sampling.stop)
-        pairs = zip(encoded, answers, strict=True)
-        return [
-            _completions(answer, tuple(ids), self.policy_version, read) * repeats
-            for ids, answer in pairs
-        ]
+        for facts in self._call("sampler_facts"):
+            if facts.get("loaded") != self._loaded:
+                raise SamplerLost(
+                    f"{self._server} lost our weights: it was started again, or another command has"
+                    " loaded its own"
+                )
+        # Greedy completions of a prompt are all the same, and drawn once.
+        repeats = sampling.n if sampling.temperature == 0 else 1
+        read_text = partial(self._responses.text, stop=sampling.stop)
+        groups: Completions = []
+        for prompt_ids, answer in zip(encoded, answers, strict=True):
+            drawn = _completions(answer, tuple(prompt_ids), self.policy_version, read_text)
+            groups.append(drawn * repeats)
+        return groups
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         # A new name each time: another machine may remember for a while what an old one had in it.
@@ -140,20 +164,22 @@ class VLLMServerSampler:
         self._drop_cached_prefixes()
         self.policy_version = version
 
-    def weight_checksums(self, version: int) -> Held | None:
+    def weight_checksums(self, version: int) -> HeldWeights | None:
         held = self._call("sampler_checksums", version)
-        return held[0] if len(held) == 1 else None
+        if len(held) > 1:  # each worker has parts of the weights
+            return None
+        return held[0]
 
     def close(self) -> None:
-        """Nothing: the server is its operator's, and nothing is left in `weights_folder` between
+        """Do nothing: the server is its operator's, and nothing is left in `weights_folder` between
         calls."""
 
     def _drop_cached_prefixes(self) -> None:
         """Drop old weights' keys and values. vLLM refuses while it has requests, such as an
         interrupted caller's: then wait."""
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         while self._post("/reset_prefix_cache", [None])[0].get("success") is not True:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise SamplerLost(
                     f"{self._server} does not drop its prefix cache: it is busy with other requests"
                 )
@@ -161,21 +187,18 @@ class VLLMServerSampler:
 
     def _call(self, method: str, *arguments: str | int) -> list[dict]:
         """What `SamplerWorker`'s method says in each of the server's workers."""
-        results = self._post("/collective_rpc", [{"method": method, "args": arguments}])[0].get(
-            "results"
-        )
-        if not (
-            isinstance(results, list)
-            and results
-            and all(isinstance(result, dict) for result in results)
-        ):
+        (answer,) = self._post("/collective_rpc", [{"method": method, "args": arguments}])
+        results = answer.get("results")
+        if not isinstance(results, list) or not results:
+            raise SamplerLost(f"{self._server} answered with no results")
+        if not all(isinstance(result, dict) for result in results):
             raise SamplerLost(f"{self._server} answered with no results")
         return results
 
     def _post(self, path: str, bodies: Sequence) -> list[dict]:
         """The answers to requests sent side by side, in order. Raises `SamplerLost` for the first
-        that fails, ends the rest."""
-        # in a thread, as a signal could be lost within an event loop
+        that fails, and ends the rest."""
+        # In a thread, as a signal could be lost within an event loop.
         with start_blocking_portal() as portal:
             return portal.call(self._answers, path, bodies)
 
@@ -202,9 +225,7 @@ class VLLMServerSampler:
         response = await client.post(path, json=body)
         content = json_object(response.content)
         if response.status_code != 200:
-            said = (content or {}).get("error") or (content or {}).get("detail") or ""
-            said = said.get("message") if isinstance(said, dict) else said
-            reason = f": {' '.join(str(said).split())[:300]}" if said else ""
+            reason = _reason_in(content or {})
             if response.status_code == 401:
                 reason += (
                     ". Set ALIGNMENT_SAMPLER_TOKEN to what VLLM_API_KEY is where the server runs"
@@ -222,31 +243,57 @@ class VLLMServerSampler:
         try:
             facts = self._call("sampler_facts")[0]
         except SamplerLost as error:
-            remedy = (
-                "Check host and port; to be given new weights, a vLLM server must be started as"
-            )
-            raise UserError(f"--sampler_url: {error}. {remedy}: {command}") from None
-        theirs, context = facts.get("shape", {}), facts.get("context", 0)
-        others = [
-            f"{key} {theirs.get(key)} and not {ours}"
-            for key, ours in shape.items()
-            if theirs.get(key) != ours
+            raise UserError(
+                f"--sampler_url: {error}. Check host and port; to be given new weights, a vLLM"
+                f" server must be started as: {command}"
+            ) from None
+        served_shape = facts.get("shape", {})
+        differences = [
+            f"{key} {served_shape.get(key)} and not {value}"
+            for key, value in shape.items()
+            if served_shape.get(key) != value
         ]
-        wrong = {
-            f"serves another model, with {', '.join(others)}": bool(others),
-            f"has a context of {context} tokens and not {self.context}": context < self.context,
-            f"computes in {facts.get('dtype')} and not in {dtype}": facts.get("dtype") != dtype,
-            "gives log-probs that leave out temperature, top-p and top-k": (
-                facts.get("logprobs_mode") != "processed_logprobs"
-            ),
-            "cuts prompts into chunks, which loses the seeds on a CPU": (
-                facts.get("chunked_on_cpu") is not False
-            ),
-        }
-        if reasons := [reason for reason, applies in wrong.items() if applies]:
+        context = facts.get("context", 0)
+        reasons: list[str] = []
+        if differences:
+            reasons.append(f"serves another model, with {', '.join(differences)}")
+        if context < self.context:
+            reasons.append(f"has a context of {context} tokens and not {self.context}")
+        if facts.get("dtype") != dtype:
+            reasons.append(f"computes in {facts.get('dtype')} and not in {dtype}")
+        if facts.get("logprobs_mode") != "processed_logprobs":
+            reasons.append("gives log-probs that leave out temperature, top-p and top-k")
+        if facts.get("chunked_on_cpu") is not False:
+            reasons.append("cuts prompts into chunks, which loses the seeds on a CPU")
+        if reasons:
             raise UserError(
                 f"--sampler_url: {self._server} {'; '.join(reasons)}. Start it as: {command}"
             )
+
+
+def client_options(url: str, token: str) -> dict[str, Any]:
+    """The options of the HTTP client that asks the server at `url`."""
+    headers = {"Connection": "close"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return {
+        "base_url": url,
+        "headers": headers,
+        "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
+        # No proxy, and no redirect, as httpx follows none: the key goes nowhere else.
+        "trust_env": False,
+    }
+
+
+def _reason_in(answer: dict) -> str:
+    """What a failed request's answer says, after a colon; empty where it says nothing."""
+    message = answer.get("error") or answer.get("detail") or ""
+    if isinstance(message, dict):
+        message = message.get("message")
+    if not message:
+        return ""
+    one_line = " ".join(str(message).split())
+    return f": {one_line[:300]}"
 
 
 def _shape(config) -> dict:
@@ -258,33 +305,34 @@ def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) 
     is in memory."""
     with written_by_library(folder):
         for number, (name, tensor) in enumerate(named_tensors):
-            # cast where it is, so that fewer bytes travel
+            # Cast where it is, so that fewer bytes travel.
             weight = tensor.detach().to(dtype).cpu().contiguous()
             save_file({name: weight}, folder / f"{number:06d}.safetensors")
 
 
 def _completions(
-    answer: dict, prompt_ids: tuple[int, ...], version: int, read: Callable
+    answer: dict,
+    prompt_ids: tuple[int, ...],
+    version: int,
+    read_text: Callable[[tuple[int, ...]], str],
 ) -> list[Completion]:
-    """The completions of one prompt, whose text `read` makes of their token ids, as vLLM's own ends
-    with that of the EOS token. Raises `SamplerLost` for values of other types."""
-    completions = []
+    """The completions of one prompt, whose text `read_text` makes of their token ids: vLLM's own
+    ends with that of the EOS token. Raises `SamplerLost` for values of other types."""
+    completions: list[Completion] = []
     try:
         for choice in answer["choices"]:
-            tokens, log_probs = (
-                tuple(choice["token_ids"]),
-                tuple(map(float, choice["logprobs"]["token_logprobs"])),
-            )
-            text, reason = choice["text"], choice["finish_reason"]
-            # but "abort"
-            if (
-                set(map(type, tokens)) != {int}
-                or not isinstance(text, str)
-                or reason not in ("stop", "length")
-            ):
-                raise ValueError
+            token_ids = tuple(choice["token_ids"])
+            log_probs = tuple(float(number) for number in choice["logprobs"]["token_logprobs"])
+            finish_reason = choice["finish_reason"]
+            if {type(token) for token in token_ids} != {int}:
+                raise ValueError("token ids are no integers")
+            if not isinstance(choice["text"], str):
+                raise ValueError("a text is none")
+            if finish_reason not in ("stop", "length"):  # but "abort"
+                raise ValueError("a completion was broken off")
+            text = read_text(token_ids)
             completions.append(
-                Completion(prompt_ids, tokens, log_probs, read(tokens), reason, version)
+                Completion(prompt_ids, token_ids, log_probs, text, finish_reason, version)
             )
     except (KeyError, TypeError, ValueError, OverflowError):
         raise SamplerLost("a vLLM server answered what are no completions") from None
@@ -292,10 +340,12 @@ def _completions(
 
 
 class SamplerWorker:
-    """Mixed by vLLM into its workers, whose `vllm_config` and `reload_weights` it uses, by
-    --worker-extension-cls."""
+    """vLLM mixes this class into its workers' (--worker-extension-cls), whose `vllm_config` and
+    `reload_weights` it uses."""
 
-    sampler_loaded = ""  # the folder of the weights that it has; none while it loads some
+    vllm_config: Any
+    reload_weights: Callable[..., None]
+    sampler_loaded = ""  # The folder of the weights that it has; empty while it loads some.
 
     def sampler_facts(self) -> dict:
         """What a sampler must know before it uses this server, and whose weights it has."""
@@ -321,11 +371,9 @@ class SamplerWorker:
     def sampler_checksums(self, version: int) -> dict:
         """Checksums of the weights that it holds; none where it holds a part of them, which nobody
         compares."""
-        return (
-            held_checksums(self, version)
-            if self.vllm_config.parallel_config.world_size == 1
-            else {}
-        )
+        if self.vllm_config.parallel_config.world_size > 1:
+            return {}
+        return dict(held_checksums(self, version))
 
 
 def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -341,12 +389,15 @@ class Guard:
     nothing loads weights."""
 
     def __init__(self, app: Callable):
-        self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: MutableMapping, receive: Callable, send: Callable) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+        authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(authorization, self.expected):
             return await self.app(scope, receive, send)
-        answer = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
+        answer = "http.response"
+        if scope["type"] == "websocket":
+            answer = "websocket.http.response"
         await send({"type": f"{answer}.start", "status": 401, "headers": []})
         await send({"type": f"{answer}.body", "body": b""})

@@ -3,10 +3,14 @@ host's memory. Trainer and engine import this file, and with it a part of vLLM: 
 takes 4 to 6 s and 70 MB, starts no thread, and changes how torch.compile works. Without vLLM, a
 trainer would repeat formats that are each version's own."""
 
+# vLLM is an extra, which a checkout may lack.
+# pyright: reportMissingImports=false
+
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any, BinaryIO
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
@@ -28,15 +32,15 @@ class PolicySource:
     """The weights of one update, each gathered, cast and moved to `device` when its turn comes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device, self.tensors = dtype, device, ()
+        self.dtype = dtype
+        self.device = device
+        self.tensors: Iterable[tuple[str, torch.Tensor]] = ()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors:
-            # cast where it is, so that fewer bytes travel
-            yield (
-                name,
-                tensor.detach().to(self.dtype).to(self.device),
-            )
+            # Cast where it is, so that fewer bytes travel.
+            cast = tensor.detach().to(self.dtype)
+            yield name, cast.to(self.device)
 
     def buckets(self) -> Iterator[Bucket]:
         """The weights in parts of at most BUCKET_BYTES, or of one larger tensor."""
@@ -45,7 +49,8 @@ class PolicySource:
         for name, tensor in self:
             if bucket and size + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
-                bucket, size = [], 0
+                bucket = []
+                size = 0
             bucket.append((name, tensor))
             size += tensor.nbytes
         if bucket:
@@ -58,25 +63,30 @@ class EngineClient:
     `SamplerLost` where that takes too long."""
 
     def __init__(self, ask: Callable, config: SamplerConfig, dtype: torch.dtype):
-        self._ask, self._config, self._backend = ask, config, config.transfer_backend
-        self._device = torch.device(
-            "cpu" if self._backend == "shared_memory" else config.policy_device
-        )
-        self._source, self._version = PolicySource(dtype, self._device), ""
-        self._lost, self._trainer = None, None
+        self._ask = ask
+        self._config = config
+        self._backend = config.transfer_backend
+        self._device = torch.device(config.policy_device)
+        if self._backend == "shared_memory":
+            self._device = torch.device("cpu")
+        self._source = PolicySource(dtype, self._device)
+        self._version = ""  # Of the weights that are sent last.
+        self._lost: SamplerLost | None = None  # Why the engine was lost.
+        self._trainer: Any = None  # One of `TRAINERS`, made for the first weights.
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the engine's weights. Names and shapes travel with each bucket, so that no weight
         is read before its turn."""
-        self._source.tensors, self._version = named_tensors, str(version)
+        self._source.tensors = named_tensors
+        self._version = str(version)
         try:
             with torch.accelerator.device_index(self._device.index):
                 if self._device.type == "cuda":
                     torch.cuda.synchronize()  # vLLM reads the weights on streams of its own
                 if self._trainer is None:
-                    info = self._init_info()
-                    self._trainer = TRAINERS[self._backend].trainer_init(
-                        info, client=self, source=self._source
+                    kind = TRAINERS[self._backend]
+                    self._trainer = kind.trainer_init(
+                        self._init_info(), client=self, source=self._source
                     )
                 self.start_weight_update()
                 for bucket in self._source.buckets():
@@ -121,7 +131,7 @@ class EngineClient:
         except SamplerLost as error:
             self._lost = error
             if self._trainer is not None:
-                # ends a broadcast that waits for the engine in another thread
+                # Ends a broadcast that waits for the engine in another thread.
                 self._trainer.shutdown()
             raise
 
@@ -156,9 +166,9 @@ class IPCTrainer(ipc_engine.IPCTrainerWeightTransferEngine):
     def send_bucket(self, bucket: Bucket) -> None:
         sizes = sizes_of(bucket)
         if self.memory is None or self.memory.nbytes < sum(sizes):
-            self.memory = torch.empty(
-                max(BUCKET_BYTES, sum(sizes)), dtype=torch.uint8, device=bucket[0][1].device
-            )
+            device = bucket[0][1].device
+            capacity = max(BUCKET_BYTES, sum(sizes))
+            self.memory = torch.empty(capacity, dtype=torch.uint8, device=device)
             self.handle = {self.gpu_uuid: reduce_tensor(self.memory)[1]}
         pack(bucket, self.memory)
         torch.cuda.current_stream().synchronize()
@@ -201,13 +211,14 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
     """Fills memory that the engine maps, by turns with the engine. It has no name, and ends with
     its processes."""
 
+    file: BinaryIO
+    memory: torch.Tensor  # The file's bytes.
+
     @classmethod
     def trainer_init(cls, init_info: SharedMemoryInitInfo, *, client, source=None):
         trainer = cls(client=client, source=source)
-        trainer.file, trainer.memory = (
-            os.fdopen(os.memfd_create("weights"), "wb"),
-            torch.empty(0, dtype=torch.uint8),
-        )
+        trainer.file = os.fdopen(os.memfd_create("weights"), "wb")
+        trainer.memory = torch.empty(0, dtype=torch.uint8)
         client.init_weight_transfer_engine({"packed": True})
         return trainer
 
@@ -215,13 +226,15 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
         raise NotImplementedError("an `EngineClient` sends buckets")
 
     def send_bucket(self, bucket: Bucket) -> None:
-        sizes, path = sizes_of(bucket), f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
-        if sum(sizes) > len(self.memory):
-            # else a process is killed where memory is short
-            os.posix_fallocate(self.file.fileno(), 0, sum(sizes))
-            self.memory = torch.from_file(path, True, sum(sizes), dtype=torch.uint8)
+        sizes = sizes_of(bucket)
+        length = sum(sizes)
+        path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
+        if length > len(self.memory):
+            # Without it a process is killed where memory is short; this raises OSError.
+            os.posix_fallocate(self.file.fileno(), 0, length)
+            self.memory = torch.from_file(path, True, length, dtype=torch.uint8)
         pack(bucket, self.memory)
-        handle = {"bucket": (path, True, sum(sizes))}
+        handle = {"bucket": (path, True, length)}
         update = ipc_engine.IPCWeightTransferUpdateInfo(
             **described(bucket), ipc_handles=handle, tensor_sizes=sizes
         )
@@ -234,9 +247,8 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
 class SharedMemoryEngine(ipc_engine.IPCWeightTransferEngine):
     """A worker's side: vLLM's own for CUDA IPC, but for the handle, which is a file's name."""
 
-    def update_weights(
-        self, update_info: dict
-    ) -> None:  # vLLM's own waits for a GPU afterwards, too
+    def update_weights(self, update_info: dict) -> None:
+        """Load a bucket's weights. vLLM's own method waits for a GPU afterwards, too."""
         info = self.parse_update_info(update_info)
         bucket = torch.from_file(*info.ipc_handles["bucket"], dtype=torch.uint8)
         types = [getattr(torch, name) for name in info.dtype_names]

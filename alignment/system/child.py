@@ -12,7 +12,7 @@ import time
 
 def end_with_parent(parent: int) -> None:
     """Kill this process group as soon as the process `parent` has ended."""
-    # an end of file on a pipe is no sign: forks of the parent may hold the pipe open
+    # The end of file on a pipe is no sign: forks of the parent may hold the pipe open.
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -20,19 +20,15 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     parent, action, target, *arguments = sys.argv[1:]
-    threading.Thread(
-        target=end_with_parent, args=(int(parent),), daemon=True
-    ).start()  # before imports: they take long
+    watch = threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True)
+    watch.start()  # before imports, which take long
     if action == "run":
         sys.path.insert(0, os.getcwd())  # as `python -m` does
         sys.argv = ["-m", *arguments]
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        # job managers signal every process of a job; the parent ends this one
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):
+        # Job managers signal every process of a job; the parent ends this one.
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         pkgutil.resolve_name(target)(int(arguments[0]))
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 
 class Clock:
@@ -12,7 +13,7 @@ class Clock:
     block."""
 
     def __init__(self):
-        self.meter = None  # A `PeakMeter`, where a phase's memory is measured, too.
+        self.meter: Any = None  # A `PeakMeter`, where a phase's memory is measured, too.
         self.restart()
 
     def restart(self) -> None:
@@ -47,8 +48,8 @@ def run_in_background(work: Callable[[], None], waiting: AbstractContextManager)
 
 
 def start_in_background(work: Callable) -> Future:
-    """What `work` will return or raise, in a thread of its own, which does not keep the program
-    from ending."""
+    """Start `work` in a thread of its own, which does not keep the program from ending. Returns the
+    future of what it returns or raises."""
     result = Future()
 
     def run() -> None:

@@ -4,6 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from alignment.system.signals import Interrupted, deliver_signals, interruptible, received_signal
 
@@ -37,62 +38,76 @@ USERS_PACKAGES: set[str] = set()
 def place_in_users_code(error: BaseException) -> str:
     """FILE:LINE of the innermost line of the user's own code that our code has called; empty where
     the error came from none."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    ours = [frame.f_code.co_filename.startswith(f"{PACKAGE}/") for frame, _ in frames]
-    called = frames[ours.index(True) :] if True in ours else []
     libraries = (f"{PACKAGE}/", sys.prefix, sys.base_prefix, "<")
-    own = [
-        each
-        for each in called
-        if _is_named(each) or not each[0].f_code.co_filename.startswith(libraries)
-    ]
-    return f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""
+    our_code_has_begun = False
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        our_code_has_begun = our_code_has_begun or file.startswith(f"{PACKAGE}/")
+        is_users = _is_named(frame) or not file.startswith(libraries)
+        if our_code_has_begun and is_users:
+            place = f"{file}:{line}"
+    return place
 
 
-def _is_named(frame_and_line: tuple) -> bool:
+def _is_named(frame: FrameType) -> bool:
     """Whether a frame is of a package that a flag has named, which may be installed where libraries
     are."""
-    return frame_and_line[0].f_globals.get("__name__", "").partition(".")[0] in USERS_PACKAGES
+    return frame.f_globals.get("__name__", "").partition(".")[0] in USERS_PACKAGES
 
 
 def in_one_line(error: BaseException) -> str:
     """The error's class, the beginning of its message, and where in the user's own code it was
     raised, if there."""
     place = place_in_users_code(error)
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+    one_line = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {one_line[:1000]}"
     if isinstance(error, SystemExit):
-        said = f"it has called sys.exit({error})"
-    return said + (f" ({place})" if place else "")
+        text = f"it has called sys.exit({error})"
+    if place:
+        text += f" ({place})"
+    return text
 
 
 def failure_of_users_code(error: BaseException) -> UsersCodeFailed | None:
     """What to raise in place of an error that code which a flag names has raised; None of any other
     error, and of memory that runs out, which may not again."""
-    ran_out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    named = any(map(_is_named, traceback.walk_tb(error.__traceback__)))
-    return UsersCodeFailed(in_one_line(error)) if named and not ran_out else None
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        return None
+    if not any(_is_named(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return None
+    return UsersCodeFailed(in_one_line(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is torch's of a device's memory, which is known by its name: torch is not
+    imported for it."""
+    return type(error).__name__ == "OutOfMemoryError"
 
 
 def os_error(error: BaseException) -> BaseException:
     """The operating system's error behind a library's, such as "Connection refused"; `error` itself
     where there is none."""
-    cause, found = error, error
+    innermost = error
+    cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            found = cause
-        cause = (
-            cause.exceptions[0]
-            if isinstance(cause, BaseExceptionGroup)
-            else cause.__cause__ or cause.__context__
-        )
-    return found
+            innermost = cause
+        if isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        else:
+            cause = cause.__cause__ or cause.__context__
+    return innermost
 
 
 def in_words(error: BaseException) -> str:
     """The error's message; of the operating system's errors that name a path, the path and what is
     wrong with it."""
-    path, fault = getattr(error, "filename", None), getattr(error, "strerror", None)
-    return f"{path}: {fault.lower()}" if path and fault else str(error)
+    path = getattr(error, "filename", None)
+    fault = getattr(error, "strerror", None)
+    if path and fault:
+        return f"{path}: {fault.lower()}"
+    return str(error)
 
 
 def exit_for_users_code(error: BaseException) -> None:
@@ -113,19 +128,20 @@ def run_command(main: Callable[[], None]) -> None:
             main()
             deliver_signals()  # in case `main` caught the exception of a signal
     except (UserError, OSError) as error:
-        print(f"error: {' '.join(in_words(error).split())}", file=sys.stderr)
-        sys.exit(error.code if isinstance(error, UserError) else 2)
+        one_line = " ".join(in_words(error).split())
+        print(f"error: {one_line}", file=sys.stderr)
+        code = error.code if isinstance(error, UserError) else 2
+        sys.exit(code)
     except SystemExit as error:
         exit_for_users_code(error)
         raise
     except (Interrupted, Exception) as error:
-        # a library may make another of it
+        # A library may have made another exception of a signal's.
         stop = error if isinstance(error, Interrupted) else received_signal()
-        # torch's, which is not imported for it
-        if stop is None and type(error).__name__ == "OutOfMemoryError":
-            said = ". ".join(str(error).split(". ")[:2])
+        if stop is None and is_out_of_memory(error):
+            two_sentences = ". ".join(str(error).split(". ")[:2])
             print(
-                f"error: {said}: docs/devices.md says what to do when memory is short",
+                f"error: {two_sentences}: docs/devices.md says what to do when memory is short",
                 file=sys.stderr,
             )
             sys.exit(1)

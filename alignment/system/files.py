@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from filelock import FileLock, Timeout
@@ -32,12 +33,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     empty folder, and where the block finds the disk full. Its files get the mode of files that are
     made here (`written_by_library`)."""
     path = Path(path)
-    for folder in path.parent.glob(
-        f".{glob.escape(path.name)}.*@{glob.escape(_process_namespace())}.*.tmp"
-    ):
-        pid = folder.name.removeprefix(f".{path.name}.").partition("@")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):  # of a killed process of this machine
-            shutil.rmtree(folder, ignore_errors=True)
+    _remove_of_killed_processes(path)
     temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
@@ -51,6 +47,16 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         flush(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_of_killed_processes(path: Path) -> None:
+    """Remove the temporary folders for `path` of processes of this machine that are gone."""
+    prefix = f".{path.name}."
+    namespace = glob.escape(_process_namespace())
+    for folder in path.parent.glob(f"{glob.escape(prefix)}*@{namespace}.*.tmp"):
+        pid = folder.name.removeprefix(prefix).partition("@")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -107,40 +113,46 @@ def manifested(folder: Path) -> Iterator[None]:
     with written_by_library(folder):
         yield
     added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
-    facts = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in added
-    }
+    manifest: dict[str, dict[str, int | str]] = {}
+    for file in added:
+        name = file.relative_to(folder).as_posix()
+        manifest[name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     with naming(folder / MANIFEST):
-        (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+class ManifestEntry(NamedTuple):
+    """What a manifest says of a file."""
+
+    name: str  # Its path in the folder.
+    size: int  # In bytes.
+    sha256: str
 
 
 def damage(folder: Path) -> str | None:
     """The first difference between a folder and its manifest, or None if every file has the size
     and SHA-256 given there."""
     try:
-        sizes = {
-            name: (int(own["bytes"]), str(own["sha256"]))
-            for name, own in read_json(folder / MANIFEST).items()
-        }
+        entries = [
+            ManifestEntry(name, int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in read_json(folder / MANIFEST).items()
+        ]
     except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
         return f"its {MANIFEST} is missing or damaged"
-    for name, (size, checksum) in sizes.items():
-        file = folder / name
+    for entry in entries:
+        file = folder / entry.name
         try:
             if file.is_dir():
-                return f"{name or folder.name} is a folder, where its {MANIFEST} has a file"
-            if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if sha256(file) != checksum:
-                return f"{name} has changed since it was written"
+                return f"{entry.name or folder.name} is a folder, where its {MANIFEST} has a file"
+            if file.stat().st_size != entry.size:
+                return f"{entry.name} has {file.stat().st_size} bytes instead of {entry.size}"
+            if sha256(file) != entry.sha256:
+                return f"{entry.name} has changed since it was written"
         except FileNotFoundError:
-            return f"{name} is missing"
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a disk error, or a damaged manifest with an impossible file name
-            return f"{name} cannot be read ({error})"
+            return f"{entry.name} is missing"
+        # A disk error, or a damaged manifest with an impossible file name.
+        except (OSError, ValueError) as error:
+            return f"{entry.name} cannot be read ({error})"
     return None
 
 
@@ -154,16 +166,17 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises `UserError` with its holder's host and process. The kernel
     frees a dead process's lock."""
     owner = folder / ".lock_owner"
-    # a soft lock would outlive a killed process
+    # A soft lock would outlive a killed process.
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
     try:
-        held = lock.acquire()
+        acquired = lock.acquire()
     except Timeout:
-        name = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
-        raise UserError(
-            f"{folder} is in use by {name or 'another process'}: wait for it or stop it"
-        ) from None
-    with held:
+        name = ""
+        if owner.exists():
+            name = owner.read_text(encoding="utf-8").strip()
+        holder = name or "another process"
+        raise UserError(f"{folder} is in use by {holder}: wait for it or stop it") from None
+    with acquired:
         with naming(owner):
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
@@ -183,30 +196,40 @@ def read_toml(file: Path, flag: str) -> dict:
 def read_json(file: Path) -> dict:
     """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if
     it does not exist."""
-    if (value := json_object(file.read_bytes())) is None:
+    value = json_object(file.read_bytes())
+    if value is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
     return value
 
 
 def json_object(text: bytes | bytearray) -> dict | None:
     """The object of a JSON text; None for any other text."""
-    with suppress(ValueError, RecursionError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return value
 
 
 def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
-    """A JSON-lines file's objects, less an unfinished last line; [] if it is missing. Raises
-    `UserError` with file and line, where they must `have_steps` also for one without."""
-    lines, records = file.read_bytes().split(b"\n") if file.exists() else [], []
+    """The objects of a JSON-lines file, less an unfinished last line; [] if the file is missing.
+
+    Raises `UserError` with file and line for a line that holds no object or, with `have_steps`, one
+    without a step."""
+    if not file.exists():
+        return []
+    lines = file.read_bytes().split(b"\n")
+    records: list[dict] = []
     for number, line in enumerate(lines, start=1):
-        if (record := json_object(line)) is not None:
+        record = json_object(line)
+        if record is not None:
             if have_steps and type(record.get("step")) is not int:
                 raise UserError(f"{file}:{number}: has no step; the file is damaged")
             records.append(record)
         elif number < len(lines):
-            # a finished line ends with a line break, so that the last one is empty
+            # A finished line ends with a line break, so that the last one is empty.
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
     return records
 
@@ -225,11 +248,13 @@ def fill_template(file: Path, **facts: object) -> str:
     ends."""
     import jinja2  # here, because few commands fill one
 
-    options = dict.fromkeys(("trim_blocks", "lstrip_blocks"), ".txt." not in file.name) | {
-        "autoescape": ".html." in file.name
-    }
+    is_plain_text = ".txt." in file.name
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(file.parent), undefined=jinja2.StrictUndefined, **options
+        loader=jinja2.FileSystemLoader(file.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=not is_plain_text,
+        lstrip_blocks=not is_plain_text,
+        autoescape=".html." in file.name,
     )
     return environment.get_template(file.name).render(facts)
 
@@ -267,34 +292,34 @@ def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
     try:
         with naming(shown):
             yield
-    except (
-        OSError
-    ) as error:  # which may have a file of the hidden folder, or a message that names it
+    # An OSError may have a file of the hidden folder, or a message that names it.
+    except OSError as error:
         if error.errno is None:
-            said = str(error).replace(str(path), str(shown))
-            raise OSError(
-                said if shown == path else f"{shown} could not be written: {said}"
-            ) from None
+            message = str(error).replace(str(path), str(shown))
+            if shown != path:
+                message = f"{shown} could not be written: {message}"
+            raise OSError(message) from None
         error.filename = str(error.filename).replace(str(path), str(shown))
         raise
     except Exception as error:
         if is_disk_fault(error):
             raise OSError(f"{shown} could not be written: {error}") from None
         raise
-    files = (
-        [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
-        if path.is_dir()
-        else [path]
-    )
-    mode = mode_of_new_file(path if path.is_dir() else path.parent)
-    for file in files:
-        present = file.stat().st_mode
-        if present | mode != present:
+    if path.is_dir():
+        folder = path
+        written = [file for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+    else:
+        folder = path.parent
+        written = [path]
+    least_mode = mode_of_new_file(folder)
+    for file in written:
+        mode = file.stat().st_mode
+        if mode | least_mode != mode:
             with suppress(OSError):  # of a file system that has no modes
-                file.chmod(present | mode)
+                file.chmod(mode | least_mode)
 
 
-NEEDED_BYTES = 2**20  # without which on a disk nothing is begun
+NEEDED_BYTES = 2**20  # Room on a disk without which nothing is begun.
 
 
 def try_writing(folder: Path, name: str = "room") -> None:
@@ -302,18 +327,18 @@ def try_writing(folder: Path, name: str = "room") -> None:
     exists, and remove it. Raises OSError with the folder's name where that fails: it is read-only,
     its disk is full, or a quota is reached; or with the whole path where a file or folder of that
     `name` would have too long a one while it is written."""
+    absolute = folder.absolute()
     # A link to nowhere is there, though it does not `exist`: no folder can be made in its place.
-    above = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
-    )
-    file = _temporary_path(above / name)
+    nearest = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
+    file = _temporary_path(nearest / name)
     try:
         with naming(folder):
-            # zeros take no room on a disk that compresses
+            # Zeros take no room on a disk that compresses.
             file.write_bytes(os.urandom(NEEDED_BYTES))
             flush(file)
     except OSError as error:
-        error.filename = str(folder / name if error.errno == errno.ENAMETOOLONG else folder)
+        too_long = error.errno == errno.ENAMETOOLONG
+        error.filename = str(folder / name) if too_long else str(folder)
         raise
     finally:
         with suppress(OSError):

@@ -19,10 +19,8 @@ def has_gpu_files() -> bool:
 def unusable_driver() -> str | None:
     """Why torch sees no GPU on a machine that has one, in a line; None where it sees them, or where
     there are none to see."""
-    if (
-        os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-        or not Path(DEVICE_FILES[0]).exists()
-    ):
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if hides_gpus or not Path(DEVICE_FILES[0]).exists():
         return None
     import torch
 
@@ -37,7 +35,8 @@ def unusable_driver() -> str | None:
     needed = f"torch {torch.__version__} needs an NVIDIA driver for CUDA {cuda}"
     if major in FIRST_DRIVER:
         needed += f", {FIRST_DRIVER[major]} or later"
-    return f"{needed}; this machine has {driver_version() or 'an older one'}"
+    version = driver_version() or "an older one"
+    return f"{needed}; this machine has {version}"
 
 
 def driver_version() -> str | None:
@@ -46,6 +45,6 @@ def driver_version() -> str | None:
     if not NVIDIA_DRIVER.exists():
         return None
     for word in NVIDIA_DRIVER.read_text().split():
-        if word[0].isdigit() and word.count(".") >= 1 and word.replace(".", "").isdigit():
+        if word[0].isdigit() and "." in word and word.replace(".", "").isdigit():
             return word
     return None

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil
 
@@ -47,21 +48,16 @@ class LimitedWorkers:
     starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        self.modules, self.size = tuple(modules), size or cores
+        self.modules = tuple(modules)
+        self.size = size or usable_cores()
         self._start_empty()
-        # the workers' pipes belong to the parent
+        # The workers' pipes belong to the parent.
         os.register_at_fork(after_in_child=self._start_empty)
 
     def _start_empty(self) -> None:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
-        self.workers: dict[
-            int, _Worker
-        ] = {}  # By thread, which takes notice of an ended one with its next call.
+        # By thread. A thread replaces an ended worker with its next call.
+        self.workers: dict[int, _Worker] = {}
 
     def submit(
         self, function: str, arguments: Sequence, seconds: float, calls: int | None = None
@@ -69,9 +65,11 @@ class LimitedWorkers:
         """The future answer of `function`, "module:function", or `CallFailed`. It may call `calls`
         Python functions, of any number if None; `seconds` of CPU time, which begin with the call,
         are a guard."""
-        return self._threads.submit(
-            lambda: self._worker().call(function, arguments, seconds, calls)
-        )
+
+        def call_worker() -> Any:
+            return self._worker().call(function, arguments, seconds, calls)
+
+        return self._threads.submit(call_worker)
 
     def warm_up(self) -> None:
         """Start a worker if there is none, without waiting for its imports."""
@@ -81,8 +79,9 @@ class LimitedWorkers:
     def close(self) -> None:
         """End all workers; calls that are running fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in [worker for worker in list(self.workers.values()) if worker.is_open]:
-            worker.kill()
+        for worker in list(self.workers.values()):
+            if worker.is_open:
+                worker.kill()
         self._threads.shutdown(wait=True)
         for worker in self.workers.values():
             worker.close()
@@ -90,10 +89,19 @@ class LimitedWorkers:
 
     def _worker(self) -> "_Worker":
         """This thread's worker: a new one where it has none, or an ended one."""
-        worker = self.workers.get(threading.get_ident())
+        thread = threading.get_ident()
+        worker = self.workers.get(thread)
         if worker is None or not worker.is_open:
-            worker = self.workers[threading.get_ident()] = _Worker(self.modules)
+            worker = _Worker(self.modules)
+            self.workers[thread] = worker
         return worker
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class _Worker(ChildProcess):
@@ -103,10 +111,10 @@ class _Worker(ChildProcess):
         # The order of sets, and with it the number of calls, depends on the seed of hashes.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         super().__init__("worker", f"{__name__}:serve", environment, log=False, grace_seconds=0)
-        self._seconds_to_start = START_SECONDS
+        self._seconds_to_start = START_SECONDS  # 0 once the worker has answered.
         self._send(modules)
 
-    def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None):
+    def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None) -> Any:
         """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or
         hangs."""
         self._send([function, arguments, seconds, calls])
@@ -114,10 +122,10 @@ class _Worker(ChildProcess):
         try:
             if self.connection.poll(self._seconds_to_start + 2 * CLOCK_SECONDS):
                 self._seconds_to_start = 0
-                failure, answer = json.loads(self.connection.recv_bytes())
-                if not failure:
-                    return answer
-                raise CallFailed(failure)
+                call_failure, answer = json.loads(self.connection.recv_bytes())
+                if call_failure:
+                    raise CallFailed(call_failure)
+                return answer
         except (EOFError, OSError):
             failure = "died"
         self.close()
@@ -146,23 +154,29 @@ def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int
         if reply != _COMPUTES:
             return reply
     reply = _call_in_fork(function, arguments, seconds, calls)
-    return _TIMED_OUT if reply == _COMPUTES else reply
+    if reply == _COMPUTES:
+        return _TIMED_OUT
+    return reply
 
 
-_TIMED_OUT, _COMPUTES = b'["time-out", null]', b'["computes", null]'
+_TIMED_OUT = b'["time-out", null]'
+_COMPUTES = b'["computes", null]'
 
 
 def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
     """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The
     child is killed when it has answered or a limit is met."""
     receiver, sender = Pipe(duplex=False)
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         _answer(function, arguments, seconds, calls, sender)
     sender.close()
     reply = b""
-    is_over = _wait(receiver, child)
-    with suppress(EOFError):
-        reply = receiver.recv_bytes() if is_over else _TIMED_OUT
+    if _wait(receiver, child):
+        with suppress(EOFError):
+            reply = receiver.recv_bytes()
+    else:
+        reply = _TIMED_OUT
     receiver.close()
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -175,16 +189,16 @@ def _answer(
 ) -> None:
     """Send the answer of a call, and end this process."""
     try:
-        # ends this process even if all of its parents are gone
+        # The timers end this process even if all of its parents are gone.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
         with suppress(ValueError, OSError):
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
-        called = pkgutil.resolve_name(function)
+        resolved = pkgutil.resolve_name(function)
         if calls is not None:
             _limit_calls(calls, sender)
-        answer = called(*arguments)
+        answer = resolved(*arguments)
         sys.settrace(None)
         sender.send_bytes(json.dumps([None, answer]).encode())
     except MemoryError:
@@ -212,7 +226,8 @@ def _limit_calls(calls: int, sender: Connection) -> None:
 def _wait(receiver: Connection, child: int) -> bool:
     """Whether a child has answered or ended, once it has; false where it sleeps without end. One
     that waits for a busy processor does not sleep."""
-    process, used_before = psutil.Process(child), -1.0
+    process = psutil.Process(child)
+    used_before = -1.0  # Seconds of CPU time.
     while not receiver.poll(LOOK_SECONDS):
         times = process.cpu_times()
         used = times.user + times.system

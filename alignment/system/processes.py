@@ -22,11 +22,11 @@ from typing import IO, Any
 from alignment.system.errors import RunStopped, in_one_line
 from alignment.system.signals import deferred_signals
 
-# between two checks whether a child is alive, where it may die without closing its pipe
+# Between two checks whether a child is alive, where it may die without closing its pipe.
 POLL_SECONDS = 0.5
-# lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is
+# Lower bound of the time limit for an engine to load a model, whatever --sampler_timeout is.
 START_SECONDS = 1800
-GRACE_SECONDS = 10  # for an engine to free its device before it is killed
+GRACE_SECONDS = 10  # For an engine to free its device before it is killed.
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +35,10 @@ def trim_heap() -> None:
     """Give the system back what malloc keeps of freed memory, where it is glibc's."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def send_nothing(connection: Connection) -> None:
+    """What `ChildProcess.ask` sends beside the arguments where it is given nothing."""
 
 
 class ProcessLost(RunStopped):
@@ -63,8 +67,12 @@ class ChildProcess:
         pipe: Connection | None = None,
     ):
         self.name = name
-        self.connection, child_end = (pipe, pipe) if pipe else Pipe()
-        self._is_asked = False
+        if pipe is None:
+            self.connection, child_end = Pipe()
+        else:
+            self.connection = pipe
+            child_end = pipe
+        self._owes_answer = False
         # It lives as long as this object.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._log_start = 0
@@ -73,7 +81,7 @@ class ChildProcess:
         self.process = _start(
             ["call", entry, str(descriptor)], environment, output, pass_fds=(descriptor,)
         )
-        if not pipe:
+        if pipe is None:
             child_end.close()
         self._end = weakref.finalize(
             self, _end, self.process, self.connection, os.getpid(), grace_seconds
@@ -84,11 +92,11 @@ class ChildProcess:
         """Whether `close` has not been called; the process may have died."""
         return self._end.alive
 
-    def receive(self) -> object:
+    def receive(self) -> Any:
         """The next message. Raises EOFError where the process has ended, even if a fork of it holds
         its end of the pipe."""
         while not self.connection.poll(POLL_SECONDS):
-            # dead, and it has said nothing more
+            # It is dead, and has sent nothing more.
             if self.process.poll() is not None and not self.connection.poll():
                 raise EOFError
         return self.connection.recv()
@@ -98,7 +106,7 @@ class ChildProcess:
         seconds: float,
         verb: str,
         *arguments,
-        send: Callable[[Connection], None] = lambda connection: None,
+        send: Callable[[Connection], None] = send_nothing,
     ) -> Any:
         """The answer of a process that runs `answer_requests`; `send` sends more than the
         arguments. Raises `ProcessLost` where it fails, dies, or takes longer than `seconds`. After
@@ -106,22 +114,27 @@ class ChildProcess:
         if not self.is_open:
             raise RuntimeError(f"the {self.name} is closed")
         with self.time_limit(seconds) as hung:
-            self._is_asked = True
+            self._owes_answer = True
             try:
-                # where the process ended before, its last message may say why
+                # Where the process has ended before, its last message may say why.
                 with suppress(BrokenPipeError):
                     self.connection.send((verb, arguments))
                     send(self.connection)
                 failure, answer = self.receive()
             except (EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError):
-                report = self.exit_report() if self.is_open else f"the {self.name} was closed"
-                late = f"the {self.name} gave no answer within {seconds:g} s ({self.timeout_flag})"
-                raise ProcessLost(late if hung.is_set() else report) from None
+                report = f"the {self.name} was closed"
+                if self.is_open:
+                    report = self.exit_report()
+                if hung.is_set():
+                    report = (
+                        f"the {self.name} gave no answer within {seconds:g} s ({self.timeout_flag})"
+                    )
+                raise ProcessLost(report) from None
             except BaseException:  # Ctrl-C too
                 self.close()
                 raise
             finally:
-                self._is_asked = False
+                self._owes_answer = False
         if failure:
             self.close()
             raise ProcessLost(f"the {self.name} failed: {failure}")
@@ -130,7 +143,7 @@ class ChildProcess:
     def close(self) -> None:
         """End the process and everything it started, at once where it owes an answer. A second call
         does nothing."""
-        if self._is_asked:
+        if self._owes_answer:
             self.kill()
         self._end()
 
@@ -143,9 +156,12 @@ class ChildProcess:
         """Kill the process if the block, which may send or receive, takes longer. Yields an event
         that is set where it did."""
         timed_out = threading.Event()
-        timer = threading.Timer(
-            min(seconds, threading.TIMEOUT_MAX), lambda: (timed_out.set(), self.kill())
-        )
+
+        def end() -> None:
+            timed_out.set()
+            self.kill()
+
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
         timer.daemon = True
         timer.start()
         try:
@@ -158,8 +174,10 @@ class ChildProcess:
         descriptor = self._log.fileno()
         # By `pread`, since the process writes where the file's shared position is.
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-        lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-        return lines[-1] if lines else ""
+        for line in reversed(text.splitlines()):
+            if line.startswith(prefix):
+                return line.removeprefix(prefix)
+        return ""
 
     def clear_log(self) -> None:
         """Leave everything written so far out of `exit_report`."""
@@ -169,15 +187,14 @@ class ChildProcess:
         """Close the process and return how it ended with the last ten lines of its log."""
         self.close()
         code = self.process.returncode
-        end = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        hint = ", often a sign that memory ran out" if code == -signal.SIGKILL else ""
+        end = f"ended with exit code {code}"
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            end += ", often a sign that memory ran out"
         self._log.seek(self._log_start)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return "\n".join([f"the {self.name} {end}{hint}", *lines[-10:]])
+        return "\n".join([f"the {self.name} {end}", *lines[-10:]])
 
 
 def _end(
@@ -195,15 +212,21 @@ def _end(
     end_command(process)
 
 
+def no_advice(error: Exception) -> str:
+    return ""
+
+
 def answer_requests(
     descriptor: int,
     verbs: Mapping[str, Callable],
-    advice: Callable[[Exception], str] = lambda _: "",
+    advice: Callable[[Exception], str] = no_advice,
 ) -> None:
     """Answer requests from the pipe `descriptor` with (failure, answer), until one fails or is
-    None. `verbs["start"]` makes the object of the first request's arguments; "stop" and all others
-    take it first, others then the pipe and their arguments. A failure is the error on one line,
-    with what there is to be said of it as `advice`."""
+    None.
+
+    `verbs["start"]` makes an object of the first request's arguments. "stop" and all other verbs
+    take that object first; others then take the pipe and their arguments. A failure is the error on
+    one line, and then the `advice` on it."""
     connection = Connection(descriptor)
     try:
         _, arguments = connection.recv()
@@ -229,7 +252,9 @@ def start_command(
     gets its output appended. Raises `Interrupted`, with nothing left running, where a signal
     arrives while it starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    environment = dict(os.environ)
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     with log.open("ab") as output, ExitStack() as interrupted:
         with deferred_signals():
             process = _start(["run", module, *flags], environment, output, cwd=folder)
@@ -245,8 +270,11 @@ def end_command(process: subprocess.Popen) -> None:
 
 
 def last_line(log: Path) -> str:
+    """The last line of a log that is not empty."""
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    if not lines:
+        return "it said nothing"
+    return lines[-1]
 
 
 def _kill_group(process: subprocess.Popen) -> None:
@@ -259,19 +287,13 @@ def _start(
 ) -> subprocess.Popen:
     """Start child.py with these arguments and `Popen`'s options, output and errors in one file. It
     can import what this process can, such as a module of the user's own that a flag names."""
-    path = filter(
-        None,
-        [str(ROOT), environment.get("PYTHONPATH"), *(folder or os.getcwd() for folder in sys.path)],
-    )
+    folders = [str(ROOT), environment.get("PYTHONPATH")]
+    folders += [folder or os.getcwd() for folder in sys.path]
+    path = os.pathsep.join(folder for folder in folders if folder)
+    child = str(Path(__file__).with_name("child.py"))
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            str(Path(__file__).with_name("child.py")),
-            str(os.getpid()),
-            *arguments,
-        ],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+        [sys.executable, "-P", child, str(os.getpid()), *arguments],
+        env={**environment, "PYTHONPATH": path},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=output,

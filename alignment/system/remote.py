@@ -37,48 +37,56 @@ class Machine(NamedTuple):
     def start(self, name: str, entry: str, environment: Mapping[str, str]) -> ChildProcess:
         """As `ChildProcess`, but on this machine, whose own environment gets the variables that
         differ from this process's."""
-        process = json.dumps([self, entry, dict(environment.items() - os.environ.items())])
-        return ChildProcess(
-            name, f"{__name__}:forward", {**os.environ, "ALIGNMENT_REMOTE_PROCESS": process}
-        )
+        changes = dict(environment.items() - os.environ.items())
+        process = json.dumps([self, entry, changes])
+        own_environment = {**os.environ, "ALIGNMENT_REMOTE_PROCESS": process}
+        return ChildProcess(name, f"{__name__}:forward", own_environment)
 
 
 def forward(descriptor: int) -> None:
     """Pass on what this process's parent and a process on another machine write, until that one
     closes its end."""
-    (name, address, port, key, seconds), *request = json.loads(
-        os.environ["ALIGNMENT_REMOTE_PROCESS"]
-    )
-    # `descriptor` itself stays open until the exit code is there to be read
+    machine_fields, *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
+    machine = Machine(*machine_fields)
+    # `descriptor` itself stays open until the exit code is there to be read.
     pipe = socket.socket(fileno=os.dup(descriptor))
     try:
-        remote = socket.create_connection((address, port), CONNECT_SECONDS)
+        remote = socket.create_connection((machine.address, machine.port), CONNECT_SECONDS)
         connection = Connection(os.dup(remote.fileno()))
         if not connection.poll(CONNECT_SECONDS):
             raise TimeoutError("it says nothing")
         remote.settimeout(None)
-        answer_challenge(connection, key.encode())
-        deliver_challenge(connection, key.encode())
+        answer_challenge(connection, machine.key.encode())
+        deliver_challenge(connection, machine.key.encode())
     except (OSError, EOFError, AuthenticationError) as error:
-        sys.exit(f"{name} does not answer at {address}, port {port}: {error}")
-    probe = max(1, int(seconds / 3))
-    for option, value in {
-        "NODELAY": 1,
-        "USER_TIMEOUT": int(1000 * seconds),
-        "KEEPIDLE": probe,
-        "KEEPINTVL": probe,
-    }.items():
-        remote.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-    remote.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # The end of this process resets the connection: it must not wait behind what a process that
-    # hangs has not read.
-    remote.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        sys.exit(
+            f"{machine.name} does not answer at {machine.address}, port {machine.port}: {error}"
+        )
+    notice_silence(remote, machine.seconds)
     connection.send(request)
     threading.Thread(target=_copy, args=(pipe, remote), daemon=True).start()
     _copy(remote, pipe)
     sys.exit(
-        f"the connection to {name} has ended, or it was silent for {seconds:g} s (--rank_timeout)"
+        f"the connection to {machine.name} has ended, or it was silent for {machine.seconds:g} s"
+        " (--rank_timeout)"
     )
+
+
+def notice_silence(remote: socket.socket, seconds: float) -> None:
+    """Have a connection end where the other machine is silent for so many seconds, and be reset
+    where this process ends."""
+    probe = max(1, int(seconds / 3))
+    options = {
+        "TCP_NODELAY": 1,
+        "TCP_USER_TIMEOUT": int(1000 * seconds),
+        "TCP_KEEPIDLE": probe,
+        "TCP_KEEPINTVL": probe,
+    }
+    for option, value in options.items():
+        remote.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    remote.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # The end of this process must not wait behind what a process that hangs has not read.
+    remote.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -93,15 +101,16 @@ def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine
     """Start processes for those who know the returned machine's key, at that of its addresses from
     which it reaches `store`."""
     with socket.create_connection(store) as route:
-        server = socket.create_server((route.getsockname()[0], 0), family=route.family)
-    machine = Machine(name, *server.getsockname()[:2], secrets.token_hex(), seconds)
+        own_address = route.getsockname()[0]
+        server = socket.create_server((own_address, 0), family=route.family)
+    address, port = server.getsockname()[:2]
+    machine = Machine(name, address, port, secrets.token_hex(), seconds)
+    key = machine.key.encode()
 
     def accept() -> None:
         while True:
             connection = Connection(server.accept()[0].detach())
-            threading.Thread(
-                target=_host, args=(connection, machine.key.encode()), daemon=True
-            ).start()
+            threading.Thread(target=_host, args=(connection, key), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return machine
@@ -114,18 +123,13 @@ def _host(connection: Connection, key: bytes) -> None:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         entry, changes = connection.recv()
-        own = {
+        environment = {
             variable: value
             for variable, value in os.environ.items()
             if not TORCHRUN.fullmatch(variable)
         }
-        child = ChildProcess(
-            "process",
-            entry,
-            own | changes,
-            grace_seconds=0,
-            pipe=Connection(os.dup(connection.fileno())),
-        )
+        pipe = Connection(os.dup(connection.fileno()))
+        child = ChildProcess("process", entry, environment | changes, grace_seconds=0, pipe=pipe)
         caller = select.poll()
         caller.register(connection, select.POLLRDHUP)
         while child.process.poll() is None and not caller.poll(1000 * POLL_SECONDS):

@@ -16,7 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 
 
 def make_console() -> Console:
@@ -29,11 +29,10 @@ def make_table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence], numbers: Sequence[str] = ()
 ) -> Table:
     """A table, whose columns with a heading among `numbers` are aligned to the right."""
-    columns = [
-        Column(heading, justify="right" if heading in numbers else "left", overflow="fold")
-        for heading in headings
-    ]
-    table = Table(*columns, title=title)
+    table = Table(title=title)
+    for heading in headings:
+        justify = "right" if heading in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -51,33 +50,44 @@ def progress_line(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(compact=True),
     )
-    columns += (TextColumn("ETA"), TimeRemainingColumn(compact=True))
-    hour = 3600.0  # of history: by rich's 30 seconds a long step would have no time left
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, speed_estimate_period=hour
-    ) as progress:
-        bar = progress.add_task(name, total=total, printed=(0, 0))
+    # rich would estimate the speed from the last 30 seconds alone, in which a long step has no end.
+    history_seconds = 3600.0
+    progress = Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=history_seconds,
+    )
+    with progress:
+        bar = progress.add_task(name, total=total)
+        printed = (0, 0)  # Tenths of the steps, and minutes, at the last plain line.
 
         def advance(step: int, text: str) -> None:
-            progress.update(bar, completed=step, description=f"{name}, {text}" if text else name)
+            nonlocal printed
+            description = f"{name}, {text}" if text else name
+            progress.update(bar, completed=step, description=description)
             task = progress.tasks[bar]
-            due = step * 10 // max(1, step, total), task.elapsed // 60
-            if not console.is_terminal and due != task.fields["printed"]:
-                time = (
-                    str(timedelta(seconds=round(task.time_remaining or 0)))
-                    .removeprefix("0:")
-                    .removeprefix("0")
-                )
-                left = f", ETA {time}" if task.time_remaining else ""
-                console.print(
-                    f"{name}, {unit} {step} of {total}{text and ', '}{text}{left}",
-                    markup=False,
-                    soft_wrap=True,
-                )
-                progress.update(bar, printed=due)
+            tenths = step * 10 // max(1, step, total)
+            minutes = int((task.elapsed or 0.0) // 60)
+            if console.is_terminal or (tenths, minutes) == printed:
+                return
+            printed = (tenths, minutes)
+            line = f"{name}, {unit} {step} of {total}"
+            if text:
+                line += f", {text}"
+            if task.time_remaining:
+                line += f", ETA {short_time(task.time_remaining)}"
+            console.print(line, markup=False, soft_wrap=True)
 
         yield advance
+
+
+def short_time(seconds: float) -> str:
+    """A time as hours, minutes and seconds, without hours where these are 0: 4:05, 1:04:05."""
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
 
 
 @contextmanager
@@ -88,7 +98,11 @@ def count_parts(
     whatever arguments."""
     with progress_line(name, total, console, unit) as advance:
         done = itertools.count(1)
-        yield lambda *_: advance(next(done), "")
+
+        def count(*_) -> None:
+            advance(next(done), "")
+
+        yield count
 
 
 @functools.cache
@@ -116,7 +130,9 @@ def printable(text: str, line_breaks: bool = True) -> str:
 
 
 def _printable_character(character: str, line_breaks: bool) -> str:
-    if character.isprintable() or character == "\n" and line_breaks:
+    if character.isprintable():
+        return character
+    if character == "\n" and line_breaks:
         return character
     if character in CONTROL_NAMES and character != "\a":
         return f"<{CONTROL_NAMES[character]}>"

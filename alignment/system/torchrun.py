@@ -10,8 +10,8 @@ PROCESSES_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # on this machine
 
 
 def followed(seconds: float) -> bool:
-    """Whether torchrun made this another rank than 0, which it then was until rank 0 ended or gave
-    no answer for `seconds`."""
+    """Whether torchrun made this another rank than 0. It then has followed rank 0 until that ended
+    or gave no answer for `seconds`."""
     if int(os.environ.get("RANK", "0")) == 0:
         return False
     from alignment.system.ranks import follow

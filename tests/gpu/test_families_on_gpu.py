@@ -75,7 +75,7 @@ def test_a_family_decodes_on_a_gpu_the_tokens_that_its_own_forward_pass_likes_be
     waves = [[0], [1], [2]] if sampler.plain_path else [[0, 1, 2]]
     rows = []
     for wave in waves:
-        rows += sampler._decode(
+        rows += sampler.decode_wave(
             prompts, wave, torch.zeros(2 * len(wave), 12, device=GPU), sampling, None
         )
     for index, row in enumerate(rows):

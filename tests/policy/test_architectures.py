@@ -241,7 +241,10 @@ def test_a_check_leaves_a_model_and_the_generators_as_they_are():
 def test_prompts_of_a_model_without_attention_are_cut_into_waves():
     """RWKV has no attention heads, by which the bytes of a token are counted."""
     sampler = TransformersSampler(family_model("rwkv"), NoTokenizer(), 64)
-    assert sorted(sum(sampler._waves([[3, 4], [5]], SamplingConfig(n=2))[0], [])) == [0, 1]
+    assert sorted(sum(sampler.cut_into_waves([[3, 4], [5]], SamplingConfig(n=2)).prompts, [])) == [
+        0,
+        1,
+    ]
 
 
 REFUSED = {

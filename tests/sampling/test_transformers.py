@@ -141,7 +141,7 @@ def test_waves_are_decoded_at_once_where_each_has_enough_work(tiny_folder, token
 
     def waves(prompts: int, rows: int, tokens: int = 8) -> tuple[list[int], int]:
         """(Prompts of each wave, waves at once)."""
-        cut, at_once = sampler._waves(
+        cut, at_once = sampler.cut_into_waves(
             [[1, 2]] * prompts, SamplingConfig(n=rows, max_new_tokens=tokens)
         )
         return list(map(len, cut)), at_once
@@ -170,7 +170,7 @@ def test_a_wave_ends_after_a_token_once_it_is_stopped(sampler):
     sampling = SamplingConfig(n=2, max_new_tokens=40, stop=())
 
     def decode():
-        return sampler._decode([prompt], [0], torch.full((2, 40), 0.5), sampling, None, stopped)
+        return sampler.decode_wave([prompt], [0], torch.full((2, 40), 0.5), sampling, None, stopped)
 
     assert {len(row.token_ids) for row in decode()} != {1}
     stopped.set()
