@@ -9,6 +9,8 @@ import tyro
 
 from alignment.config.command_line import as_command, as_toml, command_line, flags_of, parse
 from alignment.config.commands import (
+    CHANGEABLE_ON_RESUME,
+    REPRODUCIBILITY_SETTING,
     Args,
     Config,
     EvaluateArgs,
@@ -37,6 +39,7 @@ from alignment.system.errors import UserError
 __all__ = [
     "Args",
     "BOOKKEEPING",
+    "CHANGEABLE_ON_RESUME",
     "CLAIMS",
     "CONTROLS",
     "ClaimsArgs",
@@ -49,6 +52,7 @@ __all__ = [
     "PRESETS",
     "PipelineArgs",
     "PlanArgs",
+    "REPRODUCIBILITY_SETTING",
     "RLArgs",
     "RULES",
     "RejectionArgs",

@@ -21,6 +21,7 @@ from alignment.ablation.places import unseen_share
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
+from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
 from alignment.system.files import fill_template, read_jsonl, write_atomically
@@ -134,7 +135,9 @@ def contents(study: Study) -> dict[str, Any]:
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
         "arms": sorted(arms, key=_rank_of_arm),
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
-        "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
+        "reproducibility": sorted(
+            {reproducibility(run.path, REPRODUCIBILITY_SETTING) for run in study.runs}
+        ),
         "questions": _count_questions(study),
     }
 

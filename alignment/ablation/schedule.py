@@ -24,8 +24,7 @@ from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.args import RLArgs, SFTArgs, as_command, command_line
-from alignment.runs.run import CHANGEABLE_ON_RESUME
+from alignment.args import CHANGEABLE_ON_RESUME, RLArgs, SFTArgs, as_command, command_line
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError

@@ -9,7 +9,15 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from alignment.args import Args, RLArgs, SFTArgs, configuration, refuse_missing_warm_start
+from alignment.args import (
+    CHANGEABLE_ON_RESUME,
+    REPRODUCIBILITY_SETTING,
+    Args,
+    RLArgs,
+    SFTArgs,
+    configuration,
+    refuse_missing_warm_start,
+)
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
@@ -219,6 +227,8 @@ def run_config(args: RLArgs) -> RunConfig:
         default_name=default_run_name(args),
         command="train_rl",
         arguments=dataclasses.asdict(args),
+        changeable=CHANGEABLE_ON_RESUME,
+        setting=REPRODUCIBILITY_SETTING,
         defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
     )
 

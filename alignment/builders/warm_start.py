@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 
 from alignment.args import (
+    CHANGEABLE_ON_RESUME,
+    REPRODUCIBILITY_SETTING,
     RLArgs,
     SFTArgs,
     as_command,
@@ -38,7 +40,6 @@ from alignment.model.loading import (
 )
 from alignment.model.saving import check_saving
 from alignment.runs.run import (
-    CHANGEABLE_ON_RESUME,
     RunConfig,
     open_run,
     refuse_other_arguments,
@@ -109,7 +110,9 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
         keep_checkpoints=1,
         max_bad_steps=0,
         max_grader_failures=0.0,
-        changeable=CHANGEABLE_ON_RESUME - {"num_steps"},  # on which the learning rate depends
+        # The learning rate depends on the number of steps.
+        changeable=CHANGEABLE_ON_RESUME - {"num_steps"},
+        setting=REPRODUCIBILITY_SETTING,
     )
     with suppress(UserError):
         folder = target.parent / resumed_run_name(

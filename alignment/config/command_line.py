@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
-from tyro._errors import ParseErrorEvent, on_parse_error
+from tyro._errors import on_parse_error
 
 from alignment.config.commands import Args
-from alignment.config.flag import flags_of_class, hints_of_flags
+from alignment.config.flag import DataclassInstance, flags_of_class, hints_of_flags
 from alignment.config.presets import from_preset, preset_tables
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_toml
 from alignment.system.registry import did_you_mean
 from alignment.system.terminal import make_console
 
-Config = TypeVar("Config")
+ArgumentsType = TypeVar("ArgumentsType", bound=DataclassInstance)
+CommandType = TypeVar("CommandType", bound=Args)
 OTHER_NAMES = Path(__file__).parents[1] / "other_names.toml"
 GROUPS = (
     "sweep",
@@ -53,36 +54,36 @@ def flags_of(values: Mapping[str, object]) -> list[str]:
     for name, value in values.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
-        else:
-            flags += [
-                f"--{name}",
-                *map(str, value if isinstance(value, tuple | list) else (value,)),
-            ]
+            continue
+        several = value if isinstance(value, tuple | list) else (value,)
+        flags += [f"--{name}", *map(str, several)]
     return flags
 
 
-def parse(cls: type[Config], argv: list[str] | None = None) -> Config:
+def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsType:
     """Read the command line: the preset's values, if any, overridden by flags. Raises `UserError`
     for unknown or bad ones."""
     words = sys.argv[1:] if argv is None else argv
-    if hasattr(cls, "resume"):
+    if issubclass(cls, Args) and "resume" in flags_of_class(cls):
         words = _with_flags_of_run(cls, words)
-        # args.json and reports have the whole command
-        sys.argv[1:] = words if argv is None else sys.argv[1:]
-    options: dict = {"use_underscores": True}
+        if argv is None:
+            # args.json and reports have the whole command.
+            sys.argv[1:] = words
+    options: dict[str, Any] = {"use_underscores": True}
     if issubclass(cls, Args):
+        # The preset decides the other flags' defaults.
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--preset", default=Args.preset)
-        # which decides the others' defaults
         options["default"] = from_preset(cls, parser.parse_known_args(words)[0].preset)
     if {"-h", "--help"} & set(words):
         _print_help(cls, options)
         sys.exit(0)
-    printed = "--print_config" in words and "preset" in cls.__dataclass_fields__
-    words = [word for word in words if not (printed and word == "--print_config")]
+    is_printed = "--print_config" in words and "preset" in flags_of_class(cls)
+    if is_printed:
+        words = [word for word in words if word != "--print_config"]
     with on_parse_error(partial(_refuse, cls, words)):
         args = tyro.cli(cls, args=words, **options)
-    if printed:
+    if is_printed:
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
         sys.exit(0)
     return args
@@ -143,50 +144,47 @@ def _choices_in_help(metavar: str, choices: Sequence[str]) -> str:
     return metavar.replace("STR", listed)
 
 
-def as_toml(args) -> str:
+def as_toml(args: DataclassInstance) -> str:
     """All arguments but --preset as a preset's file has them: shared ones at its top, a command's
     own in its table."""
-    values = {
-        key: value
-        for key, value in vars(args).items()
-        if key != "preset" and value not in (None, ())
-    }
-    lines = {
-        key: f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()
-    }
     tables = preset_tables(type(args))[-1:]
-    own = [line for key, line in lines.items() if tables and key not in Args.__dataclass_fields__]
-    return "\n".join(
-        [
-            *(line for line in lines.values() if line not in own),
-            *(f"\n[{table}]" for table in tables),
-            *own,
-        ]
-    )
+    shared_names = flags_of_class(Args)
+    shared: list[str] = []
+    own: list[str] = []
+    for name, value in vars(args).items():
+        if name == "preset" or value is None or value == ():
+            continue
+        line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        if tables and name not in shared_names:
+            own.append(line)
+        else:
+            shared.append(line)
+    return "\n".join([*shared, *(f"\n[{table}]" for table in tables), *own])
 
 
-def _with_flags_of_run(cls: type[Config], words: list[str]) -> list[str]:
+def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:
     """A command line with the flags of the run's args.json for a folder after --resume. Raises
     `UserError` if it has none."""
-    place = words.index("--resume") + 1 if "--resume" in words else len(words)
-    if place == len(words) or words[place].startswith("--"):
+    if "--resume" not in words:
         return words
-    folder = Path(words[place])
-    given = read_json(file).get("args") if (file := folder / "args.json").is_file() else None
+    place = words.index("--resume")
+    after = words[place + 1 : place + 2]
+    if not after or after[0].startswith("--"):
+        return words
+    folder = Path(after[0])
+    file = folder / "args.json"
+    given = read_json(file).get("args") if file.is_file() else None
     if not isinstance(given, dict):
         raise UserError(f"--resume {folder}: must be a run's folder, which has an args.json")
-    known = {
-        name: tuple(v) if isinstance(v, list) else v
-        for name, v in given.items()
-        if name in cls.__dataclass_fields__
-    }
-    run = cls(
-        **{**known, "output_dir": str(folder.parent), "run_name": folder.name, "resume": True}
-    )
-    return [*command_line(run), *words[: place - 1], *words[place + 1 :]]
+    values: dict[str, Any] = {}
+    for name in flags_of_class(cls).keys() & given.keys():
+        value = given[name]
+        values[name] = tuple(value) if isinstance(value, list) else value
+    values |= {"output_dir": str(folder.parent), "run_name": folder.name, "resume": True}
+    return [*command_line(cls(**values)), *words[:place], *words[place + 2 :]]
 
 
-def _refuse(cls: type, words: Sequence[str], mistake: ParseErrorEvent) -> None:
+def _refuse(cls: type, words: Sequence[str], mistake: Any) -> None:
     """Raise `UserError` for a mistake that tyro found: with what the flag must be, that it must be
     given, or the nearest flag, or ours for a name of TRL or verl."""
     if argument := getattr(mistake, "argument", None):
@@ -230,7 +228,7 @@ def _unknown_flag(cls: type, given: str) -> str:
     return f"{given}: there is no such flag{nearest}"
 
 
-def as_command(cls: type[Config], other: Args) -> Config:
+def as_command(cls: type[CommandType], other: Args) -> CommandType:
     """The arguments of another command that shares `other`'s preset and every value both have in
     common."""
     return from_preset(

@@ -2,6 +2,7 @@
 and what follows from several of them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import ClassVar, Literal, TypeVar
 from alignment.config.data import DataFlags, TrainingDataFlags
 from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
 from alignment.config.evaluation import EvaluationFlags, RLEvaluationFlags
-from alignment.config.flag import check_flags, check_packages, flag, require
+from alignment.config.flag import (
+    DataclassInstance,
+    check_flags,
+    check_packages,
+    flag,
+    names_of_flags,
+    require,
+)
 from alignment.config.loss import LossFlags, LossTypeFlags
 from alignment.config.model import AdapterFlags, ModelFlags
 from alignment.config.optimisation import OptimisationFlags, SFTOptimisationFlags, StepFlags
@@ -25,7 +33,7 @@ from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.system.errors import UserError
 from alignment.system.registry import find
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=DataclassInstance)
 
 
 # The fields of a dataclass begin with those of its last base. An arm's name has its parts in the
@@ -112,12 +120,9 @@ class EvaluateArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self,
-            "compare",
-            len(self.compare) in ((0,) if self.eval_tasks else (0, 2)),
-            "two models, on one --task",
-        )
+        are_two_models = len(self.compare) == 2 and not self.eval_tasks
+        wanted = "two models, on one --task"
+        require(self, "compare", not self.compare or are_two_models, wanted)
 
 
 @dataclass(frozen=True)
@@ -196,62 +201,51 @@ class RLArgs(
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "sampling_temperature", self.sampling_temperature > 0, "a number above 0")
-        raw_rewards = self.loss.weight == "raw_rewards"  # raises `UserError` for an unknown loss
-        undefined = (
-            "with one sample a prompt the group's mean is the reward itself and its std is"
-            " undefined"
+        self._check_groups()
+        fits = 0 <= self.overlong_buffer <= self.max_new_tokens
+        require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
+        self._check_staleness()
+        wanted = (
+            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}:"
+            f" the ratio of --loss_type {self.loss_type} is to the sampler's log-probs already"
         )
-        works = f"at least 2: {undefined} (only --loss_type no_baseline works with 1)"
-        require(self, "group_size", self.group_size > 1 or raw_rewards, works)
-        works = (
+        corrects_once = self.sampler_correction == "none" or not self.trusts_sampler
+        require(self, "sampler_correction", corrects_once, wanted)
+
+    def _check_groups(self) -> None:
+        """Raise `UserError` for groups of which the loss can learn nothing, and for an unknown
+        loss."""
+        takes_raw_rewards = self.loss.weight == "raw_rewards"
+        wanted = (
+            "at least 2: with one sample a prompt the group's mean is the reward itself and its std"
+            " is undefined (only --loss_type no_baseline works with 1)"
+        )
+        require(self, "group_size", self.group_size > 1 or takes_raw_rewards, wanted)
+        wanted = (
             f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
         )
-        require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
-        require(
-            self,
-            "overlong_buffer",
-            0 <= self.overlong_buffer <= self.max_new_tokens,
-            "from 0 (none) to --max_new_tokens",
-        )
-        asynchronous, most = self.rollouts == "async", self.staleness + 1
-        require(
-            self,
-            "max_staleness",
-            asynchronous or not self.max_staleness,
-            "0, or go with --rollouts async",
-        )
-        works = (
-            f"at most {most}: later weights would come too late for --max_staleness"
-            f" {self.staleness}"
-        )
-        require(
-            self,
-            "sync_every",
-            self.sync_every <= most,
-            works if asynchronous else "1, or go with --rollouts async",
-        )
-        works = (
-            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}:"
-            " the ratio of --loss_type"
-        )
-        works += f" {self.loss_type} is to the sampler's log-probs already"
-        require(
-            self,
-            "sampler_correction",
-            self.sampler_correction == "none" or not self.trusts_sampler,
-            works,
-        )
+        require(self, "max_refills", self.max_refills == 0 or not takes_raw_rewards, wanted)
+
+    def _check_staleness(self) -> None:
+        """Raise `UserError` for a sampler whose weights would come too late."""
+        is_async = self.rollouts == "async"
+        in_step = is_async or not self.max_staleness
+        require(self, "max_staleness", in_step, "0, or go with --rollouts async")
+        most = self.staleness + 1
+        wanted = "1, or go with --rollouts async"
+        if is_async:
+            wanted = (
+                f"at most {most}: later weights would come too late for --max_staleness"
+                f" {self.staleness}"
+            )
+        require(self, "sync_every", self.sync_every <= most, wanted)
 
     @property
     def staleness(self) -> int:
         """Steps that the sampler's weights may be behind."""
-        return (
-            0
-            if self.rollouts == "sync"
-            else 1
-            if self.max_staleness is None
-            else self.max_staleness
-        )
+        if self.rollouts == "sync":
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def trusts_sampler(self) -> bool:
@@ -284,12 +278,10 @@ class RLArgs(
 
     @property
     def seeds(self) -> dict[str, int]:
+        """The seeds of the order of data, of rollouts' samples, and of the model's new weights."""
         data = self.seed if self.data_seed is None else self.data_seed
-        return {
-            "data": data,
-            "sampling": self.seed if self.sampling_seed is None else self.sampling_seed,
-            "model": self.seed,
-        }
+        sampling = self.seed if self.sampling_seed is None else self.sampling_seed
+        return {"data": data, "sampling": sampling, "model": self.seed}
 
     @property
     def rollout_size(self) -> int:
@@ -299,15 +291,19 @@ class RLArgs(
     @property
     def updates_per_rollout(self) -> int:
         """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
-        return self.epochs_per_rollout * -(
-            -self.rollout_size // (self.train_mini_batch_size or self.rollout_size)
-        )
+        mini_batch_size = self.train_mini_batch_size or self.rollout_size
+        return self.epochs_per_rollout * math.ceil(self.rollout_size / mini_batch_size)
 
     @property
     def sampling(self) -> SamplingConfig:
         """How rollouts are drawn, but for the step's seed and the task's stop strings."""
-        distribution = self.sampling_temperature, self.sampling_top_p, self.sampling_top_k
-        return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
+        return SamplingConfig(
+            self.group_size,
+            self.sampling_temperature,
+            self.sampling_top_p,
+            self.sampling_top_k,
+            self.max_new_tokens,
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -322,9 +318,12 @@ class RLArgs(
 
     @property
     def update_config(self) -> UpdateConfig:
-        old = (
-            "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
-        )
+        if self.trusts_sampler:
+            old = "sampler"
+        elif self.needs_old_policy:
+            old = "policy"
+        else:
+            old = "ratio_one"
         return configuration(
             UpdateConfig,
             self,
@@ -334,6 +333,14 @@ class RLArgs(
             old_log_probs=old,
             data_seed=self.seeds["data"],
         )
+
+
+CHANGEABLE_ON_RESUME = names_of_flags(RLArgs, "changeable")
+"""Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their
+number changes no step."""
+REPRODUCIBILITY_SETTING = names_of_flags(RLArgs, "setting")
+"""Arguments that decide how far a run is reproducible: what `verify` showed holds for runs with the
+same values of these."""
 
 
 @dataclass(frozen=True)
@@ -451,8 +458,11 @@ class VerifyArgs(RLArgs):
 def configuration(cls: type[Config], args: Args, **fields) -> Config:
     """A configuration made of `fields`, and of the arguments that have the names of its other
     fields."""
-    names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
-    return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
+    values = dict(fields)
+    for field in dataclasses.fields(cls):
+        if field.name not in fields and hasattr(args, field.name):
+            values[field.name] = getattr(args, field.name)
+    return cls(**values)
 
 
 def require_plain_folder(arguments) -> None:

@@ -12,12 +12,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, Protocol, get_type_hints
 
 from alignment.system.errors import UserError
 from alignment.system.registry import did_you_mean
 
 LARGEST_SEED = 2**31 - 1  # what every library that draws random numbers takes
+
+
+class DataclassInstance(Protocol):
+    """An instance of any dataclass, for type checkers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Presets: named sets of arguments, a TOML file each."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
@@ -16,18 +16,18 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds
     shared values at its top and a table for each command ("sft", "evaluate", "train_rl"); its table
     [about] is for people."""
-    if name not in (names := preset_names()):
+    names = preset_names()
+    if name not in names:
         listed = ", ".join(names) + did_you_mean(name, names)
         raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
-    values = {
-        k: tuple(v) if isinstance(v, list) else v
-        for k, v in read_toml(PRESETS / f"{name}.toml", "--preset").items()
-    }
-    shared = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    own = {
-        key: value for table in preset_tables(cls) for key, value in values.get(table, {}).items()
-    }
-    return cls(**{"preset": name, **shared, **own, **overrides})
+    content = read_toml(PRESETS / f"{name}.toml", "--preset")
+    values: dict[str, Any] = {"preset": name}
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            values[key] = tuple(value) if isinstance(value, list) else value
+    for table in preset_tables(cls):
+        values |= content.get(table, {})
+    return cls(**{**values, **overrides})
 
 
 def preset_tables(cls: type) -> list[str]:

@@ -24,8 +24,6 @@ from alignment.system.files import atomic_folder, lock_run_folder, manifested, r
 from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
-CHANGEABLE_ON_RESUME = frozenset(run_folder.ARGUMENTS["changeable_on_resume"])
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -43,13 +41,15 @@ class RunConfig:
     max_bad_steps: int
     max_grader_failures: float
     trackers: tuple[str, ...]
-    # All arguments. A resumed run must repeat them, except `CHANGEABLE_ON_RESUME`.
     arguments: Mapping[str, object]
+    """All arguments. A resumed run must repeat them, but for the `changeable` ones."""
+    changeable: frozenset[str]
+    setting: frozenset[str]
+    """Names of the arguments that decide how far a run is reproducible."""
     # Of arguments that are missing from the args.json of a run that an older version started.
     defaults: Mapping[str, object]
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
-    changeable: frozenset[str] = CHANGEABLE_ON_RESUME
     log_state: bool = False  # Whether each step's update is preceded by a line of state.jsonl.
 
 
@@ -255,7 +255,7 @@ class Run:
         """Write the final model, learning curve and summary. The last checkpoint is whole: an
         OSError is reported as it is."""
         self.started = False
-        reproducibility = run_folder.reproducibility(self.path)
+        reproducibility = run_folder.reproducibility(self.path, self.config.setting)
         self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, manifested(building):
             self._policy.save(building, self._tokenizer)

@@ -39,7 +39,6 @@ TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
 MOST_BYTES = 150  # Of a folder's name that is made here; file systems take 255, with suffixes.
 # What kinds of arguments a run has.
-ARGUMENTS = files.read_toml(Path(__file__).with_name("arguments.toml"), "--resume")
 
 
 # The tensors of a `Rollout` that are saved of a mini-batch without a finite loss or gradient.
@@ -262,18 +261,19 @@ def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> Non
     files.write_json(folder / "args.json", record)
 
 
-def reproducibility(run: Path) -> str:
+def reproducibility(run: Path, setting: Iterable[str]) -> str:
     """What the newest `verify`, in a folder beside a run's or beside its sweep's, showed of the
     run's setting, versions and machine: "bitwise", "to rounding" or "statistical"; "not verified"
     where there is none, or it failed."""
-    own_setting = setting_of(files.read_json(run / "args.json"))
+    setting = sorted(setting)
+    own_setting = setting_of(files.read_json(run / "args.json"), setting)
     folders: list[Path] = []
     for above in (run.parent, run.parent.parent):
         for page in above.glob("*/verification.html"):
             folder = page.parent
             if not (folder / "args.json").exists():  # a copy for a paper
                 continue
-            if setting_of(files.read_json(folder / "args.json")) == own_setting:
+            if setting_of(files.read_json(folder / "args.json"), setting) == own_setting:
                 folders.append(folder)
     if not folders:
         return "not verified"
@@ -281,10 +281,10 @@ def reproducibility(run: Path) -> str:
     return files.read_json(newest / "summary.json")["reproducibility"]
 
 
-def setting_of(record: Record) -> tuple:
+def setting_of(record: Record, setting: Iterable[str]) -> tuple:
     """What two runs must share for a verification of one to hold for the other: versions, machine,
-    and the arguments of the setting."""
-    arguments = [record["args"].get(name) for name in ARGUMENTS["setting"]]
+    and the arguments that `setting` names."""
+    arguments = [record["args"].get(name) for name in setting]
     return record["versions"], record.get("machine"), *arguments
 
 

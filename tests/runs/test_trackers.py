@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from alignment.args import RLArgs, command_line, parse
+from alignment.args import CHANGEABLE_ON_RESUME, RLArgs, command_line, parse
 from alignment.core.records import Completion, Group, Problem
 from alignment.runs import trackers
-from alignment.runs.run import CHANGEABLE_ON_RESUME
 from alignment.runs.run_folder import RunFolder
 from alignment.system.errors import UserError
 

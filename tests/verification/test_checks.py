@@ -13,6 +13,7 @@ from rich.console import Console
 from rollout_helpers import ARGS
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.core.advantages import DEVIATIONS
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
@@ -278,16 +279,16 @@ def test_how_far_a_run_is_reproducible(tmp_path, measured, word):
     (tmp_path / "run").mkdir()
     for folder in ("verify", "run"):
         write_args(tmp_path / folder, {"preset": "tiny", "model": "tiny", "seed": len(folder)}, {})
-    assert reproducibility(tmp_path / "run") == "not verified"
+    assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == "not verified"
     assert write_results(tmp_path / "verify", results_of(checked)) == word
-    assert reproducibility(tmp_path / "run") == word
+    assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == word
     (tmp_path / "paper").mkdir()
     shutil.copy(tmp_path / "verify" / "verification.html", tmp_path / "paper")
-    assert reproducibility(tmp_path / "run") == word
+    assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == word
     page = (tmp_path / "verify" / "verification.html").read_text()
     assert f"<strong>{word}</strong>" in page and "a &lt;b&gt;" in page and "<td>torch</td>" in page
     write_args(tmp_path / "run", {"preset": "tiny", "model": "another"}, {})
-    assert reproducibility(tmp_path / "run") == "not verified"
+    assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == "not verified"
 
 
 def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
