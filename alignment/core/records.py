@@ -16,9 +16,12 @@ Score = dict[str, float]
 
 @dataclass(frozen=True)
 class Problem:
-    """One verifiable question. `prompt` is the whole text that the policy continues; of a chat, its
-    template makes it of the (role, text) `turns`, the last of which may begin the response.
-    `columns` are those of the user's own row."""
+    """One verifiable question.
+
+    `prompt` is the whole text that the policy continues; of a chat, its template makes it of the
+    (role, text) `turns`, the last of which may begin the response. `columns` are those of the
+    user's own row.
+    """
 
     id: str
     question: str
@@ -30,8 +33,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Endless:
-    """An endless sequence of problems: `make(index)` returns the problem of that index, the same
-    one every time."""
+    """An endless sequence of problems.
+
+    `make(index)` returns the problem of that index, the same one every time.
+    """
 
     make: Callable[[int], Problem]
 
@@ -45,8 +50,10 @@ Problems = Sequence[Problem] | Endless
 @dataclass(frozen=True)
 class Distribution:
     """softmax(logits / temperature), within the `top_k` most likely tokens (0: all) and, of these,
-    the nucleus that reaches `top_p`. The sampler and both sides of every ratio take log-probs under
-    the same one."""
+    the nucleus that reaches `top_p`.
+
+    The sampler and both sides of every ratio take log-probs under the same one.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,10 +82,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. `token_ids` hold every sampled token, the stop string's and EOS
-    included: train on them, never on re-tokenised `text`, which rules see
-    (`core.text.ResponseReader`). `log_probs` are nats under the distribution they were drawn from,
-    with temperature, top-k and top-p."""
+    """One sampled response.
+
+    `token_ids` hold every sampled token, the stop string's and EOS included: train on them, never
+    on re-tokenised `text`, which rules see (`core.text.ResponseReader`). `log_probs` are nats under
+    the distribution they were drawn from, with temperature, top-k and top-p.
+    """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -109,9 +118,11 @@ def flatten_scores(groups: Iterable[Group]) -> list[Score]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences, shifted: `labels[b, t]` follows `input_ids[b, t]` (int64 [batch,
-    sequence]). `response_mask` (bool, likewise) is true where the label is a response token. With
-    padding on the right, causal attention needs no mask."""
+    """Right-padded sequences, shifted: `labels[b, t]` follows `input_ids[b, t]`.
+
+    Both are int64 [batch, sequence]. `response_mask`, bool [batch, sequence], is true where the
+    label is a response token. With padding on the right, causal attention needs no mask.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -135,8 +146,10 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's B responses, ready to train on. `raw_rewards_B1` include overlong penalties; only
-    `counted_B1` ones train."""
+    """One step's B responses, ready to train on.
+
+    `raw_rewards_B1` include overlong penalties; only `counted_B1` ones train.
+    """
 
     batch: Batch
     raw_rewards_B1: torch.Tensor
@@ -161,5 +174,6 @@ class Rollout:
     ) -> Iterator[list[float]]:
         """Each row's values at its response tokens; none for rows that are not among `rows`."""
         chosen = set(rows)
-        masked = enumerate(zip(values_BT, self.batch.response_mask, strict=True))
-        return (values[mask].tolist() if row in chosen else [] for row, (values, mask) in masked)
+        masked = zip(values_BT, self.batch.response_mask, strict=True)
+        for row, (values, mask) in enumerate(masked):
+            yield values[mask].tolist() if row in chosen else []

@@ -152,9 +152,10 @@ class Comparison:
 
     def _rounds_to(self, value: Node, truth: Quantity) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
-        exact = is_rational(value)
-        self._reach("rational" if exact else "symbolic")
-        if self.fast and not exact:
+        is_exact = is_rational(value)
+        stage = "rational" if is_exact else "symbolic"
+        self._reach(stage)
+        if self.fast and not is_exact:
             return False
         with suppress(Refused):
             return rounds_to(value, truth.value, truth.decimals)

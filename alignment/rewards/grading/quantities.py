@@ -186,7 +186,7 @@ def _unit_powers(text: str) -> Counter[str]:
         unit = _unit_of_word(word)
         if not unit:
             noun = _plural_noun(text)
-            return Counter([noun] if noun else [])
+            return Counter({noun: 1}) if noun else Counter()
         powers[unit] += int(factor[2] or power_before)
         power_before = 1
     if "".join(factor[0] for factor in factors) != text:
@@ -374,8 +374,9 @@ _TWO_UNITS = re.compile(
 
 def read_clock(text: str, levels: int) -> Answer | None:
     """`7:30 pm`, `5 o'clock`, `noon`; None for anything else."""
-    is_word = text.casefold() in ("noon", "midnight")
-    match = patterns.CLOCK.fullmatch(f"12 {text}" if is_word else text)
+    if text.casefold() in ("noon", "midnight"):
+        text = f"12 {text}"
+    match = patterns.CLOCK.fullmatch(text)
     if match is None or not (match[2] or match[4] or match[5]):
         return None
     hour, minute, second = (int(part or 0) for part in match.groups()[:3])

@@ -106,7 +106,8 @@ def _alternatives(text: str, levels: int) -> Answer | None:
     inner = [answers.unlabelled(part) for part in parts]
     regions = [part for part in inner if isinstance(part, Region)]
     if len(regions) == len(inner):
-        return answers.combine(any if is_union else all, regions)
+        holds = any if is_union else all
+        return answers.combine(holds, regions)
     if is_union and _are_intervals(inner):
         return answers.combine(any, map(answers.as_region, inner))
     return _collect("or", parts)
@@ -371,7 +372,8 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     # |ax + b| > c is everything but the closed interval.
     is_closed = sign in "≤>"
     inside = answers.interval(low, is_closed, high, is_closed)
-    return Labelled(name, inside if sign in "<≤" else answers.complement(inside))
+    region = inside if sign in "<≤" else answers.complement(inside)
+    return Labelled(name, region)
 
 
 def _end(text: str) -> Decimal | None:
