@@ -25,7 +25,7 @@ from alignment.builders.checks import (
     resolve_model,
     roles_of,
 )
-from alignment.core.records import Completion, Group, Problem
+from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.prompts import prompted, without_repeated_tag
 from alignment.data.tasks import find_task
 from alignment.data.tasks.own_data import read_demonstrations
@@ -105,6 +105,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     chosen = training_problems(
         task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer
     )
+    assert not isinstance(chosen, Endless)  # --num_problems is at least 1
     chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads

@@ -19,7 +19,7 @@ from alignment.args import (
     refuse_missing_warm_start,
 )
 from alignment.core.losses import LOSSES
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
 from alignment.planning.placement import Roles, assign_roles
@@ -113,7 +113,7 @@ def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> 
     check_rules(args, task, [problem])
 
 
-def check_rules(args: Args, task: Task, problems: Sequence[Problem]) -> None:
+def check_rules(args: Args, task: Task, problems: Problems) -> None:
     """Have the task's rules that are functions of the user's own, by which evaluations grade, score
     made-up responses to the first of some problems. Raises `UserError` where one cannot."""
     for name in task.rules:
@@ -136,19 +136,21 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
     """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises
     `UserError` for bad data."""
     try_rows(task, "problems", "test", dataset_path)
-    number, problems = len(task.problems("test", dataset_path)), task.test_problems(dataset_path)
+    number = len(task.test_split(dataset_path))
+    problems = task.test_problems(dataset_path)
     if len(problems) < number:
         repeated = f"{number - len(problems)} of {number} questions twice or more"
         print(f"the test split has {repeated}: each is asked once", file=sys.stderr)
     return problems[: max_problems or None]
 
 
-def check_training_split(task: Task, dataset_path: str) -> Sequence[Problem]:
+def check_training_split(task: Task, dataset_path: str) -> Problems:
     """The training problems that ask what no test problem asks; prints how many do. Raises
     `UserError` for none or bad data."""
     try_rows(task, "problems", "train", dataset_path)
-    problems, kept = task.problems("train", dataset_path), task.training_problems(dataset_path)
-    if not isinstance(problems, Endless):
+    problems = task.problems("train", dataset_path)
+    kept = task.training_problems(dataset_path)
+    if not isinstance(problems, Endless) and not isinstance(kept, Endless):
         _say_left_out(len(problems), len(kept), "training problems")
     return kept
 

@@ -27,7 +27,12 @@ from alignment.core.records import (
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.sampler import OnResponseEnd, Sampler, put_to_sleep
+from alignment.sampling.sampler import (
+    OnResponseEnd,
+    Sampler,
+    StoppableSampler,
+    put_to_sleep,
+)
 from alignment.system.errors import UserError
 from alignment.system.files import fill_template, write_atomically, write_json, write_jsonl
 from alignment.system.signals import received_signal
@@ -53,7 +58,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_vllm(
-    vllm_model: Sampler,
+    vllm_model: Sampler | StoppableSampler,
     reward_fn: Callable[[str, str], Score],
     problems: Sequence[Problem],
     eval_sampling_params: SamplingConfig,

@@ -66,9 +66,9 @@ def estimators(group_sizes: Sequence[int], updates: int) -> Iterator[Estimator]:
         yield Estimator("grpo_clip", largest, True, "sequence_mean", second_update=True)
         # At ratio 1 all losses with a ratio are the same, so the others are computed only after an
         # update.
-        for loss_type, loss in LOSSES.items():
-            if loss.uses_ratio and loss_type != "grpo_clip":
-                yield Estimator(loss_type, largest, True, "sequence_mean", second_update=True)
+        for name, loss in LOSSES.items():
+            if loss.uses_ratio and name != "grpo_clip":
+                yield Estimator(name, largest, True, "sequence_mean", second_update=True)
     for size in sorted(group_sizes):
         if size != largest:
             yield Estimator("grpo_clip", size, True, "sequence_mean")
