@@ -7,11 +7,15 @@ A claim's trial on a preset compares the arm expected above with every other one
 none is. Its comparisons share a chance of 5 % of any false verdict (`compare`). Trials stand by
 themselves; a second verdict shares it (Bonferroni)."""
 
-from collections import namedtuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from alignment.ablation import schedule, study
 from alignment.ablation.design import ALPHA, Design, grid, lint, name_of, named_arms
@@ -29,16 +33,63 @@ from alignment.system.errors import UserError, run_command
 from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
 from alignment.system.terminal import make_console, make_table
 
-Trial = namedtuple("Trial", "name file preset design runs")
-"""A claim on a preset: the content of its file, the design with arms by `name_of`, and the finished
-runs by arm and seed."""
+if TYPE_CHECKING:
+    from alignment.ablation.statistics import Comparison
 
 
-def _wrong_length(run: study.Run) -> float:
-    answers = read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl")
-    return np.mean(
-        [len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]]
-    )
+class Trial(NamedTuple):
+    """A claim on a preset: the content of its file, the design with arms by `name_of`, and the
+    finished runs by arm and seed."""
+
+    name: str
+    file: dict[str, Any]
+    preset: str
+    design: Design
+    runs: dict[str, dict[int, study.Run]]
+
+
+class Decision(NamedTuple):
+    """A trial with its verdict, the comparisons behind it, the verdict that shares the chance of a
+    false one with all trials, and the hours of its runs."""
+
+    trial: Trial
+    verdict: str
+    comparisons: list[Comparison]
+    with_all: str
+    hours: float
+
+
+Value = np.ndarray | float
+"""A run's measure: for each question [Q], or of the whole run."""
+
+
+def _final_accuracy(run: study.Run) -> Value:
+    return run.scores.rewards_EQ[-1]
+
+
+def _mean_accuracy(run: study.Run) -> Value:
+    return run.scores.rewards_EQ.mean(axis=0)
+
+
+def _last_mean(run: study.Run, key: str) -> float:
+    """The mean of a metric over the last 10 steps that have it."""
+    values = [record[key] for record in run.metrics[-10:]]
+    return float(np.nanmean(np.array(values, dtype=float)))
+
+
+def _entropy(run: study.Run) -> Value:
+    return _last_mean(run, "entropy")
+
+
+def _divergence(run: study.Run) -> Value:
+    return _last_mean(run, "kl")
+
+
+def _wrong_length(run: study.Run) -> Value:
+    last_step = run.evals[-1]["step"]
+    answers = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
+    lengths = [len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]]
+    return float(np.mean(lengths))
 
 
 # What a claim's [about] has where its file does not say otherwise.
@@ -48,15 +99,11 @@ USUAL = {
     "tie": 0.03,
     "seeds": [0, 1, 2, 3, 4],
 }
-MEASURES = {
-    "final accuracy": lambda run: run.scores.rewards_EQ[-1],
-    "mean accuracy of all evaluations": lambda run: run.scores.rewards_EQ.mean(axis=0),
-    "entropy of the last 10 steps": lambda run: np.nanmean(
-        np.array([m["entropy"] for m in run.metrics[-10:]], dtype=float)
-    ),
-    "divergence in the last 10 steps": lambda run: np.nanmean(
-        np.array([m["kl"] for m in run.metrics[-10:]], dtype=float)
-    ),
+MEASURES: dict[str, Callable[[study.Run], Value]] = {
+    "final accuracy": _final_accuracy,
+    "mean accuracy of all evaluations": _mean_accuracy,
+    "entropy of the last 10 steps": _entropy,
+    "divergence in the last 10 steps": _divergence,
     "length of wrong answers": _wrong_length,
 }
 """A claim's measure -> its value for each question [Q], or the run's own, in nats a token and
@@ -64,11 +111,30 @@ tokens; NaN where it has none."""
 
 
 def main() -> None:
-    args, console = parse(ClaimsArgs), make_console()
+    args = parse(ClaimsArgs)
+    console = make_console()
+    failed = []
+    for trial in read_trials(args):
+        if {trial.name, "all"} & set(args.run) and trial.runs:
+            failed += train(trial.design, args, console)
+    decisions = decide_all(read_trials(args))
+    rows = []
+    for name, of_claim in decisions.items():
+        claim = of_claim[0].trial.file["about"]["claim"]
+        rows.append((name, claim, *(decision.verdict for decision in of_claim)))
+    console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
+    if args.report:
+        write_page(decisions, args)
+    if failed:
+        raise UserError(
+            f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}"
+        )
 
-    def read():
-        return [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
 
+def train(design: Design, args: ClaimsArgs, console: Console) -> list[str]:
+    """Train the runs of a design; returns the names of those that failed."""
+    for arm in design.arms.values():
+        refuse_missing_warm_start(arm)
     resources = schedule.Resources(
         args.executor,
         args.ray_address,
@@ -76,125 +142,150 @@ def main() -> None:
         args.gpus_per_run,
         args.slurm_parameters,
     )
-    failed = []
-    for design in [
-        trial.design for trial in read() if {trial.name, "all"} & set(args.run) and trial.runs
-    ]:
-        for arm in design.arms.values():
-            refuse_missing_warm_start(arm)
-        states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
-        with schedule.open_executor(design.folder, resources, console) as executor:
-            schedule.warm_up(design, executor, args.output_dir, console)
-            schedule.run_all(design, executor, states, console)
-        failed += [state.name for state in states if state.status == "failed"]
-    facts = contents(read()) | {"presets": args.preset, "given": flags_of(swept_values(args))}
-    rows = [
-        (name, of[0][0].file["about"]["claim"], *(row[1] for row in of))
-        for name, of in facts["told"].items()
-    ]
-    console.print(make_table("published claims", ("claim", "what it says", *args.preset), rows))
-    if args.report:
-        Path(args.report).mkdir(parents=True, exist_ok=True)
-        page = fill_template(Path(__file__).parent / "ablation" / "claims.md.j2", **facts)
-        write_atomically(Path(args.report) / "claims.md", page)
-    if failed:
-        raise UserError(
-            f"{len(failed)} runs failed and are missing from the verdicts: {', '.join(failed)}"
-        )
+    states: list[schedule.State] = []
+    for seed in design.seeds:
+        states += [schedule.State(arm, seed) for arm in design.arms]
+    with schedule.open_executor(design.folder, resources, console) as executor:
+        schedule.warm_up(design, executor, args.output_dir, console)
+        schedule.run_all(design, executor, states, console)
+    return [state.name for state in states if state.status == "failed"]
+
+
+def read_trials(args: ClaimsArgs) -> list[Trial]:
+    """The trials of all claims on the presets."""
+    trials = []
+    for name in CLAIMS:
+        trials += [read_trial(name, preset, args) for preset in args.preset]
+    return trials
 
 
 def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm
     cannot work."""
-    file, given = read_toml(CLAIMS[name], "--run"), swept_values(args)
-    file["about"] = about = (USUAL if "arms" in file else {}) | file["about"]
-    arms = named_arms(str(CLAIMS[name]), preset, given) if "arms" in file else {}
+    file = read_toml(CLAIMS[name], "--run")
+    given = swept_values(args)
+    arms: dict[str, RLArgs] = {}
+    about = file["about"]
+    if "arms" in file:
+        arms = named_arms(str(CLAIMS[name]), preset, given)
+        about = USUAL | about
+    file["about"] = about
     base, *_ = grid(preset, given, hold="").values()
-    folder = (
-        Path(args.output_dir)
-        / "claims"
-        / f"{preset}_{name_of(base, from_preset(RLArgs, preset))}".strip("_")
-    )
-    names = {arm: name_of(own, base) or "baseline" for arm, own in arms.items()}
+    changes = name_of(base, from_preset(RLArgs, preset))
+    folder = Path(args.output_dir) / "claims" / f"{preset}_{changes}".strip("_")
     seeds = tuple(dict.fromkeys(args.seed or about.get("seeds", ())))
-
-    def finished(run):
-        return {
-            s: study.read_run(p)
-            for s in seeds
-            if ((p := folder / f"{run}_seed{s}") / "summary.json").exists()
-        }
-
-    placed = {
-        names[arm]: replace(own, output_dir=str(folder), trackers=args.trackers)
-        for arm, own in arms.items()
-    }
-    design = Design(
-        folder, placed, seeds, "", about.get("tie", 0.0), ALPHA, tuple(lint(arms, seeds))
-    )
-    return Trial(name, file, preset, design, {arm: finished(run) for arm, run in names.items()})
+    placed: dict[str, RLArgs] = {}
+    runs: dict[str, dict[int, study.Run]] = {}
+    for arm, own in arms.items():
+        # claims share the runs of equal arms, so a run is called by its arguments
+        run_name = name_of(own, base) or "baseline"
+        placed[run_name] = replace(own, output_dir=str(folder), trackers=args.trackers)
+        runs[arm] = read_finished(folder, run_name, seeds)
+    tie = about.get("tie", 0.0)
+    warnings = tuple(lint(arms, seeds))
+    design = Design(folder, placed, seeds, "", tie, ALPHA, warnings)
+    return Trial(name, file, preset, design, runs)
 
 
-def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list]:
+def read_finished(folder: Path, name: str, seeds: Sequence[int]) -> dict[int, study.Run]:
+    """By seed, the finished runs of a name."""
+    runs = {}
+    for seed in seeds:
+        path = folder / f"{name}_seed{seed}"
+        if (path / "summary.json").exists():
+            runs[seed] = study.read_run(path)
+    return runs
+
+
+def measure(trial: Trial, runs: Mapping[int, study.Run]) -> dict[int, np.ndarray]:
+    """By seed, the trial's measure of the runs that have it, as scores of questions [Q]."""
+    scores = {}
+    for seed, run in runs.items():
+        value = MEASURES[trial.file["about"]["measure"]](run)
+        if not np.isnan(value).any():
+            # a run's own, as of many questions: `compare` takes it for no rounded share
+            scores[seed] = np.broadcast_to(value, np.shape(value) or 10_000)
+    return scores
+
+
+def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list[Comparison]]:
     """The trial's verdict, the first of "fails", "undecided", "tie", "holds" that a comparison
     gives; and the comparisons."""
     from alignment.ablation.statistics import compare, pairs  # loads scipy
 
-    about, above = trial.file["about"], trial.file["about"].get("above")
-
-    # as of many questions: `compare` takes it for no rounded share
-    def whole(x):
-        return np.broadcast_to(x, np.shape(x) or 10_000)
-
-    def known(of):
-        return {
-            s: whole(x)
-            for s, run in of.items()
-            if not np.isnan(x := MEASURES[about["measure"]](run)).any()
-        }
-
-    scores = {arm: known(of) for arm, of in trial.runs.items()}
-    contrasts = [
-        c for c in pairs(sorted(scores, key=lambda arm: arm != above)) if above in (c.a, None)
-    ]
-    found = (
-        compare(scores, trial.design.tie, contrasts, alpha)
-        if scores and all(scores.values())
-        else []
-    )
-    verdicts = {
-        "greater": "holds" if above else "fails",
-        "tie": "tie" if above else "holds",
-        "undecided": "undecided",
-    }
-    said = {
-        "fails" if c.kind == "greater" and c.difference < 0 else verdicts[c.kind] for c in found
-    }
-    return (
-        next(
-            (v for v in ("fails", "undecided", "tie", "holds") if v in said),
-            about.get("cannot", "not run"),
-        ),
-        found,
-    )
+    about = trial.file["about"]
+    above = about.get("above")
+    scores = {arm: measure(trial, runs) for arm, runs in trial.runs.items()}
+    comparisons: list[Comparison] = []
+    if scores and all(scores.values()):
+        above_first = sorted(scores, key=lambda arm: arm != above)
+        contrasts = [c for c in pairs(above_first) if above in (c.a, None)]
+        comparisons = compare(scores, trial.design.tie, contrasts, alpha)
+    verdicts = {verdict_of(comparison, above) for comparison in comparisons}
+    for verdict in ("fails", "undecided", "tie", "holds"):
+        if verdict in verdicts:
+            return verdict, comparisons
+    return about.get("cannot", "not run"), comparisons
 
 
-def contents(trials: list[Trial]) -> dict[str, object]:
-    """What a page tells: by claim its trials, each with verdict, comparisons, verdict with all, and
-    hours; and all hours."""
-    decided, told, runs = [decide(trial) for trial in trials], {name: [] for name in CLAIMS}, {}
-    alpha = ALPHA / max(1, sum(bool(comparisons) for _, comparisons in decided))
+def verdict_of(comparison: Comparison, above: str | None) -> str:
+    """What a comparison says of a claim that the arm `above` is better, or without one, that arms
+    tie."""
+    if comparison.kind == "undecided":
+        return "undecided"
+    if comparison.kind == "tie":
+        return "tie" if above else "holds"
+    if above and comparison.difference >= 0:
+        return "holds"
+    return "fails"
 
-    def hours(runs):
-        return (
-            sum(record["seconds"] for run in runs.values() for record in (*run.metrics, *run.evals))
-            / 3600
-        )
 
+def decide_all(trials: Sequence[Trial]) -> dict[str, list[Decision]]:
+    """By claim, the decisions of its trials."""
+    decided = [decide(trial) for trial in trials]
+    compared = [comparisons for _, comparisons in decided if comparisons]
+    alpha = ALPHA / max(1, len(compared))
+    decisions: dict[str, list[Decision]] = {name: [] for name in CLAIMS}
     for trial, (verdict, comparisons) in zip(trials, decided, strict=True):
-        runs |= (own := {run.path: run for of in trial.runs.values() for run in of.values()})
-        told[trial.name].append((trial, verdict, comparisons, decide(trial, alpha)[0], hours(own)))
-    return {"told": told, "hours": hours(runs)}
+        with_all, _ = decide(trial, alpha)
+        hours = count_hours(runs_by_path([trial]).values())
+        decisions[trial.name].append(Decision(trial, verdict, comparisons, with_all, hours))
+    return decisions
+
+
+def runs_by_path(trials: Iterable[Trial]) -> dict[Path, study.Run]:
+    """The runs of some trials, each of them once."""
+    runs: dict[Path, study.Run] = {}
+    for trial in trials:
+        for by_seed in trial.runs.values():
+            runs |= {run.path: run for run in by_seed.values()}
+    return runs
+
+
+def count_hours(runs: Iterable[study.Run]) -> float:
+    """The hours of the runs' steps and evaluations."""
+    seconds = 0
+    for run in runs:
+        for record in (*run.metrics, *run.evals):
+            seconds += record["seconds"]
+    return seconds / 3600
+
+
+def write_page(decisions: Mapping[str, Sequence[Decision]], args: ClaimsArgs) -> None:
+    """Write claims.md into the folder of --report."""
+    trials: list[Trial] = []
+    for of_claim in decisions.values():
+        trials += [decision.trial for decision in of_claim]
+    page = fill_template(
+        Path(__file__).parent / "ablation" / "claims.md.j2",
+        told=decisions,
+        hours=count_hours(runs_by_path(trials).values()),
+        presets=args.preset,
+        given=flags_of(swept_values(args)),
+    )
+    folder = Path(args.report)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "claims.md", page)
 
 
 if __name__ == "__main__":

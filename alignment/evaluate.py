@@ -6,9 +6,10 @@ alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_see
 --num_samples 16"""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -127,7 +128,7 @@ def evaluate_and_report(
 
 def evaluate_models(
     args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
-) -> Iterator:
+) -> Generator[tuple[str, str, Any]]:
     """Load each model, sample its answers to the problems of each task, and grade them. Yields
     (model, task, `Evaluation`)."""
     from alignment.builders.evaluations import evaluation

@@ -4,11 +4,13 @@ look like?
 uv run -m alignment.gradients --preset tiny uv run -m alignment.gradients --sweep_file arms.toml
 # which of a sweep's arms have the same gradients"""
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,49 +20,74 @@ from alignment.builders.checks import check_rl, roles_of
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import read_toml
 from alignment.system.terminal import make_console, make_table
 
-NOTES = read_toml(Path(__file__).with_name("gradients.toml"), "notes")
+if TYPE_CHECKING:
+    import torch
+
+    from alignment.core.records import Rollout
+    from alignment.policy.policy import Policy
+    from alignment.rollouts.config import RolloutConfig, UpdateConfig
+    from alignment.training.microscope import Estimator, Statistics
+
+# what the numbers of each table mean, printed below it
+ARMS_NOTE = (
+    "apart: the length of the difference of two gradients by the longer one's, on one frozen set of"
+    " rollouts, of the first update and, where weights matter that have moved, of a second one. A"
+    " cosine of 1 beside it is a difference of length, most of which Adam takes away. What acts"
+    " elsewhere, as in sampling or by more updates, is not looked at."
+)
+STATISTICS_NOTE = (
+    "norm and spread are of the whole batch's gradient; SNR, its squared expectation over its"
+    " variance, is what may be compared between estimators, since an optimiser like Adam takes the"
+    " scale away. cosine: a prompt's gradient with the batch's. ESS: how many equally weighted"
+    " responses would say as much. silent: prompts without any gradient."
+)
 # of the longer gradient's length; bfloat16 rounds its numbers by up to four times as much, but
 # alike in all arms
 SAME = 1e-3
 
 
 def main() -> None:
-    args, console = parse(GradientsArgs), make_console()
+    args = parse(GradientsArgs)
+    console = make_console()
     arms = named_arms(args.sweep_file, args.preset, {}) if args.sweep_file else {}
-    sizes = {arm.group_size for arm in arms.values()} or set(args.group_size)
-    if len(arms) == 1 or any(max(sizes) % size for size in sizes):
-        fault = (
-            "every group_size must divide the largest"
-            if len(arms) > 1
-            else "it has one arm, and none to compare it with"
+    if len(arms) == 1:
+        raise UserError(
+            f"--sweep_file {args.sweep_file}: it has one arm, and none to compare it with"
         )
+    sizes = {arm.group_size for arm in arms.values()} or set(args.group_size)
+    largest = max(sizes)
+    if any(largest % size for size in sizes):
+        fault = "every group_size must divide the largest"
         raise UserError(f"--sweep_file {args.sweep_file}: {fault}")
-    once = {"max_refills": 0, "rollouts": "sync", "max_staleness": None, "sync_every": 1}
-    once |= {
-        "group_size": max(sizes),
+    # one set of rollouts, which smaller groups are parts of
+    sampled_once = {
+        "max_refills": 0,
+        "rollouts": "sync",
+        "max_staleness": None,
+        "sync_every": 1,
+        "group_size": largest,
         "prompts_per_rollout": args.prompts,
         "seed": args.seed,
         "output_dir": args.output_dir,
     }
-    runs = [dataclasses.replace(arm, **once) for arm in arms.values()] or [
-        from_preset(RLArgs, args.preset, **once)
-    ]
+    runs = [dataclasses.replace(arm, **sampled_once) for arm in arms.values()]
+    if not runs:
+        runs = [from_preset(RLArgs, args.preset, **sampled_once)]
     refuse_incomparable_arms(arms)
-    for rl in reversed(runs):  # the first one samples
+    for rl in reversed(runs):
         check_rl(rl)
+    first = runs[0]  # it samples
     if arms:
-        print_arms(
-            arms, *frozen(rl, f"--sweep_file {args.sweep_file}", len(arms), console), console
-        )
+        policy, collated = frozen(first, f"--sweep_file {args.sweep_file}", len(arms), console)
+        print_arms(arms, policy, collated, console)
     else:
-        print_statistics(look(rl, args, console), console)
+        print_statistics(look(first, args, console), console)
 
 
-def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple]:
-    """Each `Estimator`, `Statistics` of sampled rollouts. Raises `UserError` as `frozen` does."""
+def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple[Estimator, Statistics]]:
+    """The statistics of each estimator on sampled rollouts. Raises `UserError` as `frozen` does."""
     from rich.progress import track
 
     from alignment.training.microscope import estimators, inspect
@@ -71,7 +98,9 @@ def look(rl: RLArgs, args: GradientsArgs, console: Console) -> list[tuple]:
     return list(track(inspected, "looking", total=len(planned), console=console, transient=True))
 
 
-def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
+def frozen(
+    rl: RLArgs, flag: str, gradients: int, console: Console
+) -> tuple[Policy, Callable[[RolloutConfig], Rollout]]:
     """The policy at its warm start, and what makes a `Rollout` of its scored responses by a
     `RolloutConfig`. Raises `UserError` where no response is right, or where the memory is too small
     for twice so many `gradients`, of which `flag` speaks."""
@@ -84,10 +113,10 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
     from alignment.training.microscope import refuse_too_many_gradients
 
     base = warm_start(rl, console)
-    tokenizer, policy = load_tokenizer(base), make_policy(rl, base)
-    refuse_too_many_gradients(
-        flag, gradients, sum(tensor.numel() for _, tensor in policy.weights())
-    )
+    tokenizer = load_tokenizer(base)
+    policy = make_policy(rl, base)
+    weights = sum(tensor.numel() for _, tensor in policy.weights())
+    refuse_too_many_gradients(flag, gradients, weights)
     sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy, console)
     with (
         closing(sampler),
@@ -96,7 +125,8 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
         sampled = open_source(rl.rollout_config, tokenizer).sample_step(1, sampler)
     collated = partial(collate_groups, sampled.groups, pad_token_id=pad_token_id(tokenizer))
     rollout = collated(rl.rollout_config)
-    if message := policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1]):
+    message = policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1])
+    if message:
         console.print(message)
     if not rollout.raw_rewards_B1.any():
         raise UserError(
@@ -106,94 +136,104 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
     return policy, collated
 
 
-def print_arms(arms: Mapping[str, RLArgs], policy, collated, console: Console) -> None:
+# the arguments that act in an update's gradient; the others act elsewhere
+_ACTING_ON_GRADIENT = {
+    *(field.name for field in dataclasses.fields(LossConfig)),
+    *(field.name for field in dataclasses.fields(AdvantageConfig)),
+    "loss_type",
+    "old_log_probs",
+    "overlong_buffer",
+    "skip_unfinished",
+} - {"group_size"}
+
+
+def print_arms(
+    arms: Mapping[str, RLArgs],
+    policy: Policy,
+    collated: Callable[[RolloutConfig], Rollout],
+    console: Console,
+) -> None:
     """Print how the gradient of each arm differs from the first arm's, in the first update, and in
     a second one where an arm's weights may then be others than those that sampled. Raises
     `UserError` where the first arm has no gradient."""
     from alignment.training.microscope import arm_gradients
 
-    updates = 1 + any(
+    needs_second = any(
         arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness or arm.beta
         for arm in arms.values()
     )
-    own = {name: (collated(arm.rollout_config), arm.update_config) for name, arm in arms.items()}
-    for name, (rollout, config) in own.items():
+    updates = 2 if needs_second else 1
+    inputs: dict[str, tuple[Rollout, UpdateConfig]] = {}
+    for name, arm in arms.items():
+        config = arm.update_config
         # a later policy than the one that sampled
-        if arms[name].staleness and config.old_log_probs == "policy":
-            own[name] = rollout, dataclasses.replace(config, old_log_probs="ratio_one")
-    (base, of_base), *others = arm_gradients(policy, own, updates).items()
-    seen = {
-        field.name for of in (LossConfig, AdvantageConfig) for field in dataclasses.fields(of)
-    } - {"group_size"}
-    seen |= {"loss_type", "old_log_probs", "overlong_buffer", "skip_unfinished"}
-    if not of_base[0].any():
+        if arm.staleness and config.old_log_probs == "policy":
+            config = dataclasses.replace(config, old_log_probs="ratio_one")
+        inputs[name] = (collated(arm.rollout_config), config)
+    (base, base_gradients), *others = arm_gradients(policy, inputs, updates).items()
+    if not base_gradients[0].any():
         raise UserError(
             f"the gradient of {base} is zero, as where no group has right and wrong responses: take"
             " more --prompts"
         )
     rows = []
     for name, gradients in others:
-        lengths = [
-            max(a.norm(), b.norm()).item() or 1.0 for a, b in zip(gradients, of_base, strict=True)
-        ]
-        apart = [
-            (a - b).norm().item() / length
-            for a, b, length in zip(gradients, of_base, lengths, strict=True)
-        ]
-        cosines = [
-            (a @ b / (a.norm() * b.norm())).item() for a, b in zip(gradients, of_base, strict=True)
-        ]
-        unseen = [f"--{flag}" for flag in differing((arms[name], arms[base])) if flag not in seen]
-        verdict = (
-            "other" if not max(apart) <= SAME else "not looked at" if unseen else "changes nothing"
-        )
-        rows.append(
-            (
-                name,
-                *(f"{x:.2g}" for x in apart),
-                *(f"{x:.4f}" for x in cosines),
-                verdict,
-                " ".join(unseen),
-            )
-        )
-    numbers = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
-    console.print(
-        make_table(
-            f"gradients against {base}'s",
-            ("arm", *numbers, "gradients", "acts elsewhere"),
-            rows,
-            numbers,
-        )
-    )
-    console.print(NOTES["arms"], soft_wrap=True)
+        pairs = list(zip(gradients, base_gradients, strict=True))
+        apart = [_relative_distance(a, b) for a, b in pairs]
+        cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in pairs]
+        differing_arguments = differing((arms[name], arms[base]))
+        elsewhere = [f"--{x}" for x in differing_arguments if x not in _ACTING_ON_GRADIENT]
+        numbers = [*(f"{x:.2g}" for x in apart), *(f"{x:.4f}" for x in cosines)]
+        rows.append((name, *numbers, _describe(apart, elsewhere), " ".join(elsewhere)))
+    columns = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
+    title = f"gradients against {base}'s"
+    headings = ("arm", *columns, "gradients", "acts elsewhere")
+    console.print(make_table(title, headings, rows, columns))
+    console.print(ARMS_NOTE, soft_wrap=True)
 
 
-def print_statistics(inspected: Iterable[tuple], console: Console) -> None:
+def _relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|a - b| by the longer one's length; 0 where both are zero."""
+    longest = max(a.norm(), b.norm()).item() or 1.0
+    return (a - b).norm().item() / longest
+
+
+def _describe(apart: Sequence[float], elsewhere: Sequence[str]) -> str:
+    """What distances of gradients say of an arm, some of whose arguments may act elsewhere."""
+    # so that NaN counts as another gradient
+    if not max(apart) <= SAME:
+        return "other"
+    return "not looked at" if elsewhere else "changes nothing"
+
+
+def print_statistics(inspected: Iterable[tuple[Estimator, Statistics]], console: Console) -> None:
     """Print a row for each estimator that `look` returns."""
     numbers = ("group", "norm", "spread", "SNR", "cosine", "ESS", "silent")
     rows = []
-    for e, s in inspected:
-        uses_std = "normalize_by_std" in LOSSES[e.loss_type].arguments
-        std = ("yes" if e.normalize_by_std else "no") if uses_std else ""
-        cells = (
-            f"{s.norm:.2g}",
-            f"{s.std:.2g}",
-            f"{s.snr:+.2f}",
-            f"{s.cosine:.2f}",
-            f"{s.effective:.0f}",
-            f"{s.silent:.0%}",
+    for estimator, statistics in inspected:
+        name = estimator.loss_type
+        if estimator.second_update:
+            name += " (2nd update)"
+        divides_by_std = ""  # where the loss has no such choice
+        if "normalize_by_std" in LOSSES[estimator.loss_type].arguments:
+            divides_by_std = "yes" if estimator.normalize_by_std else "no"
+        rows.append(
+            (
+                name,
+                estimator.loss_normalization,
+                divides_by_std,
+                str(estimator.group_size),
+                f"{statistics.norm:.2g}",
+                f"{statistics.std:.2g}",
+                f"{statistics.snr:+.2f}",
+                f"{statistics.cosine:.2f}",
+                f"{statistics.effective:.0f}",
+                f"{statistics.silent:.0%}",
+            )
         )
-        name = e.loss_type + (" (2nd update)" if e.second_update else "")
-        rows.append((name, e.loss_normalization, std, str(e.group_size), *cells))
-    console.print(
-        make_table(
-            "gradients on one frozen set of rollouts",
-            ("loss", "length", "/ std", *numbers),
-            rows,
-            numbers,
-        )
-    )
-    console.print(NOTES["statistics"], soft_wrap=True)
+    title = "gradients on one frozen set of rollouts"
+    console.print(make_table(title, ("loss", "length", "/ std", *numbers), rows, numbers))
+    console.print(STATISTICS_NOTE, soft_wrap=True)
 
 
 if __name__ == "__main__":

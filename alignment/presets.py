@@ -3,21 +3,24 @@
 uv run -m alignment.presets"""
 
 import tomllib
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 
 from alignment.args import PRESETS, parse, preset_names
 from alignment.system.errors import run_command
 
 
+@dataclass(frozen=True)
+class PresetsArgs:
+    """List the presets, with the hardware, time and score that the file of each states."""
+
+
 def main() -> None:
-    # without any flag
-    parse(make_dataclass("PresetsArgs", (), namespace={"__doc__": __doc__.partition("\n")[0]}))
+    parse(PresetsArgs)
     for name in preset_names():
         preset = tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
-        print(
-            f"{name}: {preset['task']}, {preset['model']}\n   ",
-            "; ".join(map(": ".join, preset["about"].items())),
-        )
+        about = [f"{key}: {value}" for key, value in preset["about"].items()]
+        print(f"{name}: {preset['task']}, {preset['model']}")
+        print("    " + "; ".join(about))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 Only a tokenizer is loaded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.builders.checks import resolve_model
@@ -16,6 +17,13 @@ from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.system.terminal import printable
+
+
+def preview_run(args: RLArgs) -> None:
+    """Print the first prompts of a training run, as its warm start reads them where there is one.
+    Raises `UserError` for prompts that the run would refuse."""
+    has_warm_start = bool(args.sft_base) and Path(args.sft_base).exists()
+    preview_problems(args, args.sft_base if has_warm_start else args.model)
 
 
 def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:

@@ -89,7 +89,9 @@ def make_design(args: SweepOptions) -> Design:
         name: dataclasses.replace(arm, output_dir=str(folder), trackers=args.trackers)
         for name, arm in arms.items()
     }
-    seeds = tuple(dict.fromkeys(args.seed)) or (0,)
+    # a swept argument, whose field `SweepArgs` adds when it is made
+    given_seeds: tuple[int, ...] = vars(args)["seed"]
+    seeds = tuple(dict.fromkeys(given_seeds)) or (0,)
     for arm in arms.values():
         for seed in seeds:
             dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
@@ -279,28 +281,25 @@ def train(
     from alignment.ablation.study import read_study
     from alignment.ablation.verdicts import decide_question
 
-    states, added = [], [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
+    states: list[schedule.State] = []
+    added: list[schedule.State] = []
+    for seed in design.seeds:
+        added += [schedule.State(arm, seed) for arm in design.arms]
     schedule.warm_up(design, executor, args.output_dir, console)
     while added:
         states += added
         schedule.run_all(design, executor, states, console)
-        comparisons = (
-            decide_question(read_study([design.folder]), args.question)
-            if args.until_decided
-            else []
-        )
-        if added := schedule.next_runs(states, comparisons, args.max_seeds):
-            console.print(
-                f"undecided: adding {', '.join(state.name for state in added)}",
-                markup=False,
-                soft_wrap=True,
-            )
+        added = []
+        if args.until_decided:
+            comparisons = decide_question(read_study([design.folder]), args.question)
+            added = schedule.next_runs(states, comparisons, args.max_seeds)
+        if added:
+            names = ", ".join(state.name for state in added)
+            console.print(f"undecided: adding {names}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
-    if failed := [
-        f"{state.name} ({state.reason or state.note})"
-        for state in states
-        if state.status == "failed"
-    ]:
+    failures = [state for state in states if state.status == "failed"]
+    if failures:
+        failed = [f"{state.name} ({state.reason or state.note})" for state in failures]
         raise UserError(
             f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts:"
             f" {', '.join(failed)}"

@@ -1,5 +1,4 @@
-"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync,
-repeat.
+"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync.
 
 uv run -m alignment.train_rl --loss_type grpo_clip"""
 
@@ -18,12 +17,11 @@ from alignment.system.torchrun import followed
 def train(args: RLArgs, console: Console) -> Path:
     """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a
     model loads."""
-    rollout_config, update_config = args.rollout_config, args.update_config
-    with open_run(
-        run_config(args), console
-    ) as run:  # locks and resumes the folder; saves a checkpoint when stopped
-        # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes
-        # first.
+    rollout_config = args.rollout_config
+    update_config = args.update_config
+    # The run's folder is locked, resumed, and saved where a signal stops the loop.
+    with open_run(run_config(args), console) as run:
+        # These load torch: `check_rl` and `open_run` report mistakes first.
         from alignment.builders.prediction import expected_peaks
         from alignment.builders.training import build
         from alignment.rollouts.source import collate_groups, with_advantages
@@ -35,22 +33,15 @@ def train(args: RLArgs, console: Console) -> Path:
         for step in run.steps():
             sampled = rollouts.next(step)  # sample and score
             run.log_state(sampled)  # with --log_state
-            rollout = collate_groups(sampled.groups, rollout_config, pad_id)
-            rollout = with_advantages(rollout, update_config.advantage)  # reward - baseline, / std
-            # old and reference log-probs, if the loss needs them
-            rollout = references.annotate(rollout, policy, step)
+            batch = collate_groups(sampled.groups, rollout_config, pad_id)
+            batch = with_advantages(batch, update_config.advantage)  # reward - baseline, / std
+            batch = references.annotate(batch, policy, step)  # old and reference log-probs
+            age = step - 1 - sampled.policy_version  # of the weights that sampled, in steps
             with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
-                result = update(
-                    policy,
-                    rollout,
-                    update_config,
-                    step,
-                    steps_old=step - 1 - sampled.policy_version,
-                )
-            # the sampler takes the new weights while the step is logged
-            with rollouts.syncing(policy, step):
-                run.log_completions(sampled, rollout, result)
-            run.log_step(sampled, rollout, result)
+                result = update(policy, batch, update_config, step, steps_old=age)
+            with rollouts.syncing(policy, step):  # the sampler takes the weights meanwhile
+                run.log_completions(sampled, batch, result)
+            run.log_step(sampled, batch, result)
             evaluator.run_if_due(step)
             run.save_if_due()
         run.finish(f"sampled at T={args.sampling_temperature:g}")
@@ -63,11 +54,9 @@ def main() -> None:
         return
     check_rl(args)
     if args.preview:
-        from alignment.preview import preview_problems
+        from alignment.preview import preview_run
 
-        return preview_problems(
-            args, args.sft_base if Path(args.sft_base or "-").exists() else args.model
-        )
+        return preview_run(args)
     train(args, make_console())
 
 

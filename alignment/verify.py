@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -68,34 +69,47 @@ def digests(run: Path) -> dict[str, str]:
     from safetensors.numpy import load_file
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def contents(files):
-        return [(file.name, sha256(file)) for file in sorted(files)]
+    last_step, _ = last_whole_step(run)
+    trainer = checkpoint_folder(run, last_step) / TRAINER
+    optimizer: list[tuple[str, str]] = []
+    for file in sorted(trainer.glob("*.safetensors")):
+        for name, array in sorted(load_file(file).items()):
+            # numpy's stubs hide the buffer that its arrays are
+            digest = hashlib.sha256(array).hexdigest()  # pyright: ignore[reportArgumentType]
+            optimizer.append((name, digest))
 
-    def untimed(record):
-        return {
-            key: of for key, of in record.items() if not key.rpartition("/")[2].startswith(TIMINGS)
-        }
-
-    trainer = checkpoint_folder(run, last_whole_step(run)[0]) / TRAINER
-    states = (sorted(load_file(file).items()) for file in sorted(trainer.glob("*.safetensors")))
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    tags = sorted(events.Tags()["scalars"])
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for tag in sorted(events.Tags()["scalars"]):
+        scalars[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+
     parts = {
-        "weights": contents((run / "final").rglob("*.safetensors")),
-        "optimizer": [
-            (name, hashlib.sha256(array).hexdigest()) for state in states for name, array in state
-        ],
-        "metrics": [untimed(record) for record in read_jsonl(run / "metrics.jsonl")],
-        "evaluations": [untimed(record) for record in read_jsonl(run / "evals.jsonl")],
-        "completions": contents((run / "completions").iterdir()),
-        "bad batches": contents((run / "bad_batches").glob("*")),
-        "TensorBoard": untimed(
-            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
-        ),
+        "weights": _digest_files((run / "final").rglob("*.safetensors")),
+        "optimizer": optimizer,
+        "metrics": [_without_timings(record) for record in read_jsonl(run / "metrics.jsonl")],
+        "evaluations": [_without_timings(record) for record in read_jsonl(run / "evals.jsonl")],
+        "completions": _digest_files((run / "completions").iterdir()),
+        "bad batches": _digest_files((run / "bad_batches").glob("*")),
+        "TensorBoard": _without_timings(scalars),
     }
     return {
         part: hashlib.sha256(json.dumps(content).encode()).hexdigest()
         for part, content in parts.items()
+    }
+
+
+def _digest_files(files: Iterable[Path]) -> list[tuple[str, str]]:
+    """The files' names, in order, each with its SHA-256."""
+    return [(file.name, sha256(file)) for file in sorted(files)]
+
+
+def _without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record's values but times and memory, which no repetition has again. A tracker's tag has
+    a group before its name."""
+    return {
+        key: value
+        for key, value in record.items()
+        if not key.rpartition("/")[2].startswith(TIMINGS)
     }
 
 
@@ -137,16 +151,25 @@ def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
     """Train a run; then another, `killed`, which is killed in the step after its first checkpoint,
     and resumed. Returns the parts of what that step's update began with before the kill that are
     others after it."""
-    k, again = rl.save_interval, dataclasses.replace(rl, run_name=killed.name, log_state=True)
+    k = rl.save_interval
+    again = dataclasses.replace(rl, run_name=killed.name, log_state=True)
+
+    def has_begun_next_step() -> bool:
+        return read_state(killed, k + 1) is not None
+
     with console.status(
         f"training {2 * k} steps straight; then {k} to be killed, and the other {k}"
     ):
         _run(rl)
-        _run(again, killed_when=lambda: read_state(killed, k + 1) is not None)
-        before, rollouts = read_state(killed, k + 1), load_rollouts(checkpoint_folder(killed, k))
+        _run(again, killed_when=has_begun_next_step)
+        before = read_state(killed, k + 1)
+        rollouts = load_rollouts(checkpoint_folder(killed, k))
         _run(dataclasses.replace(again, resume=True))
+    after = read_state(killed, k + 1)
+    if before is None or after is None:
+        raise RunStopped(f"the run wrote no state of step {k + 1}")
     sampled_before = any(sampled.step == k + 1 for sampled in rollouts)
-    return other_state(before, read_state(killed, k + 1), sampled_before)
+    return other_state(before, after, sampled_before)
 
 
 def other_state(
@@ -161,8 +184,9 @@ def other_state(
 
 def differing_parts(straight: Path, resumed: Path) -> list[str]:
     """The parts of two finished runs' `digests` that differ."""
-    of_straight, of_resumed = digests(straight), digests(resumed)
-    return [part for part in of_straight if of_straight[part] != of_resumed[part]]
+    expected = digests(straight)
+    reached = digests(resumed)
+    return [part for part in expected if expected[part] != reached[part]]
 
 
 def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
@@ -228,23 +252,40 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
 def report(checks: Iterable, console: Console) -> list[dict]:
     """Measure and print one `Check` after another; returns them as records. One where a run would
     stop has failed."""
-    records, start = [], time.monotonic()
+    records = []
+    start = time.monotonic()
     for check in checks:
         measured, error = measured_by(check)
-        seconds, start, passed = time.monotonic() - start, time.monotonic(), measured <= check.limit
+        end = time.monotonic()
+        seconds = end - start
+        start = end
+        passed = measured <= check.limit
         verdict = verdict_of(passed, check.limit)
         line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s"
         console.print(f"{line}  {verdict} {error}".rstrip(), markup=False, soft_wrap=True)
-        numbers = {"measured": measured, "limit": check.limit, "seconds": seconds}
-        finite = {
-            name: number if math.isfinite(number) else None for name, number in numbers.items()
+        numbers: dict[str, float | None] = {
+            "measured": measured,
+            "limit": check.limit,
+            "seconds": seconds,
         }
-        records.append({"what": check.what, **finite, "passed": passed, "error": error})
-        records[-1] |= {"at_best": check.at_best, "of_results": check.of_results}
+        for name, number in numbers.items():
+            if number is not None and not math.isfinite(number):
+                numbers[name] = None  # JSON has no infinity
+        records.append(
+            {
+                "what": check.what,
+                **numbers,
+                "passed": passed,
+                "error": error,
+                "at_best": check.at_best,
+                "of_results": check.of_results,
+            }
+        )
     return records
 
 
 def verdict_of(passed: bool, limit: float) -> str:
+    """The word for a check's outcome; a result without a limit is shown, not promised."""
     if not passed:
         return "FAILED"
     return "not promised" if math.isinf(limit) else "passed"
@@ -257,24 +298,27 @@ def measured_by(check) -> tuple[float, str]:
         quantity = check.quantity()
     except RunStopped as stopped:
         return math.nan, str(stopped)
-    if isinstance(quantity, list):
-        return float(len(quantity)), f"other {', '.join(quantity)}" if quantity else ""
-    return float(quantity), ""
+    if not isinstance(quantity, list):
+        return float(quantity), ""
+    if not quantity:
+        return 0.0, ""
+    return float(len(quantity)), f"other {', '.join(quantity)}"
 
 
 def write_results(folder: Path, records: Sequence[dict]) -> str:
     """Write summary.json and verification.html, a self-contained page. Returns how far the same
     command repeats its results: "bitwise", "to rounding", or in their distribution only
     ("statistical"); "not verified" where a check of results failed."""
-    found = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
-    word = next((word for word in WORDS if word in found), "bitwise")
+    # a check that measured a difference allows its word at best; the weakest one counts
+    limits = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
+    word = next((word for word in WORDS if word in limits), "bitwise")
     if not all(record["passed"] for record in records if record["of_results"]):
         word = "not verified"
-    write_json(folder / "summary.json", summary := {"reproducibility": word, "checks": records})
+    summary = {"reproducibility": word, "checks": records}
+    write_json(folder / "summary.json", summary)
     template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
-    write_atomically(
-        folder / PAGE, fill_template(template, **summary, **read_json(folder / "args.json"))
-    )
+    page = fill_template(template, **summary, **read_json(folder / "args.json"))
+    write_atomically(folder / PAGE, page)
     return word
 
 
