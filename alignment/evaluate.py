@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import Args, EvaluateArgs, parse
-from alignment.checks import (
+from alignment.builders.checks import (
     check,
     check_model_path,
     check_rules,
@@ -130,8 +130,10 @@ def evaluate_models(
 ) -> Iterator:
     """Load each model, sample its answers to the problems of each task, and grade them. Yields
     (model, task, `Evaluation`)."""
-    from alignment.models import encode_problems, evaluation, make_sampler
-    from alignment.policy.loading import load_tokenizer
+    from alignment.builders.evaluations import evaluation
+    from alignment.builders.samplers import make_sampler
+    from alignment.builders.warm_start import encode_problems
+    from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
     for model in models:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from alignment.ablation.design import differing, named_arms, refuse_incomparable_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
-from alignment.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl, roles_of
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
@@ -75,9 +75,11 @@ def frozen(rl: RLArgs, flag: str, gradients: int, console: Console) -> tuple:
     """The policy at its warm start, and what makes a `Rollout` of its scored responses by a
     `RolloutConfig`. Raises `UserError` where no response is right, or where the memory is too small
     for twice so many `gradients`, of which `flag` speaks."""
+    from alignment.builders.policies import make_policy
+    from alignment.builders.samplers import make_sampler
+    from alignment.builders.warm_start import warm_start
     from alignment.core.tokens import pad_token_id
-    from alignment.models import make_policy, make_sampler, warm_start
-    from alignment.policy.loading import load_tokenizer
+    from alignment.model.loading import load_tokenizer
     from alignment.rollouts.source import collate_groups, open_source
     from alignment.training.microscope import refuse_too_many_gradients
 

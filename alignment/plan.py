@@ -10,10 +10,10 @@ import shlex
 from pathlib import Path
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
-from alignment.checks import check_processes, roles_of
+from alignment.builders.checks import check_processes, roles_of
 from alignment.data.tasks import find_task
-from alignment.policy.placement import place
-from alignment.policy.speed import Hardware, hardware_of
+from alignment.planning.placement import place
+from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
 from alignment.system.files import fill_template, write_json
@@ -27,7 +27,7 @@ def main() -> None:
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)
     # Here, because it loads torch: mistakes are reported first.
-    from alignment.prediction import calibrate, duration, predict, ranked, remedies, span
+    from alignment.builders.prediction import calibrate, duration, predict, ranked, remedies, span
 
     run, console = configuration(RLArgs, args), make_console()
     prediction = predict(run, *hardware[:3])

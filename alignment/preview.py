@@ -4,13 +4,14 @@ Only a tokenizer is loaded."""
 from collections.abc import Sequence
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
+from alignment.builders.evaluations import evaluation
+from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Completion, Problem
 from alignment.core.text import ResponseReader, response_token_ids
 from alignment.data.row_warnings import is_placeholder
 from alignment.data.tasks import find_task
-from alignment.models import encode_demonstrations, encode_problems, evaluation
-from alignment.policy.loading import load_end_ids, load_tokenizer
+from alignment.model.loading import load_end_ids, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source

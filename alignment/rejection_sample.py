@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
-from alignment.checks import (
+from alignment.builders.checks import (
     check,
     check_model_path,
     check_output,
@@ -92,8 +92,10 @@ def main() -> None:
 def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
     """Scored answers to the first training problems, each prompted with the examples; a group a
     problem. Where a signal arrives, those of the first of these problems."""
-    from alignment.models import encode_problems, eval_sampling, make_sampler, stoppable
-    from alignment.policy.loading import load_tokenizer
+    from alignment.builders.evaluations import eval_sampling
+    from alignment.builders.samplers import make_sampler, stoppable
+    from alignment.builders.warm_start import encode_problems
+    from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
     task = find_task(args.task, args.data)

@@ -3,7 +3,7 @@
 uv run -m alignment.sft"""
 
 from alignment.args import SFTArgs, parse
-from alignment.checks import check_sft
+from alignment.builders.checks import check_sft
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import followed
@@ -14,8 +14,8 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     demonstrations = check_sft(args)
+    from alignment.builders.warm_start import run_sft
     from alignment.evaluation.accuracy import print_table
-    from alignment.models import run_sft
     from alignment.preview import preview_demonstrations
 
     if args.preview:

@@ -34,9 +34,9 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.checks import check_loss, check_output, check_reward
+from alignment.builders.checks import check_loss, check_output, check_reward
 from alignment.data.tasks import find_task, try_rows
-from alignment.policy.speed import hardware_of
+from alignment.planning.seconds import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.runs.run_folder import plain_name
 from alignment.system.errors import UserError, run_command
@@ -220,7 +220,7 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.prediction import calibrate, duration, predict, span
+    from alignment.builders.prediction import calibrate, duration, predict, span
 
     predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
     arm, step = predictions[0].run, predictions[0].step

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RLArgs, parse
-from alignment.checks import check_rl, resumed_if_restarted, run_config
+from alignment.builders.checks import check_rl, resumed_if_restarted, run_config
 from alignment.runs.run import open_run
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
@@ -24,8 +24,8 @@ def train(args: RLArgs, console: Console) -> Path:
     ) as run:  # locks and resumes the folder; saves a checkpoint when stopped
         # Imported here, because these modules load torch: `check_rl` and `open_run` report mistakes
         # first.
-        from alignment.models import build
-        from alignment.prediction import expected_peaks
+        from alignment.builders.prediction import expected_peaks
+        from alignment.builders.training import build
         from alignment.rollouts.source import collate_groups, with_advantages
         from alignment.training.update import update
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
-from alignment.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl, roles_of
 from alignment.runs.run_folder import (
     TRAINER,
     checkpoint_folder,
@@ -104,7 +104,7 @@ def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
     goes on from the killed one's state, that both ways end alike, which is promised where devices
     are `exact`, and of the memory and seconds of the straight run beside what `plan` predicts.
     Deletes all runs."""
-    from alignment.prediction import beside_plan
+    from alignment.builders.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -185,8 +185,9 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
 def training_checks(args: VerifyArgs, base: str) -> Iterator:
     """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its
     first prompts."""
-    from alignment.models import make_policy, make_sampler
-    from alignment.policy.loading import load_tokenizer, make_deterministic
+    from alignment.builders.policies import make_policy
+    from alignment.builders.samplers import make_sampler
+    from alignment.model.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
     from alignment.rollouts.source import open_source
     from alignment.verification.checks import LIMITS, Check, Verified, plain_policy, promises_bits
@@ -292,7 +293,7 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     check_rl(args)
-    from alignment.models import warm_start
+    from alignment.builders.warm_start import warm_start
     from alignment.verification.checks import checks_without_model, promises_bits
 
     console = make_console()

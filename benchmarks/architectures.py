@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import take_plain_path, takes_plain_path
-from alignment.policy.self_check import choose_path
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import take_plain_path, takes_plain_path
+from alignment.model.self_check import choose_path
 from benchmarks.families import (
     FAMILIES,
     decoding_difference,

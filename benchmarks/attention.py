@@ -83,7 +83,7 @@ def main(
 
 def measure(kind: str, tokens: int, responses: int, prompt: int) -> None:
     """Print what one peer takes, as JSON, in the second of two passes."""
-    from alignment.policy import packing
+    from alignment.model import packing
 
     rows = [(tuple(range(prompt)), tuple(range(tokens))) for _ in range(responses)]
     length, generator = prompt + responses * tokens, torch.Generator().manual_seed(0)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from alignment.core.records import Batch
 from alignment.core.tokens import collate
 from alignment.data.embedded import embedded_model
-from alignment.policy.placement import empty_model
+from alignment.model.shape import empty_model
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
 from alignment.system.terminal import make_table

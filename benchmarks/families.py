@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from alignment.core.records import Batch, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.core.tokens import collate
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import ATTENTION, OWN_ATTENTION, attention_named
-from alignment.policy.self_check import own_log_probs
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import ATTENTION, OWN_ATTENTION, attention_named
+from alignment.model.self_check import own_log_probs
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 
 WINDOW = 6  # shorter than every row below

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from alignment.policy.log_probs import LabelLogProbs
+from alignment.model.log_probs import LabelLogProbs
 from benchmarks.attention import Peak, resident
 
 

@@ -57,8 +57,8 @@ SETTINGS = {
 # are computed twice.
 SHORT = {"SmolLM2, layers computed twice": (1.8e9, 3.14e9)}
 PRETEND = """import runpy, sys
-from alignment.policy import memory
-memory.free_bytes, memory.total_bytes = lambda device: {}, lambda device: {}
+from alignment.system import device_memory
+device_memory.free_bytes, device_memory.total_bytes = lambda device: {}, lambda device: {}
 sys.argv[0] = "train_rl"
 runpy.run_module("alignment.train_rl", run_name="__main__", alter_sys=True)"""
 

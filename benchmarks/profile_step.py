@@ -15,12 +15,12 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.args import RLArgs, from_preset
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
 from alignment.core.records import Group
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.source import collate_groups, with_advantages

@@ -35,12 +35,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy import log_probs, lora, sharded
-from alignment.policy.memory import StepShape, own_part, peak_bytes
-from alignment.policy.packing import ATTENTION
-from alignment.policy.placement import ModelShape, Roles
+from alignment.model import log_probs
+from alignment.model.packing import ATTENTION
+from alignment.model.shape import ModelShape
+from alignment.planning.peaks import StepShape, peak_bytes
+from alignment.planning.placement import Roles
+from alignment.policy import lora, sharded
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
+from alignment.policy.shards import own_part
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood
 from tests.policy.published_shapes import qwen2, qwen2_1_5b, qwen2_7b

@@ -16,10 +16,10 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy.loading import load_config
+from alignment.model.loading import load_config
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood

@@ -199,7 +199,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED, lora_rank: int = 0):
     machine; 0: torchrun's."""
     if followed(60):
         return
-    from alignment.policy.loading import load_tokenizer
+    from alignment.model.loading import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(embedded_model("tiny", folder))

@@ -30,10 +30,10 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.rollouts.source import SyncRollouts
 from alignment.runs.run_folder import RunFolder
 from benchmarks.attention import Peak, resident

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
 from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_config, load_model, load_tokenizer
+from alignment.model.loading import load_config, load_model, load_tokenizer
 from alignment.sampling.transformers import TransformersSampler
 
 

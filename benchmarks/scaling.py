@@ -22,7 +22,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.core.records import Group, SamplingConfig
 from alignment.data.embedded import embedded_model
 from alignment.data.tasks import find_task
-from alignment.policy.loading import load_config, load_tokenizer
+from alignment.model.loading import load_config, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.config import problems_of_step

@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
-from alignment.checks import resolve_model
-from alignment.policy.layer_split import IN_FLIGHT
-from alignment.policy.loading import load_config
-from alignment.policy.placement import ModelShape, issue_order, partition_layers
+from alignment.builders.checks import resolve_model
+from alignment.model.device_map import partition_layers
+from alignment.model.loading import load_config
+from alignment.model.shape import ModelShape
+from alignment.policy.layer_split import IN_FLIGHT, issue_order
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,8 @@ def train(args: RLArgs) -> None:
 def table(output_dir: str, dataset_path: str, rounds: int) -> Table:
     """Seconds as `plan --calibrate` predicts them, the middle of its ranges, over those measured:
     medians of all rounds."""
-    from alignment.policy.speed import hardware_of
-    from alignment.prediction import calibrate, duration, predict
+    from alignment.builders.prediction import calibrate, duration, predict
+    from alignment.planning.seconds import hardware_of
     from alignment.system.files import read_jsonl
 
     rows = []

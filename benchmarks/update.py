@@ -25,16 +25,16 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import RLArgs, from_preset
-from alignment.checks import resolve_model
+from alignment.builders.checks import resolve_model
 from alignment.core.losses import grpo_microbatch_train_step
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.core.tokens import packed_tokens, split_rows, take_rows
 from alignment.data.embedded import tiny_tokenizer
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
-from alignment.policy import parallel_micro_batches
-from alignment.policy.loading import load_tokenizer
-from alignment.policy.log_probs import compute_entropy
+from alignment.model import parallel_micro_batches
+from alignment.model.loading import load_tokenizer
+from alignment.model.log_probs import compute_entropy
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.source import collate_groups, with_advantages

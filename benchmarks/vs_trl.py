@@ -30,8 +30,8 @@ from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_models
-from alignment.policy.frozen import model_log_probs
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.frozen import model_log_probs
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.rewards.rules import find_reward
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import collate_groups, with_advantages

@@ -16,8 +16,8 @@ import psutil
 import torch
 import tyro
 
-from alignment.checks import resolve_model
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.builders.checks import resolve_model
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import SamplerConfig
 from alignment.sampling.vllm import VLLMSampler

@@ -89,7 +89,7 @@ def sampler(tiny_folder):
     """A sampler with weights of its own, as on another device."""
     import torch
 
-    from alignment.policy.loading import load_model, load_tokenizer
+    from alignment.model.loading import load_model, load_tokenizer
     from alignment.sampling.transformers import TransformersSampler
 
     model = load_model(str(tiny_folder), ("cpu",), torch.float32)

@@ -21,11 +21,22 @@ MAY_IMPORT = {
     "system": (),
     "data": ("core", "system"),
     "rewards": ("core", "system"),
-    "policy": ("core", "system"),
-    "sampling": ("core", "system", "policy"),
-    "rollouts": ("core", "system", "data", "rewards", "policy", "sampling"),
-    "training": ("core", "system", "policy", "rollouts"),
-    "verification": ("core", "system", "rewards", "policy", "sampling", "rollouts", "training"),
+    "model": ("core", "system"),
+    "policy": ("core", "system", "model"),
+    "planning": ("core", "system", "model", "policy"),
+    "sampling": ("core", "system", "model", "policy"),
+    "rollouts": ("core", "system", "data", "rewards", "model", "policy", "sampling"),
+    "training": ("core", "system", "model", "policy", "rollouts"),
+    "verification": (
+        "core",
+        "system",
+        "rewards",
+        "model",
+        "policy",
+        "sampling",
+        "rollouts",
+        "training",
+    ),
     "runs": ("core", "system"),
     "evaluation": ("core", "system", "data", "rewards", "sampling"),
     # An ablation is about the arguments of train_rl; its reports ask a task which questions are the
@@ -41,13 +52,28 @@ MAY_IMPORT = {
         "data.tasks",
         "runs.trackers",
     ),
+    # From arguments to objects: everything but the commands, which build with it.
+    "builders": (
+        "core",
+        "system",
+        "data",
+        "rewards",
+        "model",
+        "policy",
+        "planning",
+        "sampling",
+        "rollouts",
+        "training",
+        "runs",
+        "evaluation",
+        "ablation",
+        "args",
+    ),
 }
-# Beside the commands and `args`: what builds objects from arguments, and the names of the field.
+# Beside the commands: the arguments, and the names of the field.
 TOP_LEVEL = {
     "args",
     "models",
-    "prediction",
-    "checks",
     "preview",
     "grpo",
     "drgrpo_grader",
@@ -84,7 +110,7 @@ ONLY_IMPORTERS = {
     },
     "torchao": {"alignment.policy.adamw_8bit"},
     "peft": {"alignment.policy.lora"},
-    "liger_kernel": {"alignment.policy.loading"},
+    "liger_kernel": {"alignment.model.loading"},
 }
 RUNS_TEXT = {
     "eval",
@@ -213,11 +239,12 @@ def rooms_without_arrows(package: Package) -> list[str]:
 
 
 def uses_of_weights(package: Package) -> list[str]:
-    """Attributes of a model's weights and gradients, and optimiser steps, outside policy/."""
+    """Attributes of a model's weights and gradients, and optimiser steps, outside model/ and
+    policy/."""
     return [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name, tree in package.items()
-        if room_of(name) != "policy" and name not in READS_WEIGHTS
+        if room_of(name) not in ("model", "policy") and name not in READS_WEIGHTS
         for node in ast.walk(tree)
         if touches_weights(node)
     ]
@@ -252,7 +279,7 @@ def functions_of_arguments(package: Package) -> list[str]:
     return [
         f"{name}.{function.name}({ast.unparse(parameter)})"
         for name, function in functions(package)
-        if name.count(".") > 1 and name not in TAKES_ARGUMENTS
+        if name.count(".") > 1 and room_of(name) != "builders" and name not in TAKES_ARGUMENTS
         for parameter in parameters(function)
         if parameter.annotation
         and ARGUMENT_CLASSES
@@ -328,7 +355,7 @@ PLANTED = [
         "alignment.runs.new",
         "if TYPE_CHECKING:\n    from alignment.policy.policy import Policy",
     ),
-    (forbidden_imports, "alignment.args", "from alignment.policy.loading import load_model"),
+    (forbidden_imports, "alignment.args", "from alignment.model.loading import load_model"),
     (circles, "alignment.core.records", "def f():\n    from alignment.core import tokens"),
     (
         commands_that_import_commands,

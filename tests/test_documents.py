@@ -17,7 +17,7 @@ from pages import DOCUMENTS, ROOT
 
 from alignment.__main__ import command_names
 from alignment.args import EvaluateArgs, RLArgs, parse
-from alignment.checks import check_rl
+from alignment.builders.checks import check_rl
 from alignment.core.records import Completion
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignment import checks, models
 from alignment.args import PlanArgs, RLArgs, from_preset
-from alignment.checks import resolve_model, roles_of
-from alignment.models import partition_model_across_devices
-from alignment.policy.loading import load_tokenizer
-from alignment.policy.placement import Roles
+from alignment.builders import checks, samplers
+from alignment.builders.checks import resolve_model, roles_of
+from alignment.builders.policies import partition_model_across_devices
+from alignment.model.loading import load_tokenizer
+from alignment.planning.placement import Roles
 from alignment.sampling.sampler import SAMPLERS
 from alignment.system.errors import UserError
 
@@ -71,10 +71,10 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the
     policy's keeps room for it."""
     roles = Roles(policy=(policy,), sample=("cuda:7",), reference="cuda:6", eval="cuda:7")
-    for module in (checks, models):
+    for module in (checks, samplers):
         monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
-    config = models.sampler_config(args, str(tiny_folder), ("cuda:7",), sleeps=True)
+    config = samplers.sampler_config(args, str(tiny_folder), ("cuda:7",), sleeps=True)
     assert config.memory_share == pytest.approx(share)
     assert config.sleeps == (policy == "cuda:7")  # on the policy's GPU alone
 
@@ -121,13 +121,13 @@ def test_engines_take_memory_beside_the_models_loading_on_devices_of_nobody_else
 ):
     reference = "cpu" if policy == "cpu" else "cuda:6"
     roles = Roles(policy=(policy,), sample=(sample,), reference=reference, eval=evaluation)
-    monkeypatch.setattr(models, "roles_of", lambda args, num_gpus=None: roles)
-    monkeypatch.setattr(models, "Opening", Opening)
-    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    monkeypatch.setattr(samplers, "roles_of", lambda args, num_gpus=None: roles)
+    monkeypatch.setattr(samplers, "Opening", Opening)
+    monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
     with ExitStack() as closing:
         run = SimpleNamespace(step=0, closing=closing)
-        engines = models.Engines(args, run, str(tiny_folder), None)
+        engines = samplers.Engines(args, run, str(tiny_folder), None)
         assert {use: opening.allowed for use, opening in engines.openings.items()} == allowed
 
 
@@ -145,32 +145,36 @@ def test_a_command_that_waits_for_an_engine_leaves_it_able_to_be_replaced(tiny_f
         def close(self):
             log.append("close")
 
-    monkeypatch.setattr(models, "Opening", Waiting)
-    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    monkeypatch.setattr(samplers, "Opening", Waiting)
+    monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", sampler="vllm")
     assert (
-        models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console")
+        samplers.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console")
         == "the sampler"
     )
     with pytest.raises(KeyboardInterrupt):
-        models.make_sampler(args, str(tiny_folder), ("cpu",), None, console="interrupted")
+        samplers.make_sampler(args, str(tiny_folder), ("cpu",), None, console="interrupted")
     assert log == ["wait for vLLM", "wait for vLLM", "close"]
 
 
 def test_an_engine_that_reads_the_policy_is_not_opened_before_it(tiny_folder):
     args = from_preset(RLArgs, "tiny", sampler="transformers")
     assert (
-        models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings
+        samplers.Engines(
+            args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None
+        ).openings
         == {}
     )
 
 
 def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkeypatch):
     """It says which machines those are."""
-    monkeypatch.setattr(models, "PROCESSES", 2)
-    monkeypatch.setattr(models, "find_engine", lambda name: SAMPLERS["vllm"])
+    monkeypatch.setattr(samplers, "PROCESSES", 2)
+    monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny")
     assert (
-        models.Engines(args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None).openings
+        samplers.Engines(
+            args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None
+        ).openings
         == {}
     )

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from alignment.args import RLArgs, from_preset, parse
-from alignment.plan import command_of
-from alignment.policy.speed import CARDS, KINDS, Hardware, hardware_of, rates
-from alignment.prediction import (
+from alignment.builders.prediction import (
     Known,
     calibrate,
     duration,
@@ -22,6 +20,8 @@ from alignment.prediction import (
     span,
     work_of_phases,
 )
+from alignment.plan import command_of
+from alignment.planning.seconds import CARDS, KINDS, Hardware, hardware_of, rates
 from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model

@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from alignment.core.records import Batch
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
-from alignment.policy.loading import autocast
-from alignment.policy.placement import issue_order
+from alignment.model.loading import autocast
 from alignment.policy.policy import Objective
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 
@@ -76,3 +76,24 @@ class LayerSplitPolicy(SingleDevicePolicy):
         norm = get_total_norm([get_total_norm(part) for part in parts if part])
         clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
+
+
+def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterator[tuple[str, int]]:
+    """("forward", "head" or "backward", number of the micro-batch) in the order in which a step
+    issues them.
+
+    In as few blocks as hold at most `in_flight`, all alike: all of a block's forwards, then, from
+    the output head and the loss on, what leads back (GPipe, Huang et al. 2019, arXiv:1811.06965). A
+    device works in that order; with one in flight, a split model's first device waits through each
+    micro-batch's whole way. `heads_first` is for a head off the last layers' device, as a tied one:
+    all of a block's heads then come before its backwards, the first of which ends on that device
+    too."""
+    blocks = max(1, -(-micro_batches // in_flight))
+    size = max(1, -(-micro_batches // blocks))
+    for start in range(0, micro_batches, size):
+        block = range(start, min(start + size, micro_batches))
+        forwards, heads, backwards = (
+            [(action, number) for number in block] for action in ("forward", "head", "backward")
+        )
+        yield from forwards
+        yield from heads + backwards if heads_first else chain(*zip(heads, backwards, strict=True))

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import load_model, load_weights
-from alignment.policy.memory import whole
-from alignment.policy.placement import adapted_layers
+from alignment.model.huggingface import PreTrainedModel
+from alignment.model.loading import load_model, load_weights
+from alignment.model.shape import adapted_layers
 from alignment.policy.policy import PolicyConfig
+from alignment.policy.shards import whole
 from alignment.system.errors import UserError
 from alignment.system.files import written_by_library
 

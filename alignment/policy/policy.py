@@ -42,7 +42,7 @@ class PolicyConfig:
     checkpoint: str = ""
     """Folder of adapters, and the weights that they make, to go on with; empty: new ones."""
     compile: bool = False  # Whether torch compiles the layers (`packing.compile_layers`).
-    # Whether gradients are of a model with the dropout of its config (`policy/dropout.py`).
+    # Whether gradients are of a model with the dropout of its config (`model/dropout.py`).
     dropout: bool = False
     use_liger_kernel: bool = False
     """Whether Liger's kernels compute parts of the layers (`loading.use_liger_kernel`)."""

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
+from alignment.model.huggingface import PreTrainedModel
+from alignment.model.saving import save_model
 from alignment.policy import lora
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.memory import gathered_bytes
+from alignment.policy.micro_batches import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.saving import save_model
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 

@@ -12,17 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
+from alignment.model.dropout import recompute_layers
+from alignment.model.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
+from alignment.model.huggingface import PreTrainedModel
+from alignment.model.loading import autocast, devices_of, first_device, use_liger_kernel
+from alignment.model.log_probs import head_log_probs, hidden_states
+from alignment.model.packing import compile_layers, send
+from alignment.model.saving import save_model
 from alignment.policy import lora
-from alignment.policy.dropout import recompute_layers
-from alignment.policy.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import autocast, devices_of, first_device, use_liger_kernel
-from alignment.policy.log_probs import head_log_probs, hidden_states
-from alignment.policy.memory import choose_micro_batch_tokens, own_part, whole
+from alignment.policy.micro_batches import choose_micro_batch_tokens
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.packing import compile_layers, send
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.saving import save_model
+from alignment.policy.shards import own_part, whole
 from alignment.system.files import written_by_library
 from alignment.system.registry import import_object
 

@@ -48,8 +48,8 @@ def open_sampler(
     alone may read the model of `policy`, whose weights it gets, in place. Without `in_process` each
     has a process, which can be ended while it draws."""
     # Imported here, as a vLLM's process needs less of transformers.
-    from alignment.policy.loading import load_config
-    from alignment.policy.memory import release_memory
+    from alignment.model.loading import load_config
+    from alignment.system.device_memory import release_memory
 
     release_memory()  # an engine refuses to start where less than its share of the GPU is free
     configs = engine_configs(config)
@@ -384,7 +384,7 @@ def received_tensors(connection: Connection) -> Iterator[tuple[str, torch.Tensor
 def _start(
     open_engine: Callable[..., Sampler], config: SamplerConfig, deterministic: bool
 ) -> Sampler:
-    from alignment.policy.loading import load_tokenizer, make_deterministic
+    from alignment.model.loading import load_tokenizer, make_deterministic
 
     if deterministic:
         make_deterministic()

@@ -12,21 +12,20 @@ import torch
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
-from alignment.policy.attention import soft_capped
-from alignment.policy.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
-from alignment.policy.loading import copy_weights, end_ids_of, first_device, load_model, mlp_width
-from alignment.policy.log_probs import cumulative, head_logits, sampling_logits
-from alignment.policy.memory import CACHE_BYTES, key_value_bytes
-from alignment.policy.packing import (
+from alignment.model.activations import CACHE_BYTES, key_value_bytes
+from alignment.model.attention import soft_capped
+from alignment.model.huggingface import Cache, DynamicCache, PreTrainedModel, StaticLayer
+from alignment.model.loading import copy_weights, end_ids_of, first_device, load_model, mlp_width
+from alignment.model.log_probs import cumulative, head_logits, sampling_logits
+from alignment.model.packing import (
     OWN_ATTENTION,
     attention_by_layout,
     attention_named,
     pack,
     takes_plain_path,
 )
-from alignment.policy.parallel_micro_batches import PARALLEL, may_run_in_parallel, run_parallel
-from alignment.policy.policy import Policy
-from alignment.policy.self_check import (
+from alignment.model.parallel_micro_batches import PARALLEL, may_run_in_parallel, run_parallel
+from alignment.model.self_check import (
     PROMPT_TOKENS,
     checking,
     disagreement,
@@ -34,6 +33,7 @@ from alignment.policy.self_check import (
     own_log_probs,
     random_pieces,
 )
+from alignment.policy.policy import Policy
 from alignment.sampling.arrival import HeldWeights, NamedTensors, tensor_checksum
 from alignment.sampling.sampler import Completions, OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError

@@ -59,7 +59,7 @@ class VLLMSampler(EngineProcess):
         context: int | None = None,
     ):
         # Not at the top, which the worker imports too: vLLM needs all of transformers.
-        from alignment.policy.loading import load_config, load_end_ids
+        from alignment.model.loading import load_config, load_end_ids
 
         self.tokenizer = tokenizer
         self.context = context or load_config(config.model_path).max_position_embeddings
@@ -116,7 +116,7 @@ class VLLMSampler(EngineProcess):
         """Give back what this process keeps unused of the GPU that the engine, when it wakes up,
         takes memory of."""
         if self._config.sleeps:
-            from alignment.policy.memory import release_memory
+            from alignment.system.device_memory import release_memory
 
             release_memory()
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
-from alignment.policy.loading import load_config, load_end_ids, load_weights
+from alignment.model.loading import load_config, load_end_ids, load_weights
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import HeldWeights, NamedTensors, load_proven
 from alignment.sampling.sampler import (

@@ -12,8 +12,8 @@ import torch
 
 from alignment.core.losses import LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Batch, Distribution, Rollout
-from alignment.policy.frozen import FrozenModel
-from alignment.policy.packing import send
+from alignment.model.frozen import FrozenModel
+from alignment.model.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background

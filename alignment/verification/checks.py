@@ -27,7 +27,7 @@ from alignment.core.losses import (
 )
 from alignment.core.records import Batch, Group, Rollout
 from alignment.core.tokens import collate
-from alignment.policy.packing import take_plain_path
+from alignment.model.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rewards.rules import find_rule

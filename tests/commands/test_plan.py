@@ -7,10 +7,11 @@ import json
 import pytest
 from rich.console import Console
 
-from alignment import plan, prediction
+from alignment import plan
 from alignment.args import PlanArgs, RLArgs, from_preset
-from alignment.models import kind_of_policy
-from alignment.prediction import span
+from alignment.builders import prediction
+from alignment.builders.policies import kind_of_policy
+from alignment.builders.prediction import span
 from alignment.system.errors import UserError
 
 

@@ -46,7 +46,7 @@ def write_rows(file, **answers: str) -> str:
 
 
 def test_train_rl_shows_the_prompts_of_its_first_step_and_their_rewards(preview, tiny_folder):
-    from alignment.policy.loading import load_tokenizer
+    from alignment.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(str(tiny_folder))
     problems = problems_of_step(

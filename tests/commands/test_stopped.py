@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import exit_code
 
-from alignment import evaluate, models, rejection_sample, sft, sweep, train_rl
+from alignment import evaluate, rejection_sample, sft, sweep, train_rl
+from alignment.builders import samplers
 from alignment.runs.run_folder import RunFolder
 from alignment.sampling import sampler as sampler_module
 from alignment.sampling.transformers import TransformersSampler
@@ -24,7 +25,7 @@ SIZES = ["--max_new_tokens", "4", "--prompt", "tiny", "--trackers"]
 def sigterm_at(monkeypatch):
     """A function that has SIGTERM sent when so many responses have ended, of pieces of 4, 4, 8, 16
     responses, and so on."""
-    monkeypatch.setattr(models, "FIRST_PIECE", {"cpu": 4, "cuda": 4})
+    monkeypatch.setattr(samplers, "FIRST_PIECE", {"cpu": 4, "cuda": 4})
     sample, ended = TransformersSampler.sample, []
 
     def set_up(number: int, grace: float) -> None:

@@ -8,9 +8,9 @@ import pytest
 from alignment import sweep
 from alignment.ablation.statistics import power
 from alignment.args import RLArgs, from_preset
+from alignment.builders.prediction import Known, duration, predict, span
 from alignment.core.power import score_std
-from alignment.policy.speed import hardware_of
-from alignment.prediction import Known, duration, predict, span
+from alignment.planning.seconds import hardware_of
 from alignment.system.errors import UserError
 
 LOSSES = ("no_baseline", "grpo_clip")

@@ -20,9 +20,10 @@ from small_tokenizers import (
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.training import longest_row
+from alignment.builders.warm_start import encode_demonstrations
 from alignment.core.records import Problem
-from alignment.models import encode_demonstrations, longest_row
-from alignment.policy.loading import load_end_ids, load_model, load_tokenizer
+from alignment.model.loading import load_end_ids, load_model, load_tokenizer
 from alignment.rollouts.config import training_problems
 from alignment.rollouts.source import open_source
 from alignment.sampling.sampler import encode_prompts

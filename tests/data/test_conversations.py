@@ -38,8 +38,8 @@ UNTOLD = "{{ messages | length }}" + LOOP + TURN + "{% endfor %}"
 def shown(tiny_folder, tmp_path):
     """A function that gives prompt and response, as the tokens of SFT's examples, of rows by a chat
     template."""
-    from alignment.models import examples
-    from alignment.policy.loading import load_tokenizer
+    from alignment.builders.warm_start import examples
+    from alignment.model.loading import load_tokenizer
 
     def showing(template: str | None, *rows: dict) -> list[tuple[str, str]]:
         file = tmp_path / "rows.jsonl"
@@ -321,7 +321,7 @@ def test_a_template_without_a_header_needs_none(shown, capsys):
 
 def test_prompts_of_rl_get_the_header_too(tiny_folder):
     from alignment.data.prompts import CHATS
-    from alignment.policy.loading import load_tokenizer
+    from alignment.model.loading import load_tokenizer
 
     tokenizer = load_tokenizer(str(tiny_folder))
     prompts = []

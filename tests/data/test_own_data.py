@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import EvaluateArgs, SFTArgs
-from alignment.checks import check_sft, check_test_split, check_training_split
+from alignment.builders.checks import check_sft, check_test_split, check_training_split
 from alignment.core.records import Problem
 from alignment.data.prompts import prompted, read_template
 from alignment.data.questions import split_of
@@ -424,8 +424,8 @@ TEMPLATE = (
 
 def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_path):
     """The tokens of its prompt are not trained; those of the response are, and EOS."""
-    from alignment.models import examples
-    from alignment.policy.loading import load_tokenizer
+    from alignment.builders.warm_start import examples
+    from alignment.model.loading import load_tokenizer
 
     file, tokenizer = (
         str(write(tmp_path / "rows.jsonl", {"messages": QUESTIONED})),

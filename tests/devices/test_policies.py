@@ -9,8 +9,8 @@ from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
 from simulated_gpus import simulated_gpus
 
 from alignment.core.records import Distribution, SamplingConfig
-from alignment.policy.frozen import FrozenModel
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.frozen import FrozenModel
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.rewards.rules import score_groups
 from alignment.sampling.transformers import TransformersSampler

@@ -136,7 +136,7 @@ PLANTS = {
         },
     ),
     "labels on the host": (
-        "policy/log_probs.py",
+        "model/log_probs.py",
         [],
         {"send(labels[response_mask], device)": "labels[response_mask]"},
     ),
@@ -150,7 +150,7 @@ PLANTS = {
         },
     ),
     "a packing's places on the host": (
-        "policy/packing.py",
+        "model/packing.py",
         [],
         {"send(queries, device), send(keys, device), before": "queries, keys, before"},
     ),
@@ -160,7 +160,7 @@ PLANTS = {
         {".flatten(0, 1).to(self._device)": ".flatten(0, 1)"},
     ),
     "log-probs left on the GPU": (
-        "policy/frozen.py",
+        "model/frozen.py",
         [],
         {"self.run(forward).cpu()": "self.run(forward)"},
     ),
@@ -170,7 +170,7 @@ PLANTS = {
         {"p.grad.cpu()": "p.grad"},
     ),
     "positions of the first GPU": (
-        "policy/loading.py",
+        "model/loading.py",
         ["--policy_parallelism", "layer_split", "--policy_devices", "cuda:0", "cuda:1"],
         {
             "{device: packing.to(device).position_ids_1N for device in devices}": "{}",

@@ -28,7 +28,8 @@ from pathlib import Path
 import matplotlib.pyplot  # noqa: F401  what a run imports late, imported once for all forks
 import torch.utils.tensorboard  # noqa: F401
 
-from alignment import models, train_rl
+from alignment import train_rl
+from alignment.builders import evaluations, training, warm_start
 from alignment.data.embedded import build_tiny
 from alignment.data.tasks import TASKS
 from alignment.rewards.grading.cascade import WORKERS
@@ -39,15 +40,15 @@ from alignment.runs import run_folder, summary
 from alignment.runs.run_folder import RunFolder
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import run_command
-from alignment.training import update
+from alignment.training import update as updates
 
 # What a run is in the middle of, by the functions it is in; of two, the inner one says.
 PHASES = {
     (run_folder, "save_checkpoint"): "checkpoint",
     (run_folder, "drop_old_checkpoints"): "checkpoint",
     (runs.Run, "finish"): "final",
-    (models, "evaluate_vllm"): "evaluation",
-    (update, "update"): "update",
+    (evaluations, "evaluate_vllm"): "evaluation",
+    (updates, "update"): "update",
     (TransformersSampler, "sample"): "sampling",
     (Reward, "score"): "scoring",
     (TransformersSampler, "load_weights"): "weight sync",
@@ -64,7 +65,8 @@ TASKS["arithmetic"] = dataclasses.replace(
     TASKS["arithmetic"], problems=functools.cache(TASKS["arithmetic"].problems)
 )
 summary.plot_learning_curve = lambda *arguments: None
-models.encode_problems = lambda *arguments: [[0] * 40]  # all of them fit
+for module in (training, warm_start):
+    module.encode_problems = lambda *arguments: [[0] * 40]  # all of them fit
 
 FILE_CALLS = {"open", "write", "mkdir", "rename", "fsync", "close", "serialize_file", "save"}
 OURS = os.path.dirname(train_rl.__file__)

@@ -23,7 +23,7 @@ from alignment import (
     train_rl,
     verify,
 )
-from alignment.checks import check_model_path
+from alignment.builders.checks import check_model_path
 from alignment.system.errors import UserError, run_command
 from benchmarks import audit_grader
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignment.policy.loading import load_model
+from alignment.model.loading import load_model
 from alignment.policy.single_device import read_parts
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl

@@ -11,7 +11,7 @@ import pytest
 from alignment import args as arguments
 from alignment import sft
 from alignment.args import RLArgs, from_preset
-from alignment.models import warm_start
+from alignment.builders.warm_start import warm_start
 from alignment.runs.run import Run
 from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl

@@ -8,7 +8,7 @@ import pytest
 
 from alignment import train_rl
 from alignment.args import RLArgs, parse
-from alignment.checks import check_rl
+from alignment.builders.checks import check_rl
 from alignment.rollouts.source import SyncRollouts
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import make_console

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, parse
-from alignment.checks import check
+from alignment.builders.checks import check
 from alignment.rewards.rules import find_reward
 
 HERE = Path(__file__).parent

@@ -3,7 +3,7 @@
 import torch
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.sampling.pool import check_completions, open_sampler
 from alignment.sampling.sampler import SamplerConfig, find_engine
 from alignment.system.files import read_jsonl

@@ -143,7 +143,7 @@ def test_losses_that_work_pass(name):
 
 def test_the_command_says_it_before_a_model_loads(own, rl_flags, tmp_path, monkeypatch, capsys):
     module, file = own(f"{HEAD}    raise KeyError('x')\n")
-    monkeypatch.setattr("alignment.policy.loading.load_model", None)
+    monkeypatch.setattr("alignment.model.loading.load_model", None)
     words = ["alignment.train_rl", *rl_flags, "--loss_type", f"{module}:loss"]
     assert exit_code(monkeypatch, train_rl.main, *words) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -290,7 +290,9 @@ def test_an_evaluation_tries_a_rule_of_the_users_own_before_a_model_loads(
     body, said, own, tmp_path, monkeypatch, capsys
 ):
     module, file = own(RULE.format(body=body))
-    monkeypatch.setattr("alignment.checks.check_model_path", lambda *given, **options: None)
+    monkeypatch.setattr(
+        "alignment.builders.checks.check_model_path", lambda *given, **options: None
+    )
     flags = [
         "--task",
         f"{module}:task",

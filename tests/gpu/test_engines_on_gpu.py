@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.opening import Opening, PolicyToCome
 from alignment.sampling.pool import open_sampler

@@ -6,9 +6,9 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.core.text import ResponseReader
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import OWN_ATTENTION, attention_named
-from alignment.policy.self_check import choose_path
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import OWN_ATTENTION, attention_named
+from alignment.model.self_check import choose_path
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 from benchmarks import families
 

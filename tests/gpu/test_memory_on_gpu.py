@@ -12,15 +12,18 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from alignment.args import RLArgs, from_preset
-from alignment.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl, roles_of
+from alignment.builders.prediction import step_shape
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy.memory import WHOLE, peak_bytes, total_bytes
-from alignment.policy.placement import ModelShape, Roles
+from alignment.model.shape import ModelShape
+from alignment.planning.peak_meter import WHOLE
+from alignment.planning.peaks import peak_bytes
+from alignment.planning.placement import Roles
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.prediction import step_shape
 from alignment.runs.state import read_state
+from alignment.system.device_memory import total_bytes
 from alignment.system.files import read_jsonl
 from alignment.train_rl import train
 from alignment.verify import differing_parts

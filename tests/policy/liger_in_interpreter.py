@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from triton.runtime import interpreter
 
 from alignment.core.tokens import collate
-from alignment.policy.loading import load_model, use_liger_kernel
+from alignment.model.loading import load_model, use_liger_kernel
 from alignment.policy.policy import Objective, Policy, PolicyConfig, open_policy
 
 KERNELS = (LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction)

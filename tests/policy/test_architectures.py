@@ -19,19 +19,20 @@ from transformers import (
 )
 
 from alignment.core.records import Batch, Distribution, SamplingConfig
-from alignment.policy import attention, log_probs, packing, self_check
-from alignment.policy.frozen import FrozenModel, MicroBatchedModel
-from alignment.policy.loading import load_config, load_model, load_tokenizer, spread
-from alignment.policy.log_probs import get_response_log_probs, sampling_logits
-from alignment.policy.packing import (
+from alignment.model import attention, log_probs, packing, self_check
+from alignment.model.device_map import partition_layers
+from alignment.model.frozen import FrozenModel, MicroBatchedModel
+from alignment.model.loading import load_config, load_model, load_tokenizer, spread
+from alignment.model.log_probs import get_response_log_probs, sampling_logits
+from alignment.model.packing import (
     OWN_ATTENTION,
     attention_named,
     take_plain_path,
     takes_plain_path,
 )
-from alignment.policy.placement import ModelShape, partition_layers
+from alignment.model.self_check import checking, choose_path
+from alignment.model.shape import ModelShape
 from alignment.policy.policy import Objective
-from alignment.policy.self_check import checking, choose_path
 from alignment.sampling import transformers as sampling_module
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 from alignment.system import terminal

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from alignment.policy import attention
-from alignment.policy.attention import AttentionRule, JoinedAttention, Part, soft_capped
-from alignment.policy.packing import pack
+from alignment.model import attention
+from alignment.model.attention import AttentionRule, JoinedAttention, Part, soft_capped
+from alignment.model.packing import pack
 
 
 def rows_of(lengths: list[tuple[int, list[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -12,14 +12,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from alignment import args as args_module
-from alignment import checks
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders import checks
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy import packing
-from alignment.policy.huggingface import AttentionInterface
-from alignment.policy.loading import load_model, use_liger_kernel
-from alignment.policy.parallel_micro_batches import cut_for_parallel
+from alignment.model import packing
+from alignment.model.huggingface import AttentionInterface
+from alignment.model.loading import load_model, use_liger_kernel
+from alignment.model.parallel_micro_batches import cut_for_parallel
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
 

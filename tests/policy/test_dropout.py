@@ -18,8 +18,8 @@ from transformers import (
 from alignment import train_rl
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import collate
-from alignment.policy.dropout import random_settings
-from alignment.policy.loading import load_tokenizer
+from alignment.model.dropout import random_settings
+from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 

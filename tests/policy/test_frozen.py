@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from alignment.core.records import Distribution
-from alignment.policy.frozen import FrozenModel, MicroBatchedModel
-from alignment.policy.loading import load_model
-from alignment.policy.placement import ModelShape
+from alignment.model.frozen import FrozenModel, MicroBatchedModel
+from alignment.model.loading import load_model
+from alignment.model.shape import ModelShape
 from benchmarks.families import FAMILIES, family_model, rows_of
 
 EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss"}

@@ -19,7 +19,7 @@ def result(code: str) -> str:
 
 def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
     code = f"""
-from alignment.policy.loading import load_model
+from alignment.model.loading import load_model
 from alignment.policy.single_device import make_optimizer
 model = load_model({str(tiny_folder)!r}, ("cpu",), torch.float32)
 optimizer = make_optimizer(model, 0.1, 0.0)

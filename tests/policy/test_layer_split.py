@@ -10,11 +10,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Completion, Group, Problem
-from alignment.policy import parallel_micro_batches
+from alignment.model import parallel_micro_batches
+from alignment.model.device_map import partition_layers
+from alignment.model.loading import spread
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.shape import ModelShape
 from alignment.policy.layer_split import LayerSplitPolicy
-from alignment.policy.loading import spread
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.placement import ModelShape, partition_layers
 from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.training.update import rollout_objective
 

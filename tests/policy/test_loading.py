@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignment.policy.loading import compute_dtype
+from alignment.model.loading import compute_dtype
 
 
 @pytest.mark.parametrize("amx", [False, True])

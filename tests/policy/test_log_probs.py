@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.core.losses import kl_penalty
-from alignment.policy import log_probs as module
-from alignment.policy.log_probs import (
+from alignment.model import log_probs as module
+from alignment.model.log_probs import (
     LabelLogProbs,
     compute_entropy,
     get_response_log_probs,

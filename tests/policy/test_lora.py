@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import args as args_module
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.policies import make_policy
 from alignment.core.records import Distribution
-from alignment.models import make_policy
-from alignment.policy import memory
-from alignment.policy.loading import load_config
-from alignment.policy.memory import activation_bytes
-from alignment.policy.placement import ModelShape, assign_roles, place
+from alignment.model.activations import activation_bytes
+from alignment.model.loading import load_config
+from alignment.model.shape import ModelShape
+from alignment.planning.placement import assign_roles, place
+from alignment.policy import micro_batches
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
 from benchmarks.families import family_model, rows_of
@@ -281,12 +282,12 @@ def test_memory_by_hand(tiny_folder, monkeypatch):
     ] == []  # which is the policy without its adapters
 
     model = open_policy("single", config_of(tiny_folder, micro_batch_tokens=0))
-    free = 300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE + 12 * 2 * layer
-    monkeypatch.setattr(memory, "free_bytes", lambda device: math.ceil(free))
+    free = 300 * activation_bytes(model.config) / micro_batches.ACTIVATION_SHARE + 12 * 2 * layer
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: math.ceil(free))
     model.choose_micro_batch_tokens(longest=10)
     assert model.micro_batch_tokens == 256
     monkeypatch.setattr(
-        memory,
+        micro_batches,
         "free_bytes",
         lambda device: math.ceil(free - 45 * activation_bytes(model.config) / 0.5),
     )

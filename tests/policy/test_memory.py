@@ -6,14 +6,11 @@ from rollout_helpers import open_tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import SFTArgs, from_preset
-from alignment.models import make_policy
-from alignment.policy import memory
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.memory import (
-    activation_bytes,
-    checkpointed_activation_bytes,
-    choose_micro_batch_tokens,
-)
+from alignment.builders.policies import make_policy
+from alignment.model.activations import activation_bytes, checkpointed_activation_bytes
+from alignment.model.log_probs import get_response_log_probs
+from alignment.policy import micro_batches
+from alignment.policy.micro_batches import choose_micro_batch_tokens
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import make_optimizer
 
@@ -77,11 +74,11 @@ def chosen_with_free(monkeypatch, policy, tokens: float, longest: int = 10) -> i
     """The micro-batch that a policy chooses where activations of so many tokens have room."""
     parameters = sum(weight.numel() for _, weight in policy.weights())
     free = (
-        int(tokens * activation_bytes(policy.config) / memory.ACTIVATION_SHARE)
+        int(tokens * activation_bytes(policy.config) / micro_batches.ACTIVATION_SHARE)
         + 12 * parameters
         + 1
     )
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: free)
     policy.micro_batch_tokens = 0
     policy.choose_micro_batch_tokens(longest)
     return policy.micro_batch_tokens
@@ -98,17 +95,19 @@ def test_the_free_memory_decides_in_powers_of_two(policy, folder, monkeypatch):
 
 
 def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):
-    assert chosen_with_free(monkeypatch, policy, 10**9) == memory.MAX_TOKENS
-    monkeypatch.setitem(memory.MAX_ACTIVATION_BYTES, "cpu", 100 * activation_bytes(policy.config))
+    assert chosen_with_free(monkeypatch, policy, 10**9) == micro_batches.MAX_TOKENS
+    monkeypatch.setitem(
+        micro_batches.MAX_ACTIVATION_BYTES, "cpu", 100 * activation_bytes(policy.config)
+    )
     assert chosen_with_free(monkeypatch, policy, 10**9) == 64
 
 
 def test_a_given_number_stays_and_a_stopped_runs_number_returns(policy, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: 0)
     policy.micro_batch_tokens = 77
     assert policy.choose_micro_batch_tokens(longest=9) is None and policy.micro_batch_tokens == 77
     assert not policy.model.is_gradient_checkpointing
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: 2**40)
     policy.micro_batch_tokens = 0
     policy.choose_micro_batch_tokens(longest=10, previous=32)
     assert policy.micro_batch_tokens == 32
@@ -121,8 +120,12 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
         parameter.grad = torch.zeros_like(parameter)
     policy.step(1e-3)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    free = int(300 * activation_bytes(model.config) / memory.ACTIVATION_SHARE) + 4 * parameters + 1
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    free = (
+        int(300 * activation_bytes(model.config) / micro_batches.ACTIVATION_SHARE)
+        + 4 * parameters
+        + 1
+    )
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: free)
 
     def chosen(optimizer, dtype="float32") -> int:
         config = PolicyConfig("", ("cpu",), dtype)
@@ -147,10 +150,10 @@ def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkey
 def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, monkeypatch):
     """Of four layers two a device, so that twice the tokens fit."""
     config = PolicyConfig("", ("cpu", "cpu:0"), "float32")
-    free = int(300 * activation_bytes(policy.config) / memory.ACTIVATION_SHARE)
+    free = int(300 * activation_bytes(policy.config) / micro_batches.ACTIVATION_SHARE)
     parameters = sum(weight.numel() for _, weight in policy.weights())
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
-    monkeypatch.setattr(memory, "devices_of", lambda model: ["cpu", "cpu:0"])
+    monkeypatch.setattr(micro_batches, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
+    monkeypatch.setattr(micro_batches, "devices_of", lambda model: ["cpu", "cpu:0"])
     assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (
         512,
         False,
@@ -169,7 +172,7 @@ def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
     a_token = activation_bytes(config)
     # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are
     # computed twice.
-    free = int(40 * a_token / memory.ACTIVATION_SHARE)
-    tokens, checkpointing = memory.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
+    free = int(40 * a_token / micro_batches.ACTIVATION_SHARE)
+    tokens, checkpointing = micro_batches.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
     assert checkpointing and tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
-    assert not memory.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5)[1]
+    assert not micro_batches.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5)[1]

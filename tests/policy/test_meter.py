@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.policy.memory import DevicePeak, PeakMeter
+from alignment.planning.peak_meter import PeakMeter
+from alignment.planning.peaks import DevicePeak
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 

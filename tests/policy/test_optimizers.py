@@ -10,9 +10,9 @@ import torch
 
 from alignment import plan
 from alignment.args import RLArgs, parse
+from alignment.planning.placement import place
 from alignment.policy.muon import orthogonalised
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import place
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
 from alignment.system.errors import UserError

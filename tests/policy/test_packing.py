@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from alignment.core.tokens import collate
-from alignment.policy.log_probs import compute_entropy, get_response_log_probs
-from alignment.policy.packing import ATTENTION, pack
+from alignment.model.log_probs import compute_entropy, get_response_log_probs
+from alignment.model.packing import ATTENTION, pack
 
 SHAPE = {
     "vocab_size": 40,

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Completion, Distribution, Group, Problem
 from alignment.core.tokens import collate, packed_tokens
-from alignment.policy import parallel_micro_batches
-from alignment.policy.packing import ATTENTION
-from alignment.policy.parallel_micro_batches import (
+from alignment.model import parallel_micro_batches
+from alignment.model.packing import ATTENTION
+from alignment.model.parallel_micro_batches import (
     OrderedAccumulation,
     cut_for_parallel,
     run_parallel,

@@ -20,16 +20,18 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from alignment.args import PRESETS, RLArgs, from_preset, preset_names
-from alignment.checks import roles_of
+from alignment.builders.checks import roles_of
+from alignment.builders.prediction import step_shape
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy import log_probs, lora
-from alignment.policy.memory import SPARE, peak_bytes
-from alignment.policy.packing import ATTENTION
-from alignment.policy.placement import ModelShape, assign_roles
+from alignment.model import log_probs
+from alignment.model.packing import ATTENTION
+from alignment.model.shape import ModelShape
+from alignment.planning.peaks import SPARE, peak_bytes
+from alignment.planning.placement import assign_roles
+from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
-from alignment.prediction import step_shape
 from benchmarks.rank_memory import Case, closed_form, tracked
 from tests.policy.published_shapes import qwen2
 

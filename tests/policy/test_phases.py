@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from alignment.policy.memory import (
+from alignment.model.shape import ModelShape
+from alignment.planning.peaks import (
     BFLOAT16_BYTES,
     CONTEXT_BYTES,
     GRAPH_BYTES,
@@ -15,7 +16,7 @@ from alignment.policy.memory import (
     StepShape,
     peak_bytes,
 )
-from alignment.policy.placement import ModelShape, Roles
+from alignment.planning.placement import Roles
 from benchmarks.memory import SETTINGS, largest, run
 
 CONFIG = LlamaConfig(

@@ -19,15 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from alignment.policy.placement import (
-    ModelShape,
-    Roles,
-    assign_roles,
-    issue_order,
-    partition_layers,
-    place,
-    split_evenly,
-)
+from alignment.model.device_map import partition_layers, split_evenly
+from alignment.model.shape import ModelShape
+from alignment.planning.placement import Roles, assign_roles, place
+from alignment.policy.layer_split import issue_order
 from alignment.system.errors import UserError
 from benchmarks.families import family_config
 from tests.policy.published_shapes import qwen2_1_5b

@@ -30,10 +30,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment.core.records import Distribution
+from alignment.model.device_map import partition_layers
+from alignment.model.loading import STREAMS, autocast, copy_between, move_activations
+from alignment.model.packing import ATTENTION, attention_by_layout, pack, send
+from alignment.model.shape import ModelShape
+from alignment.planning.placement import assign_roles
 from alignment.policy.layer_split import LayerSplitPolicy
-from alignment.policy.loading import STREAMS, autocast, copy_between, move_activations
-from alignment.policy.packing import ATTENTION, attention_by_layout, pack, send
-from alignment.policy.placement import ModelShape, assign_roles, partition_layers
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.training.update import update
 from benchmarks.families import FAMILIES, family_config

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from alignment import checks, models
 from alignment.args import RLArgs, from_preset
+from alignment.builders import checks, policies
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
-from alignment.policy import memory
+from alignment.model.activations import activation_bytes
+from alignment.policy import micro_batches
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
@@ -73,7 +74,7 @@ def test_the_kind_of_policy(parallelism, devices, bytes_of_each, kind, tiny_fold
     gpus = sum(device != "cpu" for device in devices)
     own = {"policy_devices": devices} if gpus else {"policy_ranks": len(devices)}
     args = from_preset(RLArgs, "tiny", policy_parallelism=parallelism, **own)
-    assert models.kind_of_policy(args, str(tiny_folder), gpus, bytes_of_each) == (devices, kind)
+    assert policies.kind_of_policy(args, str(tiny_folder), gpus, bytes_of_each) == (devices, kind)
 
 
 @pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])
@@ -81,12 +82,12 @@ def test_auto_takes_all_processes_that_torchrun_has_started(
     here, everywhere, tmp_path, monkeypatch
 ):
     """One on each of two machines, two on one, and two on each of two."""
-    for module in (checks, models):
+    for module in (checks, policies):
         monkeypatch.setattr(module, "PROCESSES", everywhere)
     monkeypatch.setattr(checks, "PROCESSES_HERE", here)
     monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
     args, base = from_preset(RLArgs, "tiny"), str(embedded_model("tiny", str(tmp_path)))
-    devices, kind = models.kind_of_policy(args, base)
+    devices, kind = policies.kind_of_policy(args, base)
     assert devices == ("cpu",) * here and kind == "replicated"
     with pytest.raises(
         UserError,
@@ -118,10 +119,14 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
         )
         layer = sum(p.numel() for p in layers[0].parameters())
         whole = 8 * (everything - len(layers) * layer + 2 * layer) + casts * len(layers) * layer
-        a_token = memory.activation_bytes(shard.config, shard.dtype.itemsize)
-        free = 4 * (128 * int(a_token / memory.ACTIVATION_SHARE) + 12 * (everything // 4) + whole)
+        a_token = activation_bytes(shard.config, shard.dtype.itemsize)
+        free = 4 * (
+            128 * int(a_token / micro_batches.ACTIVATION_SHARE) + 12 * (everything // 4) + whole
+        )
         for spare, tokens in ((4 * 12 * 100, 128), (-4 * a_token, 64)):
-            monkeypatch.setattr(memory, "free_bytes", lambda device, bytes=free + spare: bytes)
+            monkeypatch.setattr(
+                micro_batches, "free_bytes", lambda device, bytes=free + spare: bytes
+            )
             shard.micro_batch_tokens = 0
             shard.choose_micro_batch_tokens(longest=10)
             assert shard.micro_batch_tokens == tokens

@@ -13,7 +13,7 @@ import torch
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import collate
-from alignment.policy.frozen import FrozenModel, ReferenceProcess
+from alignment.model.frozen import FrozenModel, ReferenceProcess
 from alignment.system.errors import RunStopped
 
 VOCABULARY = 304

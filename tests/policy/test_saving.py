@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from alignment import sft
-from alignment.policy import saving
-from alignment.policy.loading import load_tokenizer
+from alignment.model import saving
+from alignment.model.loading import load_tokenizer
+from alignment.model.saving import check_saving
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.saving import check_saving
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from alignment.policy.placement import ModelShape
-from alignment.policy.speed import (
+from alignment.model.shape import ModelShape
+from alignment.planning.seconds import (
     CARDS,
     KINDS,
     NUMBERS,
@@ -148,7 +148,7 @@ def test_hardware_beside_what_it_says_is_refused(other):
 
 def test_hardware_is_read_before_torch_is_loaded():
     code = (
-        "import sys; from alignment.policy.speed import hardware_of; hardware_of('8xT4');"
+        "import sys; from alignment.planning.seconds import hardware_of; hardware_of('8xT4');"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,7 +6,7 @@ from rollout_helpers import ARGS
 
 from alignment.core.records import Endless
 from alignment.data.tasks import arithmetic
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.rollouts.config import problems_of_step, refill_problems, training_problems
 
 

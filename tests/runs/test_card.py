@@ -5,7 +5,7 @@ import json
 from huggingface_hub import ModelCard
 
 from alignment.args import RLArgs, parse
-from alignment.checks import run_config
+from alignment.builders.checks import run_config
 from alignment.runs.run_folder import write_args
 from alignment.runs.summary import write_card
 

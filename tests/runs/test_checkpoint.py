@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import OPTIMIZER_FILE, SingleDevicePolicy

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollout_helpers import open_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling.arrival import (
     COLUMNS,
     checked_columns,

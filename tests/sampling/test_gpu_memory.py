@@ -12,11 +12,12 @@ import torch
 from rollout_helpers import open_tiny
 
 from alignment import EXPANDABLE_SEGMENTS
-from alignment.policy import memory
-from alignment.policy.memory import choose_micro_batch_tokens
+from alignment.policy import micro_batches
+from alignment.policy.micro_batches import choose_micro_batch_tokens
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
+from alignment.system import device_memory
 from alignment.system.errors import UserError
 from alignment.system.processes import ROOT
 
@@ -93,8 +94,8 @@ def test_to_read_the_free_memory_changes_nothing(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: pytest.fail("collected"))
     monkeypatch.setattr(allocator, "used", 14 * GIB)
     monkeypatch.setattr(allocator, "kept", 2 * GIB)
-    assert memory.free_bytes("cuda:0") == 8 * GIB and allocator.kept == 2 * GIB
-    assert memory.free_bytes("cpu") > 0
+    assert device_memory.free_bytes("cuda:0") == 8 * GIB and allocator.kept == 2 * GIB
+    assert device_memory.free_bytes("cpu") > 0
 
 
 def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder, monkeypatch):
@@ -103,11 +104,11 @@ def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(allocator, "kept", 10 * GIB)
     monkeypatch.setattr(
-        memory, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")]
+        micro_batches, "devices_of", lambda model: [torch.device("cuda:0"), torch.device("cuda:1")]
     )
-    read = memory.free_bytes
+    read = device_memory.free_bytes
     monkeypatch.setattr(
-        memory, "free_bytes", lambda device: frees.append(read(device)) or frees[-1]
+        micro_batches, "free_bytes", lambda device: frees.append(read(device)) or frees[-1]
     )
     choose_micro_batch_tokens(policy.model, policy.optimizer, policy.policy_config, longest=9)
     assert frees == [24 * GIB] * 2 and len(collected) == 1

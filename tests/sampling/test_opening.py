@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.sampling import opening as module
 from alignment.sampling.opening import Opening, PolicyToCome
 from alignment.sampling.pool import open_sampler

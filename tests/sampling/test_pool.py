@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling import pool as module
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling.pool import SamplerPool, check_completions
 from alignment.sampling.sampler import SamplerLost
 from alignment.sampling.transformers import TransformersSampler

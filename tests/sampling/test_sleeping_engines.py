@@ -8,7 +8,7 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.evaluation.accuracy import Evaluator
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.rollouts.source import SyncRollouts
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import SamplerConfig, SamplerLost, WeightsDiscarded, put_to_sleep
@@ -199,11 +199,11 @@ def test_a_client_asks_no_engine_for_completions_with_discarded_weights(client):
 def test_the_trainer_gives_back_unused_memory_once_before_an_engine_wakes_and_not_in_each_phase(
     client, monkeypatch
 ):
-    from alignment.policy import memory
+    from alignment.system import device_memory
 
     released = []
     monkeypatch.setattr(
-        memory, "release_memory", lambda: released.append(len(client._worker.asked))
+        device_memory, "release_memory", lambda: released.append(len(client._worker.asked))
     )
     client._client.send = lambda named_tensors, version: [
         client._ask("transfer", number) for number in range(9)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.core.records import Problem, SamplingConfig
 from alignment.evaluation.accuracy import evaluate_vllm
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.sampling.transformers import TransformersSampler
 

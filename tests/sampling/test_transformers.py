@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.core.records import SamplingConfig
 from alignment.core.text import ResponseReader
-from alignment.policy import log_probs
-from alignment.policy.loading import load_model
+from alignment.model import log_probs
+from alignment.model.loading import load_model
 from alignment.sampling import transformers as module
 from alignment.sampling.sampler import encode_prompts
 from alignment.sampling.transformers import TransformersSampler, draw

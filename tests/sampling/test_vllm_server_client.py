@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_config, load_model, load_tokenizer
+from alignment.model.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
 from alignment.sampling.arrival import load_proven, tensor_checksum
 from alignment.sampling.pool import SamplerPool, check_completions, open_sampler

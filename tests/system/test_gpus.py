@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignment import checks
+from alignment.builders import checks
 from alignment.system import gpus
 from alignment.system.errors import UserError
 

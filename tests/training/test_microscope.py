@@ -12,7 +12,7 @@ from alignment.core.advantages import AdvantageConfig, group_advantages
 from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Rollout
 from alignment.core.tokens import collate, take_rows
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.rollouts.source import with_advantages
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig

@@ -8,11 +8,11 @@ import pytest
 import torch
 from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
 
-from alignment.policy.frozen import FrozenModel, MicroBatchedModel
-from alignment.policy.placement import Roles
+from alignment.builders.prediction import step_shape
+from alignment.model.frozen import FrozenModel, MicroBatchedModel
+from alignment.planning.placement import Roles
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.prediction import step_shape
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
 from alignment.training.update import References, rows_with_gradient, update

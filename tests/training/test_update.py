@@ -22,7 +22,7 @@ from rollout_helpers import (
 )
 
 from alignment.core.records import SamplingConfig
-from alignment.policy.loading import load_tokenizer
+from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import Objective
 from alignment.rewards.rules import score_groups
 from alignment.sampling.transformers import TransformersSampler

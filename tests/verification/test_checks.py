@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from alignment.core.advantages import DEVIATIONS
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
-from alignment.policy.loading import load_model, load_tokenizer
+from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rewards.rules import RULES

@@ -13,9 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from alignment import models, verify
+from alignment import verify
 from alignment.args import RLArgs, from_preset
-from alignment.checks import check_rl
+from alignment.builders import training
+from alignment.builders.checks import check_rl
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts import source
 from alignment.rollouts.config import RolloutConfig
@@ -157,7 +158,7 @@ def test_a_lost_seed(straight, resumed, monkeypatch):
 
 
 def test_weights_that_are_rounded_on_their_way(straight, resumed, monkeypatch):
-    real = models.make_policy
+    real = training.make_policy
 
     def rounding(*arguments):
         policy = real(*arguments)
@@ -166,7 +167,7 @@ def test_weights_that_are_rounded_on_their_way(straight, resumed, monkeypatch):
                 parameter.copy_(parameter.bfloat16())
         return policy
 
-    monkeypatch.setattr(models, "make_policy", rounding)
+    monkeypatch.setattr(training, "make_policy", rounding)
     assert differences(straight, resumed()) == ["weights"]
 
 

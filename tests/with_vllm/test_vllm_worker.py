@@ -47,7 +47,7 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     # No `if __name__ == "__main__"`: the script must not run a second time in the worker.
     script = tmp_path / "command.py"
     script.write_text(
-        "from alignment.policy.loading import load_tokenizer\n"
+        "from alignment.model.loading import load_tokenizer\n"
         "from alignment.sampling.vllm import SamplerConfig, VLLMSampler\n"
         f"print('begun', file=open({str(tmp_path / 'log')!r}, 'a'))\n"
         f"path = {model_path!r}\n"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from alignment.core.tokens import Row, rows_by_prompt
-from alignment.policy.attention import AttentionRule, JoinedAttention, Part
-from alignment.policy.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from alignment.model.attention import AttentionRule, JoinedAttention, Part
+from alignment.model.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 
 @dataclass

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alignment.core.text import end_token_ids
-from alignment.policy.huggingface import (
+from alignment.model.device_map import partition_layers
+from alignment.model.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,9 +22,8 @@ from alignment.policy.huggingface import (
     PreTrainedModel,
     logging,
 )
-from alignment.policy.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
-from alignment.policy.placement import ModelShape, cast_by_autocast, partition_layers
-from alignment.policy.self_check import (
+from alignment.model.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
+from alignment.model.self_check import (
     NotFinite,
     checking,
     choose_path,
@@ -32,6 +32,7 @@ from alignment.policy.self_check import (
     own_log_probs,
     random_pieces,
 )
+from alignment.model.shape import ModelShape, cast_by_autocast
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 

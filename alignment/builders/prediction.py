@@ -18,7 +18,7 @@ from rich.console import Console
 
 from alignment.ablation.study import Run, read_run
 from alignment.args import RLArgs, configuration, flags_of
-from alignment.checks import (
+from alignment.builders.checks import (
     EMBEDDED,
     check_model_path,
     engines_on_shared_gpu,
@@ -26,33 +26,28 @@ from alignment.checks import (
     roles_of,
     visible_gpus,
 )
+from alignment.builders.policies import kind_of_policy
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
-from alignment.models import kind_of_policy
-from alignment.policy.loading import compute_dtype, load_config, load_tokenizer
-from alignment.policy.memory import (
-    CACHE_BYTES,
-    SPARE,
-    WHOLE,
-    DevicePeak,
-    PeakMeter,
-    StepShape,
-    peak_bytes,
-    total_bytes,
-)
+from alignment.model.activations import CACHE_BYTES
+from alignment.model.loading import compute_dtype, load_config, load_tokenizer
+from alignment.model.parallel_micro_batches import PARALLEL
+from alignment.model.shape import ModelShape
+from alignment.planning.peak_meter import WHOLE, PeakMeter
+from alignment.planning.peaks import SPARE, DevicePeak, StepShape, peak_bytes
+from alignment.planning.placement import Roles
+from alignment.planning.seconds import Hardware, decoding, forward, hardware_of, rates, work
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.parallel_micro_batches import PARALLEL
-from alignment.policy.placement import ModelShape, Roles
 from alignment.policy.policy import POLICIES, RANKED, Policy
-from alignment.policy.speed import Hardware, decoding, forward, hardware_of, rates, work
 from alignment.sampling.sampler import engine_name
+from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 # configurations of models on the hub, so that it need not be asked
-PUBLISHED = Path(__file__).parent / "policy" / "published"
+PUBLISHED = Path(__file__).parents[1] / "planning" / "published"
 # tokens of the longest prompt of training, by SmolLM2's tokenizer; test problems
 GSM8K = (
     320,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from alignment.policy.huggingface import PreTrainedConfig, PreTrainedModel
+from alignment.model.huggingface import PreTrainedConfig, PreTrainedModel
 
 NAMES = re.compile(r"drop|jitter")
 # which classify whole texts; a language model has none of them

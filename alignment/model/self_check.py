@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from alignment.core.tokens import collate
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import (
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import (
     OWN_ATTENTION,
     attention_named,
     take_plain_path,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alignment.policy.placement import ModelShape
+from alignment.model.shape import ModelShape
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
@@ -110,7 +110,7 @@ def forward(
 ) -> np.ndarray:
     """The work of a forward pass, in pieces that each read all weights. `counts`: tokens; how many
     others each sees on average; how many have logits. Every token counts as taking all experts."""
-    from alignment.policy.memory import activation_bytes, key_value_bytes
+    from alignment.model.activations import activation_bytes, key_value_bytes
 
     (tokens, seen, logits), heads = counts, getattr(config, "num_attention_heads", 1)
     # of a token
@@ -139,7 +139,7 @@ def decoding(
     """The work of prefill, and of a pass for each token of the longest responses in flight. `rows`:
     prompts, responses to each, mean tokens of a prompt and of a response, the most of a response.
     `cache_bytes` of keys and values at once; 0: vLLM's."""
-    from alignment.policy.memory import key_value_bytes
+    from alignment.model.activations import key_value_bytes
 
     prompts, size, prompt, response, longest = rows
     kept, drawn = key_value_bytes(config, itemsize), prompts * size * response

@@ -5,8 +5,8 @@ import torch
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
-from alignment.policy.attention import soft_capped
-from alignment.policy.packing import attention_by_layout, pack, send, takes_plain_path
+from alignment.model.attention import soft_capped
+from alignment.model.packing import attention_by_layout, pack, send, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus

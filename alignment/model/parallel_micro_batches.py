@@ -12,9 +12,9 @@ from itertools import repeat
 import torch
 
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt
-from alignment.policy.dropout import draws_at_random
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.packing import ATTENTION
+from alignment.model.dropout import draws_at_random
+from alignment.model.huggingface import PreTrainedModel
+from alignment.model.packing import ATTENTION
 
 # micro-batches at once, each with logits and a gradient of the output head of its own; two cores
 # were measured

@@ -12,17 +12,17 @@ import torch
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, split_rows, take_rows
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import (
+from alignment.model.huggingface import PreTrainedModel
+from alignment.model.loading import (
     autocast,
     copy_weights,
     first_device,
     load_model,
     make_deterministic,
 )
-from alignment.policy.log_probs import get_response_log_probs
-from alignment.policy.packing import takes_plain_path
-from alignment.policy.parallel_micro_batches import cut_for_parallel, run_parallel
+from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import takes_plain_path
+from alignment.model.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
 ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))

@@ -1,176 +1,38 @@
-"""Bytes on a device: the micro-batch tokens that fit; a training step's peak, by kind, from shapes
-alone; and as measured."""
+"""The most bytes that each device holds in each phase of a training step, from shapes alone."""
 
-import gc
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from alignment.policy.huggingface import PreTrainedModel
-from alignment.policy.loading import devices_of, mlp_width
-from alignment.policy.log_probs import row_pieces
+from alignment.model.activations import (
+    CACHE_BYTES,
+    activation_bytes,
+    checkpointed_activation_bytes,
+    key_value_bytes,
+    passing_bytes,
+)
+from alignment.model.loading import mlp_width
+from alignment.model.log_probs import row_pieces
+from alignment.model.shape import ModelShape
+from alignment.planning.placement import Roles, Share, engine_share, policy_shares
+from alignment.policy.micro_batches import MAX_ACTIVATION_BYTES, gathered_bytes, tokens_that_fit
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.placement import ModelShape, Roles, Share, engine_share, policy_shares
-from alignment.policy.policy import RANKED, Policy, PolicyConfig
+from alignment.policy.policy import RANKED
 from alignment.system.files import read_toml
-from alignment.system.processes import trim_heap
 
-# larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
-MAX_TOKENS = 16384
-# 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free
-# memory is a limit.
-MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
-ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
-# keys and values of the rows in flight in our own decoding, at most
-CACHE_BYTES = {
-    "cpu": 2 * 2**30,
-    "cuda": 16 * 2**30,
-}
-# of a device's memory that weights, gradients and moments may take; the rest is for activations
-STATE_SHARE = 0.7
 MEASURED = read_toml(Path(__file__).with_name("memory.toml"), "--policy_devices")
+
+
 CONTEXT_BYTES, LIBRARY_BYTES, BFLOAT16_BYTES, SLACK = (
     MEASURED[of] for of in ("context", "libraries", "bfloat16", "slack")
 )
+
+
 GRAPH_BYTES, WORKSPACE_BYTES = MEASURED["graphs"], MEASURED["workspace"]
+
+
 SPARE = 0.05  # of a card, which is left to fragmentation
-
-
-def activation_bytes(config, itemsize: int = 4) -> int:
-    """Bytes of activations that backward needs for one token of a Llama-like decoder, with products
-    of numbers of `itemsize` bytes. Each layer stores four vectors of the MLP's width and about
-    eleven of the hidden size; under autocast to 2 bytes two more, since norms stay in float32.
-    (SmolLM2-135M in float32: 1.50 MB by this formula, 1.53 MB measured.)"""
-    norms = 8 * config.hidden_size * (itemsize == 2)
-    return config.num_hidden_layers * (
-        itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms
-    )
-
-
-def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0) -> int:
-    """`activation_bytes` under gradient checkpointing, of that share of the layers: the input of
-    each, three vectors at the ends, one whole layer."""
-    one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
-    return int(4 * (layers * config.num_hidden_layers + 3) * config.hidden_size) + one_layer
-
-
-def passing_bytes(config, itemsize: int) -> int:
-    """Bytes of one token while one layer computes it and nothing is kept for backward."""
-    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (
-        itemsize == 2
-    )
-
-
-def key_value_bytes(config, itemsize: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    # a model without attention keeps less, whatever the length
-    query_heads = getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * itemsize
-
-
-def release_memory() -> None:
-    """Give back what torch keeps of a GPU's memory that nothing uses any more: others take it for
-    used."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def free_bytes(device: str) -> int:
-    """Free memory of a GPU, or of the host. On a GPU what torch keeps unused is not among it: see
-    `release_memory`."""
-    return (
-        torch.cuda.mem_get_info(device)[0]
-        if device.startswith("cuda")
-        else psutil.virtual_memory().available
-    )
-
-
-def total_bytes(device: str) -> int:
-    """The memory of a GPU, or of the host."""
-    cuda = device.startswith("cuda")
-    return (
-        torch.cuda.get_device_properties(device).total_memory
-        if cuda
-        else psutil.virtual_memory().total
-    )
-
-
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor, which may be sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the parts of all processes, where it is sharded; called on all of them."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def choose_micro_batch_tokens(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    config: PolicyConfig,
-    longest: int,
-    processes=1,
-    whole=0,
-) -> tuple[int, bool]:
-    """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where
-    `processes` share a device."""
-    devices = [str(device) for device in devices_of(model)]
-    parameters = sum(
-        own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad
-    ) // len(devices)
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value) and value.ndim
-    ]
-    moment_bytes = sum(
-        own_part(moment).nbytes for moment in moments if str(moment.device) in devices
-    ) // len(devices)
-    # The weights are allocated already.
-    to_allocate = (
-        parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
-    )
-    release_memory()
-    free = min(free_bytes(device) for device in devices) // processes - to_allocate
-    limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
-    shape = ModelShape.of(model) if len(devices) > 1 else None
-    shares = policy_shares(shape, devices, "layer_split", config.optimizer) if shape else ()
-    layers = max((shape.layer_share(share.modules) for share in shares), default=1.0)
-    return tokens_that_fit(
-        model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers
-    )
-
-
-def tokens_that_fit(
-    config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0
-) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device
-    with that share of the `layers`, whether it takes gradient checkpointing, which computes layers
-    twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are rounded
-    down to a power of two: slightly less free memory changes no repeated run."""
-    available = int(ACTIVATION_SHARE * max(free, 0))
-    per_token = layers * activation_bytes(config, itemsize)
-    if checkpointing := available < longest * per_token:
-        per_token = checkpointed_activation_bytes(config, itemsize, layers)
-    tokens = min(max(int(min(available, limit) / per_token), 1), int(MAX_TOKENS / layers))
-    return 2 ** (tokens.bit_length() - 1), checkpointing
-
-
-def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
-    """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many
-    outside: in fp32, as weights and as gradients, what is outside and two layers, at work and on
-    its way; and autocast's casts of all layers."""
-    return 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (itemsize == 2)
 
 
 @dataclass(frozen=True)
@@ -208,9 +70,13 @@ class StepShape:
 AWAKE = ("sampling", "evaluation", "sync", "checkpoint")
 """Phases in which an engine that sleeps is awake: from the weights that it gets to the last request
 that they answer."""
+
+
 RESERVED = (  # The kind of bytes that torch's allocator has got of a GPU and has not handed out.
     "reserved"
 )
+
+
 OF_ENGINE = "engine"  # The kind of bytes that belong to an engine's own process.
 
 
@@ -602,83 +468,3 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: str)
     backward = 4 * head + max(int(without * piece), rounded)
     forward = int((without if use == "pass" else with_entropies) * piece)
     return cast + max(forward, backward * (use == "trained"))
-
-
-WHOLE = ", all processes"
-"""Follows a GPU's name where all that is in use there counts, whoever holds it."""
-Peaks = dict[str, dict[str, list[int | None]]]
-"""Place -> phase -> measured and predicted bytes; None: nothing was predicted."""
-
-
-class PeakMeter:
-    """Measures from a phase's beginning to that of the next. On a CPU: what each of the policy's
-    processes had resident at most (VmHWM, on Linux). On a GPU: what torch's allocator had handed
-    out at most in this process; and, by the driver, what all processes hold of the device when the
-    phase ends, which is near its peak, since torch and engines give back little between.
-
-    `expected(tokens)` predicts peaks for micro-batches of so many tokens (0: as many as may be)."""
-
-    def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
-        ranks = getattr(policy, "ranks", None)
-        pids = (
-            [os.getpid(), *(child.process.pid for child in ranks.children)]
-            if ranks
-            else [os.getpid()]
-        )
-        names = [
-            f"rank {rank}, {device}" if ranks else device
-            for rank, device in enumerate(policy.devices)
-        ]
-        self.pids = dict(zip(names, pids, strict=False)) if policy.devices[0] == "cpu" else {}
-        own = zip(names, policy.devices[:1] if ranks else policy.devices, strict=False)
-        self.devices = {name: device for name, device in own if device != "cpu"}
-        self.expected = expected
-        self.run: Peaks = {}
-        self._step: dict[str, dict[str, int]] = {}  # Place -> phase -> measured bytes since `take`.
-        self.phase = ""
-        self.begin("")
-
-    def begin(self, phase: str) -> None:
-        """End the phase before, and start one. Bytes of the phase "" are nobody's."""
-        for name, pid in self.pids.items():
-            with suppress(OSError, ValueError):  # the process is lost, or the system is another
-                (line,) = (
-                    line
-                    for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-                    if line.startswith("VmHWM")
-                )
-                self._note(name, 1024 * int(line.split()[1]))
-                trim_heap()
-                # begins anew at what is resident now
-                Path(f"/proc/{pid}/clear_refs").write_text("5")
-        for name, device in self.devices.items():
-            self._note(name, torch.cuda.max_memory_allocated(device))
-            free, total = torch.cuda.mem_get_info(device)
-            self._note(name + WHOLE, total - free)
-            torch.cuda.reset_peak_memory_stats(device)
-        self.phase = phase
-
-    def _note(self, name: str, measured: int) -> None:
-        if self.phase:
-            phases = self._step.setdefault(name, {})
-            phases[self.phase] = max(measured, phases.get(self.phase, 0))
-
-    def take(self, tokens: int = 0) -> Peaks:
-        """Measured and predicted bytes since the last call, in which the largest micro-batch had so
-        many tokens; 0: unknown."""
-        self.begin(self.phase)
-        taken = {name: dict(phases) for name, phases in self._step.items()}
-        self._step = {}
-        predictions: dict[str, Callable[[str], int | None]] = {}
-        for peak in self.expected(tokens):
-            predictions[peak.name] = peak.of_trainer
-            predictions[peak.name + WHOLE] = peak.of_device
-        peaks: Peaks = {}
-        for name, phases in taken.items():
-            for phase, size in phases.items():
-                predicted = predictions[name](phase) if name in predictions else None
-                peaks.setdefault(name, {})[phase] = [size, predicted]
-                largest = self.run.setdefault(name, {})
-                if size > largest.get(phase, [0, None])[0]:
-                    largest[phase] = [size, predicted]
-        return peaks

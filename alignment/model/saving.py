@@ -19,13 +19,13 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from alignment.policy.huggingface import (
+from alignment.model.huggingface import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     cached_file,
 )
-from alignment.policy.loading import load_config, load_generation_config
+from alignment.model.loading import load_config, load_generation_config
 from alignment.system.errors import UserError
 from alignment.system.files import is_disk_fault, written_by_library
 from alignment.system.terminal import say_once

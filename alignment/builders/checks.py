@@ -14,7 +14,7 @@ from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem
 from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
-from alignment.policy.placement import Roles, assign_roles
+from alignment.planning.placement import Roles, assign_roles
 from alignment.policy.policy import POLICIES, RANKED
 from alignment.rewards.rules import (
     RULES,

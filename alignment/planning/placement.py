@@ -1,0 +1,257 @@
+"""Which role sits on which device, and the bytes of its weights there. No device is touched.
+
+Devices are the strings "cpu" and "cuda:N", as in the device maps of `from_pretrained` and
+`accelerate.dispatch_model`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignment.model.device_map import partition_layers
+from alignment.model.shape import ModelShape
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import RANKED
+from alignment.system.errors import UserError
+
+# of a device's memory that weights, gradients and moments may take; the rest is for activations
+STATE_SHARE = 0.7
+
+
+FLAGS = {
+    "sample": "--sample_device",
+    "reference": "--reference_model_device",
+    "eval": "--eval_device",
+}
+
+
+HELPERS = tuple(FLAGS)  # in the order in which GPUs are handed out, highest first
+
+
+FLAGS |= {"policy": "--policy_devices"}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Where each role runs. `policy` holds its devices in layer order, `sample` those of the
+    sampler's engines."""
+
+    policy: tuple[str, ...]
+    sample: tuple[str, ...]
+    reference: str
+    eval: str
+
+
+def assign_roles(
+    num_gpus: int,
+    sample_device: str | None = None,
+    reference_model_device: str | None = None,
+    eval_device: str | None = None,
+    policy_devices: tuple[str, ...] = (),
+    vllm: bool = False,
+) -> Roles:
+    """Give each role its device; None and () ask for the default. `sample_device` may list several,
+    with commas.
+
+    By default sampler, reference and eval take the highest GPUs in that order and the policy keeps
+    the rest: 7, 6, 5 and 0-4 of eight. With three GPUs reference and eval share one, with two all
+    three share cuda:1; one GPU, or the CPU, holds everything. Defaults fill the highest GPUs that
+    no flag names, then share, but never take the policy's last one.
+
+    Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to
+    change."""
+    gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
+    several = sample_device.split(",") if sample_device is not None else ()
+    texts = {
+        "sample": several,
+        "reference": [reference_model_device],
+        "eval": [eval_device],
+        "policy": policy_devices,
+    }
+    listed = {
+        role: tuple(_read_device(FLAGS[role], t, gpus) for t in of if t is not None)
+        for role, of in texts.items()
+    }
+    named = {
+        role: next((device for device in listed[role] if device != "cpu"), "cpu")
+        for role in HELPERS
+        if listed[role]
+    }
+    samplers, policy = listed["sample"], listed["policy"]
+    for role, devices in listed.items():
+        for device, times in Counter(devices).items():
+            if times > 1 and (role, device) != ("sample", "cpu"):
+                raise UserError(
+                    f"{FLAGS[role]} lists {device} {times} times; list each device once"
+                )
+    if not gpus:
+        return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
+
+    free = [gpu for gpu in gpus if gpu not in (*policy, *named.values(), *samplers)]
+    if not policy and not free and num_gpus > 1:
+        flags = " and ".join(
+            f"{FLAGS[role]} {' '.join(listed[role])}" for role in named if named[role] != "cpu"
+        )
+        remedy = (
+            "put two of these on one GPU, or say which GPU the policy shares with"
+            f" {FLAGS['policy']}"
+        )
+        raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
+    spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
+    helpers = _place_helpers(named, spare, policy, gpus)
+    samplers = samplers or (helpers["sample"],)
+    for sampler in samplers if vllm else ():
+        _refuse_vllm_clashes(named, helpers | {"sample": sampler}, spare, policy, gpus)
+    # No GPU is left over only when there is just one, which then holds everything.
+    rest = tuple(gpu for gpu in gpus if gpu not in (*helpers.values(), *samplers)) or gpus
+    return Roles(policy=policy or rest, **helpers | {"sample": samplers})
+
+
+def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
+    """The device that `text` names, as "cpu" or "cuda:N"; bare "cuda" is cuda:0."""
+    if text == "cpu":
+        return text
+    if (match := re.fullmatch(r"cuda(?::([0-9]+))?", text)) is None:
+        raise UserError(f"{flag} {text!r} is not a device; write cpu or cuda:N, such as cuda:0")
+    device = f"cuda:{int(match[1] or 0)}"
+    if not gpus:
+        raise UserError(f"{flag} {device}, but no GPU is visible; use cpu or leave the flag out")
+    if device not in gpus:
+        visible = (
+            f"1 GPU is visible ({gpus[0]})"
+            if len(gpus) == 1
+            else f"{len(gpus)} GPUs are visible ({gpus[0]}..{gpus[-1]})"
+        )
+        raise UserError(
+            f"{flag} {device}, but only {visible}; name one of these or leave the flag out"
+        )
+    return device
+
+
+def _place_helpers(
+    named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
+) -> dict[str, str]:
+    """Fill in the helpers that were not named: the highest spare GPU each; else that of the helper
+    just before (eval the reference, the reference the sampler), else of one after it; and one of
+    the policy's only when the policy has them all."""
+    placed, left = dict(named), list(spare)
+    for index, role in enumerate(HELPERS):
+        if role not in named:
+            neighbours = [
+                placed.get(other) for other in (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])
+            ]
+            shareable = [device for device in neighbours if device in gpus and device not in policy]
+            placed[role] = left.pop() if left else next(iter(shareable), gpus[-1])
+    return placed
+
+
+def _refuse_vllm_clashes(
+    named: dict, helpers: dict, spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
+) -> None:
+    """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another
+    role needs. The sampler and eval may share a GPU, and so an engine; a single GPU holds all
+    roles; sampler and reference may share if no GPU is spare."""
+    greedy = "but vLLM claims most of its GPU's memory at start"
+    for role in ("sample", "eval"):
+        if helpers[role] == "cpu":
+            names = gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
+            remedy = f"name a GPU ({names}), leave the flag out, or sample without vLLM"
+            raise UserError(
+                f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}"
+            )
+        if len(gpus) == 1 or helpers[role] not in policy:
+            continue
+        if role not in named:
+            reason = f"{greedy} and the {role} role has none to itself"
+            raise UserError(
+                f"{FLAGS['policy']} names every GPU, {reason}; take {gpus[-1]} off"
+                f" {FLAGS['policy']}"
+            )
+        remedy = (
+            f"use {FLAGS[role]} {spare[-1]}"
+            if spare
+            else f"take {helpers[role]} off {FLAGS['policy']}"
+        )
+        raise UserError(
+            f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}"
+        )
+    if "sample" in named and helpers["sample"] == named.get("reference") and spare:
+        both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {helpers['sample']}"
+        raise UserError(f"{both}, {greedy}; use {FLAGS['reference']} {spare[-1]}")
+
+
+def engine_share(roles: Roles, device: str, engines: int = 1) -> float:
+    """The share of a GPU's memory that each of `engines` vLLM engines on it claims by default."""
+    return (0.4 if device in {*roles.policy, roles.reference} else 0.9) / engines
+
+
+@dataclass(frozen=True)
+class Share:
+    """One role's part of a device. `bytes` of parameters, the policy's gradients and moments; not
+    of activations or caches."""
+
+    device: str
+    role: str
+    modules: tuple[str, ...]
+    bytes: int
+    parts: int = 1  # Of which each of the modules' weights is one.
+
+
+def policy_shares(
+    shape: ModelShape, devices: Sequence[str], kind: str, optimizer: str
+) -> list[Share]:
+    """What each rank, or each device of a policy of one process, holds on one machine; `kind` is
+    --policy_parallelism."""
+    parts, everything = len(devices) if kind == "sharded" else 1, tuple(shape.parameters)
+    held = [(device, everything) for device in devices]
+    if kind not in RANKED:
+        placed = partition_layers(shape, devices)
+        held = [
+            (device, tuple(n for n in everything if placed[n] == device))
+            for device in dict.fromkeys(placed.values())
+        ]
+    a_number = OPTIMIZERS[optimizer].device_bytes
+    return [
+        Share(device, "policy", names, shape.state_bytes(names, a_number) // parts, parts)
+        for device, names in held
+    ]
+
+
+def place(
+    shape: ModelShape,
+    roles: Roles,
+    optimizer="adamw",
+    itemsize=2,
+    kind="layer_split",
+    tensor_parallel=1,
+) -> list[Share]:
+    """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then
+    one whole copy for each other role, with products of numbers of `itemsize` bytes;
+    `tensor_parallel` devices share an engine's. Eval on a device of the sampler's runs in the
+    sampler's engines, so the two hold one copy, under the role "sample+eval"."""
+    policy = policy_shares(shape, roles.policy, kind, optimizer)
+    shared = roles.eval in roles.sample
+    copies = [("sample+eval" if shared else "sample", device) for device in roles.sample]
+    copies += [] if shared else [("eval", roles.eval)]
+    # A policy whole on the reference's device is the old policy, until its first update; one with
+    # adapters the reference, too.
+    copies += (
+        []
+        if shape.adapters or roles.policy == (roles.reference,)
+        else [("reference", roles.reference)]
+    )
+    everything, total = tuple(shape.parameters), sum(shape.parameters.values())
+    on_host = (
+        shape.trained(everything)
+        * OPTIMIZERS[optimizer].host_bytes
+        * (len(policy) if kind == "replicated" else 1)
+    )
+    moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
+    sizes = {"eval": total * itemsize, "reference": shape.frozen_bytes(itemsize)}
+    others = (
+        Share(device, role, everything, sizes.get(role, total * itemsize // tensor_parallel))
+        for role, device in copies
+    )
+    return [*policy, *moments, *others]
