@@ -2,6 +2,7 @@
 Only a tokenizer is loaded."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.builders.checks import resolve_model
@@ -16,6 +17,15 @@ from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.system.terminal import printable
+
+
+def preview_run(args: RLArgs) -> None:
+    """`preview_problems` with the tokenizer of the model that training starts from; before a warm
+    start that is the warm start's own."""
+    model = args.model
+    if args.sft_base and Path(args.sft_base).exists():
+        model = args.sft_base
+    preview_problems(args, model)
 
 
 def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:

@@ -15,7 +15,7 @@ from alignment.policy.policy import Policy
 from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
-from alignment.system.signals import deliver_signals
+from alignment.system.signals import deferrable_signals
 from alignment.training.update import rollout_objective, update
 
 
@@ -103,8 +103,9 @@ def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
         "old_log_probs": "ratio_one",
     }
     config = replace(config, max_sampler_mismatch=math.inf, **one_update)
-    update(policy, with_advantages(rollout, config.advantage), config, step=1)
-    deliver_signals()  # `update` defers them
+    rollout = with_advantages(rollout, config.advantage)
+    with deferrable_signals() as defer_signals:
+        update(policy, rollout, config, step=1, before_change=defer_signals)
 
 
 def arm_gradients(
