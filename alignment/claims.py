@@ -69,7 +69,7 @@ def main() -> None:
     def read():
         return [read_trial(name, preset, args) for name in CLAIMS for preset in args.preset]
 
-    resources = (
+    resources = schedule.Resources(
         args.executor,
         args.ray_address,
         args.cpus_per_run,
@@ -83,7 +83,7 @@ def main() -> None:
         for arm in design.arms.values():
             refuse_missing_warm_start(arm)
         states = [schedule.State(arm, seed) for seed in design.seeds for arm in design.arms]
-        with schedule.working_in(design.folder, resources, console) as executor:
+        with schedule.open_executor(design.folder, resources, console) as executor:
             schedule.warm_up(design, executor, args.output_dir, console)
             schedule.run_all(design, executor, states, console)
         failed += [state.name for state in states if state.status == "failed"]

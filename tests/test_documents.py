@@ -93,7 +93,11 @@ def flags() -> set[str]:
     """Every argument of every command and benchmark: the annotated fields of their classes and
     arguments of their `main`s."""
     names = set()
-    for file in [*(ROOT / "alignment").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+    for file in [
+        *(ROOT / "alignment").glob("*.py"),
+        *(ROOT / "alignment/config").glob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
+    ]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 names |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}

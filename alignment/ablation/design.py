@@ -4,20 +4,25 @@ arguments in, arguments out."""
 import dataclasses
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from alignment.args import CONTROLS, FLAGS, NOT_SWEPT, RLArgs, from_preset
+from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs, from_preset
+from alignment.config.flag import flags_of_class, hints_of_flags
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # chance that any verdict of a sweep is false
-BOOKKEEPING = NOT_SWEPT.union(FLAGS["kinds"]["bookkeeping"])
+# all that may decide a result
+_DECIDING_ARGUMENTS = [
+    field.name for field in dataclasses.fields(RLArgs) if field.name not in BOOKKEEPING
+]
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,16 @@ class Design:
 
 def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
     """For each arm, its values of the arguments in which arms differ."""
-    names = [
-        name
-        for name in next(iter(arms.values()))
-        if len({json.dumps(arm.get(name)) for arm in arms.values()}) > 1
-    ]
-    return {arm: {name: values.get(name) for name in names} for arm, values in arms.items()}
+    first = next(iter(arms.values()))
+    names = []
+    for name in first:
+        values_of_arms = {json.dumps(arm.get(name)) for arm in arms.values()}
+        if len(values_of_arms) > 1:
+            names.append(name)
+    varied: dict[str, dict[str, object]] = {}
+    for arm, values in arms.items():
+        varied[arm] = {name: values.get(name) for name in names}
+    return varied
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
@@ -62,29 +71,26 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     several. With `hold` = "rollouts" an arm's prompts a step are divided by its group size, so that
     all arms train on equally many responses; with "prompts" they train on the same prompts, and a
     larger group costs more. Raises `UserError` where an arm cannot work."""
-    varied = {
-        name: list(dict.fromkeys(several)) for name, several in values.items() if len(several) > 1
-    }
-    base = from_preset(
-        RLArgs, preset, **{name: single[0] for name, single in values.items() if len(single) == 1}
+    varied: dict[str, list[Any]] = {}
+    single: dict[str, Any] = {}
+    for name, given in values.items():
+        if len(given) > 1:
+            varied[name] = list(dict.fromkeys(given))
+        elif given:
+            single[name] = given[0]
+    base = from_preset(RLArgs, preset, **single)
+
+    holds_rollouts = (
+        hold == "rollouts" and "group_size" in varied and "prompts_per_rollout" not in varied
     )
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
         arm = dataclasses.replace(base, **chosen)
-        if hold == "rollouts" and "group_size" in chosen and "prompts_per_rollout" not in chosen:
-            if base.rollout_size % arm.group_size:
-                reason = (
-                    f"{base.rollout_size} responses a step are no whole number of such groups;"
-                    " choose sizes that divide it"
-                )
-                raise UserError(
-                    f"--group_size {arm.group_size} --hold rollouts: {reason}, or --hold prompts"
-                )
-            arm = dataclasses.replace(arm, prompts_per_rollout=base.rollout_size // arm.group_size)
-        name = "_".join(_label(key, value) for key, value in chosen.items()) or _label(
-            "loss_type", base.loss_type
-        )
+        if holds_rollouts:
+            arm = _hold_rollouts(arm, base.rollout_size)
+        labels = [_label(key, value) for key, value in chosen.items()]
+        name = "_".join(labels) or _label("loss_type", base.loss_type)
         if name in arms:
             raise UserError(
                 f"two arms would be called {name}: give them names of their own in a --sweep_file"
@@ -93,24 +99,35 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     return arms
 
 
+def _hold_rollouts(arm: RLArgs, responses: int) -> RLArgs:
+    """The arm with as many prompts a step as make so many responses. Raises `UserError` where no
+    whole number does."""
+    if responses % arm.group_size:
+        reason = (
+            f"{responses} responses a step are no whole number of such groups; choose sizes that"
+            " divide it, or --hold prompts"
+        )
+        raise UserError(f"--group_size {arm.group_size} --hold rollouts: {reason}")
+    return dataclasses.replace(arm, prompts_per_rollout=responses // arm.group_size)
+
+
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
     """The arms of a TOML file: the values at its top, then the single `values` of the command line,
     then the arm's own. A table [about] is left out. Raises `UserError`, naming the file, where the
     file is malformed or an arm cannot work."""
-    if several := [name for name, given in values.items() if len(given) > 1]:
+    varied = [name for name, given in values.items() if len(given) > 1]
+    if varied:
         raise UserError(
-            f"--{several[0]}: with --sweep_file the arms are those of the file; give one value, or"
+            f"--{varied[0]}: with --sweep_file the arms are those of the file; give one value, or"
             " no file"
         )
     content = read_toml(Path(file), "--sweep_file")
-    arms, _ = content.pop("arms", None), content.pop("about", None)
-    if (
-        not isinstance(arms, dict)
-        or not arms
-        or not all(isinstance(arm, dict) for arm in arms.values())
-    ):
+    content.pop("about", None)
+    arms = content.pop("arms", None)
+    has_arms = isinstance(arms, dict) and bool(arms)
+    if not has_arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
-    shared = {**content, **{name: given[0] for name, given in values.items()}}
+    shared = content | {name: given[0] for name, given in values.items()}
     for name in arms:
         if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
             raise UserError(
@@ -127,36 +144,50 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
     """The preset's arguments, overridden by `values`. Raises `UserError`, beginning with `place`,
     for unknown or bad ones."""
-    hints = get_type_hints(RLArgs)
+    hints = hints_of_flags(RLArgs)
     for name, value in values.items():
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
-        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        # with a colon it is the path of the user's own
-        if name == "loss_type" and ":" not in str(value):
-            choices = tuple(LOSSES)
-        kind = next((kind for kind in get_args(hints[name]) if kind in _KINDS), hints[name])
-        if choices and value not in choices:
-            raise UserError(
-                f"{place}{name} = {value!r}: choose one of {', '.join(map(str, choices))}"
-            )
-        if (
-            kind in (int, bool, str)
-            and type(value) is not kind
-            or kind is float
-            and type(value) not in (int, float)
-        ):
-            raise UserError(f"{place}{name} = {value!r}: must be {_KINDS[kind]}")
+        objection = _type_objection(name, value, hints[name])
+        if objection:
+            raise UserError(f"{place}{name} = {value!r}: {objection}")
     return from_preset(RLArgs, preset, **values)
 
 
-def _label(key: str, value) -> str:
+def _type_objection(name: str, value: object, hint: Any) -> str:
+    """What is wrong with the type of a value from a file, or with its choice; "" where nothing
+    is."""
+    choices: tuple[Any, ...] = flags_of_class(RLArgs)[name].choices
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+    # with a colon it is the path of the user's own
+    if name == "loss_type" and ":" not in str(value):
+        choices = tuple(LOSSES)
+    if choices and value not in choices:
+        return f"choose one of {', '.join(map(str, choices))}"
+
+    # of int | None the int: TOML has no None
+    members = [member for member in get_args(hint) if member in _KINDS]
+    kind = members[0] if members else hint
+    allowed: tuple[Any, ...] = ()
+    if kind is float:
+        allowed = (int, float)
+    elif kind in _KINDS:
+        allowed = (kind,)
+    # not isinstance: True is an int
+    if allowed and type(value) not in allowed:
+        return f"must be {_KINDS[kind]}"
+    return ""
+
+
+def _label(key: str, value: object) -> str:
     """A value's part of an arm's name, fit for a folder: `grpo_clip`, `group_size4`,
     `no_normalize_by_std`."""
     if isinstance(value, bool):
         return key if value else f"no_{key}"
     text = str(value).replace("/", "-").replace(":", ".")
-    return text if isinstance(value, str) and value else f"{key}{text}"
+    speaks_for_itself = isinstance(value, str) and bool(value)
+    return text if speaks_for_itself else f"{key}{text}"
 
 
 def name_of(arm: RLArgs, base: RLArgs) -> str:
@@ -178,7 +209,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` where arms would answer different questions, or share a warm start that
     fits one of them only."""
     for field in ("max_problems", "dataset_path", *vars(DataConfig())):
-        if len(values := sorted({str(getattr(args, field)) for args in arms.values()})) > 1:
+        values = sorted({str(getattr(args, field)) for args in arms.values()})
+        if len(values) > 1:
             raise UserError(
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
@@ -197,11 +229,13 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     """Warnings of arms that are mathematically the same, of confounded differences, and of a single
     seed."""
-    reason = (
-        "one seed cannot tell an arm from luck; there will be no verdict: give at least two,"
-        " --seed 0 1"
-    )
-    return [*_equivalent(arms), *_confounded(arms), *([reason] if len(seeds) < 2 else [])]
+    warnings = [*_equivalent(arms), *_confounded(arms)]
+    if len(seeds) < 2:
+        warnings.append(
+            "one seed cannot tell an arm from luck; there will be no verdict: give at least two,"
+            " --seed 0 1"
+        )
+    return warnings
 
 
 FEWEST_INTERVALS = 3  # between evaluations, so that one of them has a neighbour on both sides
@@ -210,12 +244,19 @@ ENOUGH_INTERVALS = 8
 line by less than (4 / 8)^2 / 8 of that way between 9 evaluations."""
 
 
+def _count_intervals(args: RLArgs) -> int:
+    """The intervals between evaluations, the last one of which may be shorter."""
+    return math.ceil(args.num_steps / args.eval_interval)
+
+
 def refuse_rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> None:
     """Raise `UserError` where arms are compared between evaluations that are too few to say how
     their curves bend there."""
+    if not is_between_evaluations(arms, match):
+        return
     for name, args in arms.items():
-        intervals = -(-args.num_steps // args.eval_interval)
-        if is_between_evaluations(arms, match) and intervals < FEWEST_INTERVALS:
+        intervals = _count_intervals(args)
+        if intervals < FEWEST_INTERVALS:
             need = (
                 f"--match {match} compares between evaluations, for which each arm needs"
                 f" {FEWEST_INTERVALS + 1} or more"
@@ -233,11 +274,7 @@ def rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> list[str]:
     leave verdicts undecided."""
     if not is_between_evaluations(arms, match):
         return []
-    rare = {
-        name: args
-        for name, args in arms.items()
-        if -(-args.num_steps // args.eval_interval) < ENOUGH_INTERVALS
-    }
+    rare = {name: args for name, args in arms.items() if _count_intervals(args) < ENOUGH_INTERVALS}
     if not rare:
         return []
     most = max(1, min(args.num_steps for args in rare.values()) // ENOUGH_INTERVALS)
@@ -262,78 +299,115 @@ def canonical(args: RLArgs) -> dict[str, object]:
     With one update a rollout, sampled by the current weights, the ratio to the old policy is 1,
     where every loss with a ratio, clipped or not, of tokens or responses, has the gradient of -A
     log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
-    facts = {
-        f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in BOOKKEEPING
-    }
+    facts = {name: getattr(args, name) for name in _DECIDING_ARGUMENTS}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
     facts["max_staleness"] = args.staleness
     facts["rollouts"] = "async" if args.staleness else "sync"
+    loss = args.loss
+    ratio_is_one = args.updates_per_rollout == 1 and not args.trusts_sampler
     # A loss with one ratio a response averages its tokens before they could be weighted one by one.
-    token_weights = args.loss.ratio_per_response and args.sampler_correction.startswith("token")
-    loss, ratio_is_one = args.loss, args.updates_per_rollout == 1 and not args.trusts_sampler
+    token_weights = loss.ratio_per_response and args.sampler_correction.startswith("token")
     if loss.at_ratio_one and ratio_is_one and not token_weights:
-        facts["loss_type"], loss = loss.at_ratio_one, LOSSES[loss.at_ratio_one]
+        facts["loss_type"] = loss.at_ratio_one
+        loss = LOSSES[loss.at_ratio_one]
     if facts["cliprange_high"] is None:
         facts["cliprange_high"] = facts["cliprange"]
-    without_effect = {
-        tuple(OPTIONAL_ARGUMENTS - loss.arguments): True,
-        ("std_of", "advantage_eps"): not facts["normalize_by_std"],
-        ("kl_estimator",): not facts["beta"],
-        ("old_log_probs",): not loss.uses_ratio or args.staleness > 0,
-        ("correction_cap",): facts["sampler_correction"] == "none",
-        ("lora_alpha", "lora_targets"): facts["lora_rank"] == 0,
-        ("model",): bool(facts["sft_base"]),  # only the warm start derives from it
-    }
-    left_out = {name for names, idle in without_effect.items() if idle for name in names}
-    return {name: value for name, value in facts.items() if name not in left_out}
+    idle = OPTIONAL_ARGUMENTS - loss.arguments
+    if not facts["normalize_by_std"]:
+        idle |= {"std_of", "advantage_eps"}
+    if not facts["beta"]:
+        idle |= {"kl_estimator"}
+    if not loss.uses_ratio or args.staleness > 0:
+        idle |= {"old_log_probs"}
+    if facts["sampler_correction"] == "none":
+        idle |= {"correction_cap"}
+    if facts["lora_rank"] == 0:
+        idle |= {"lora_alpha", "lora_targets"}
+    if facts["sft_base"]:
+        idle |= {"model"}  # only the warm start derives from it
+    return {name: value for name, value in facts.items() if name not in idle}
 
 
 def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
-    groups: dict[tuple, list[str]] = {}
+    """A warning for each group of arms that compute the same."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, args in arms.items():
-        groups.setdefault(
-            tuple(sorted((key, str(value)) for key, value in canonical(args).items())), []
-        ).append(name)
-
-    def reason(names):
-        return f"mathematically the same ({_why_equivalent([arms[name] for name in names])})"
-
-    return [f"{', '.join(names)}: {reason(names)}" for names in groups.values() if len(names) > 1]
+        texts = [(argument, str(value)) for argument, value in canonical(args).items()]
+        groups.setdefault(tuple(sorted(texts)), []).append(name)
+    warnings = []
+    for names in groups.values():
+        if len(names) > 1:
+            reason = _why_equivalent([arms[name] for name in names])
+            warnings.append(f"{', '.join(names)}: mathematically the same ({reason})")
+    return warnings
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
-    if len(losses := {args.loss_type for args in arms}) > 1:
+    """Why these arms compute the same."""
+    losses = {args.loss_type for args in arms}
+    if len(losses) > 1:
         names = sorted(losses - {"reinforce_with_baseline"})
-        have = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
+        verb = "has" if len(names) == 1 else "have"
         return (
-            f"with one update a rollout the ratio is 1, so {have} the gradient of"
-            " reinforce_with_baseline"
+            f"with one update a rollout the ratio is 1, so {' and '.join(names)} {verb} the"
+            " gradient of reinforce_with_baseline"
         )
-    idle = " and ".join(f"--{name}" for name in differing(arms))
-    return f"{idle} plays no part here" if idle else "equal arguments"
+    flags = " and ".join(f"--{name}" for name in differing(arms))
+    return f"{flags} plays no part here" if flags else "equal arguments"
 
 
 def differing(arms: Sequence[RLArgs]) -> list[str]:
     """The arguments in which arms differ, less those that never decide a result."""
-    names = (f.name for f in dataclasses.fields(RLArgs) if f.name not in BOOKKEEPING)
-    return [name for name in names if len({getattr(args, name) for args in arms}) > 1]
+    names = []
+    for name in _DECIDING_ARGUMENTS:
+        values = {getattr(args, name) for args in arms}
+        if len(values) > 1:
+            names.append(name)
+    return names
 
 
-DERIVED = {  # Quantity -> its value, and the arguments that are changed to change it.
-    "prompts a step": (lambda args: args.prompts_per_rollout, {"prompts_per_rollout"}),
-    "responses a step": (lambda args: args.rollout_size, set()),
-    "responses in all": (lambda args: args.rollout_size * args.num_steps, {"num_steps"}),
-    "optimiser updates": (
-        lambda args: args.updates_per_rollout * args.num_steps,
-        {"epochs_per_rollout", "num_steps"},
-    ),
-    "draws of a group, at most": (lambda args: 1 + args.max_refills, set()),
-    "responses an update": (
-        lambda args: min(args.train_mini_batch_size or args.rollout_size, args.rollout_size),
-        {"train_mini_batch_size"},
-    ),
-}
+class Derived(NamedTuple):
+    """A quantity that follows from several arguments, and `factors`, the arguments that a user
+    changes in order to change it."""
+
+    quantity: str
+    value: Callable[[RLArgs], int]
+    factors: frozenset[str] = frozenset()
+
+
+def _prompts(args: RLArgs) -> int:
+    return args.prompts_per_rollout
+
+
+def _responses(args: RLArgs) -> int:
+    return args.rollout_size
+
+
+def _all_responses(args: RLArgs) -> int:
+    return args.rollout_size * args.num_steps
+
+
+def _updates(args: RLArgs) -> int:
+    return args.updates_per_rollout * args.num_steps
+
+
+def _draws(args: RLArgs) -> int:
+    return 1 + args.max_refills
+
+
+def _responses_an_update(args: RLArgs) -> int:
+    return min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
+
+
+DERIVED = (
+    Derived("prompts a step", _prompts, frozenset({"prompts_per_rollout"})),
+    Derived("responses a step", _responses),
+    Derived("responses in all", _all_responses, frozenset({"num_steps"})),
+    Derived("optimiser updates", _updates, frozenset({"epochs_per_rollout", "num_steps"})),
+    Derived("draws of a group, at most", _draws),
+    Derived("responses an update", _responses_an_update, frozenset({"train_mini_batch_size"})),
+)
 _EVALUATED = frozenset(
     {
         "reward",
@@ -349,27 +423,33 @@ _EVALUATED = frozenset(
 def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
     """A warning for each argument whose change, alone between two arms, also changes another
     quantity."""
-    confounded: dict[tuple, list[str]] = {}
-    for (a, x), (b, y) in itertools.combinations(arms.items(), 2):
-        names = differing((x, y))
+    # The argument and the quantities -> the arms.
+    confounded: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (name_a, a), (name_b, b) in itertools.combinations(arms.items(), 2):
+        names = differing((a, b))
         if "group_size" in names:
             names = [name for name in names if name != "prompts_per_rollout"]
         if len(names) != 1:
             continue
-        (name,) = names
-        effects = [
-            label
-            for label, (value, factors) in DERIVED.items()
-            if value(x) != value(y) and name not in factors
-        ]
-        if name in _EVALUATED and (name != "reward" or x.evaluation_rule != y.evaluation_rule):
-            effects.append("how the evaluation samples or scores")
+        [name] = names
+        effects = _side_effects(name, a, b)
         if effects:
-            confounded.setdefault((name, tuple(effects)), []).extend((a, b))
+            confounded.setdefault((name, effects), []).extend((name_a, name_b))
+    warnings = []
+    for (name, effects), names in confounded.items():
+        arms_once = ", ".join(dict.fromkeys(names))
+        warnings.append(f"{arms_once}: --{name} also changes {', '.join(effects)}")
+    return warnings
 
-    def reason(name, effects):
-        return f"--{name} also changes {', '.join(effects)}"
 
-    return [
-        f"{', '.join(dict.fromkeys(names))}: {reason(*key)}" for key, names in confounded.items()
-    ]
+def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:
+    """The quantities in which two arms differ, though an argument that alone differs between them
+    is not there to change them."""
+    effects = []
+    for derived in DERIVED:
+        if derived.value(a) != derived.value(b) and name not in derived.factors:
+            effects.append(derived.quantity)
+    same_rule = name == "reward" and a.evaluation_rule == b.evaluation_rule
+    if name in _EVALUATED and not same_rule:
+        effects.append("how the evaluation samples or scores")
+    return tuple(effects)

@@ -52,8 +52,10 @@ def cut(means_S: Sequence[float], floor: float) -> Places:
     place = int(ratio_K.argmax())
     null_N = _null_ratios(len(y_S))
     exceeding = len(null_N) - int(np.searchsorted(null_N, ratio_K[place], side="left"))
-    low, high = (float(part.mean()) for part in np.split(y_S, [place + 1]))
-    return Places(place + 1, len(y_S), low, high, (1 + exceeding) / (1 + len(null_N)))
+    low_S, high_S = np.split(y_S, [place + 1])
+    # counts from draws have one added, so that p is never 0 (Davison and Hinkley 1997)
+    p = (1 + exceeding) / (1 + len(null_N))
+    return Places(place + 1, len(y_S), float(low_S.mean()), float(high_S.mean()), p)
 
 
 def arms_in_two_places(
@@ -63,15 +65,18 @@ def arms_in_two_places(
     Bonferroni's correction; and of all arms together, by Fisher's sum of log p values (1932), which
     then names the arms of a p value below SHOWN_LEVEL. Places that are `least_gap` or less apart
     are one."""
-    cuts = {arm: cut(of_arm, floors[arm]) for arm, of_arm in means.items() if len(of_arm) >= FEWEST}
+    cuts: dict[str, Places] = {}
+    for arm, means_S in means.items():
+        if len(means_S) < FEWEST:
+            continue
+        places = cut(means_S, floors[arm])
+        cuts[arm] = replace(places, p=1.0) if places.gap <= least_gap else places
     if not cuts:
         return {}
-    for arm, found in cuts.items():
-        if found.gap <= least_gap:
-            cuts[arm] = replace(found, p=1.0)
-    together = stats.chi2.sf(-2 * sum(math.log(found.p) for found in cuts.values()), 2 * len(cuts))
-    level = SHOWN_LEVEL if together < LEVEL else LEVEL / len(cuts)
-    return {arm: found for arm, found in cuts.items() if found.p < level}
+    log_p = sum(math.log(places.p) for places in cuts.values())
+    p_together = stats.chi2.sf(-2 * log_p, 2 * len(cuts))
+    level = SHOWN_LEVEL if p_together < LEVEL else LEVEL / len(cuts)
+    return {arm: places for arm, places in cuts.items() if places.p < level}
 
 
 def _gap_ratios(y_NS: np.ndarray, floor: float) -> np.ndarray:
@@ -81,12 +86,11 @@ def _gap_ratios(y_NS: np.ndarray, floor: float) -> np.ndarray:
     centred_NS = y_NS - y_NS.mean(axis=1, keepdims=True)
     below_K = np.arange(1, seeds)
     sum_below_NK = centred_NS.cumsum(axis=1)[:, :-1]
-    # With a mean of 0 the part above sums to minus the part below: between = sum^2 / k + sum^2 / (S
-    # - k).
+    # The sum of squares is that between the parts plus that within them. With a mean of 0 the part
+    # above sums to minus the part below: between = sum^2 / k + sum^2 / (S - k).
     between_NK = sum_below_NK**2 * (1 / below_K + 1 / (seeds - below_K))
-    within_NK = np.maximum(0.0, (centred_NS**2).sum(axis=1, keepdims=True) - between_NK) / (
-        seeds - 2
-    )
+    total_N1 = (centred_NS**2).sum(axis=1, keepdims=True)
+    within_NK = np.maximum(0.0, total_N1 - between_NK) / (seeds - 2)
     return np.diff(y_NS, axis=1) / np.sqrt(np.maximum(within_NK, max(floor, 1e-18)))
 
 
@@ -110,9 +114,14 @@ def hidden_shift(rooms_A: Sequence[float], seeds: int, chance: float) -> float:
     p)^S; arms fail apart. So the maximum of sum(p room) where sum(S log(1 - p)) is log(chance): 1 -
     p is the smaller of 1 and level / room (the derivatives are equal), for one level."""
     rooms = np.sort([room for room in rooms_A if room > 0])[::-1]
-    if not len(rooms) or np.isinf(rooms[0]):
-        return float(rooms[0]) if len(rooms) else 0.0
-    number = np.arange(1, len(rooms) + 1)  # of arms with p above 0, those with the largest rooms
+    if not len(rooms):
+        return 0.0
+    if np.isinf(rooms[0]):
+        return math.inf
+    # The arms with p above 0 are those with the largest rooms: the level for each number of them,
+    # of which the largest holds where every room exceeds its level.
+    number = np.arange(1, len(rooms) + 1)
     log_level = (np.cumsum(np.log(rooms)) + math.log(chance) / seeds) / number
     arms = int(number[np.log(rooms) > log_level].max())
-    return float((rooms[:arms] - math.exp(log_level[arms - 1])).sum())
+    level = math.exp(log_level[arms - 1])
+    return float((rooms[:arms] - level).sum())

@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -21,7 +23,7 @@ from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
-from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
+from alignment.system.files import fill_template, read_jsonl, write_atomically
 from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
@@ -35,172 +37,192 @@ def report(study: Study, folder: Path, console: Console) -> None:
     """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of
     arms; write the report."""
 
-    def cells(c):
-        return (
-            f"{c.a} - {c.b}",
-            f"{c.difference:+.3f}",
-            f"{c.low:+.3f} .. {c.high:+.3f}",
-            str(c.seeds),
-            c.verdict,
-        )
-
-    compared, measured = verdicts.outcome(study)
-    factors = {
-        f"{compared}: {name}, averaged over all else": rows
-        for name, rows in decide_factors(study).items()
-    }
-    if not factors and (pairs := decide(study)):
-        factors = {compared: pairs}
-    for title, comparisons in factors.items():
-        rows = map(cells, _ranked(comparisons))
-        console.print(
-            make_table(title, ("", "difference", "95 % interval", "seeds", "verdict"), rows)
-        )
-    if note := caution(study, [c for rows in factors.values() for c in rows] or decide(study)):
+    outcome = verdicts.outcome(study)
+    tables: dict[str, list[Comparison]] = {}
+    for name, comparisons in decide_factors(study).items():
+        tables[f"{outcome.title}: {name}, averaged over all else"] = comparisons
+    if not tables:
+        pairs = decide(study)
+        if pairs:
+            tables[outcome.title] = pairs
+    columns = ("", "difference", "95 % interval", "seeds", "verdict")
+    for title, comparisons in tables.items():
+        rows = [_cells(comparison) for comparison in _ranked(comparisons)]
+        console.print(make_table(title, columns, rows))
+    note = caution(study, _flatten(tables))
+    if note:
         console.print(note, markup=False, soft_wrap=True)
     for warning in study.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if study.match != "steps":
-        console.print(f"verdicts are on {measured}", soft_wrap=True)
+        console.print(f"verdicts are on {outcome.description}", soft_wrap=True)
     for name in study.missing:
         console.print(f"unfinished: {name}", style="red", markup=False)
     console.print(f"report: {write_report(study, folder)[0]}", markup=False, soft_wrap=True)
 
 
+def _cells(comparison: Comparison) -> tuple[str, ...]:
+    """A comparison's row of the printed table."""
+    return (
+        f"{comparison.a} - {comparison.b}",
+        f"{comparison.difference:+.3f}",
+        f"{comparison.low:+.3f} .. {comparison.high:+.3f}",
+        str(comparison.seeds),
+        comparison.verdict,
+    )
+
+
+def _flatten(tables: Mapping[str, Sequence[Comparison]]) -> list[Comparison]:
+    """The comparisons of all tables."""
+    return [comparison for rows in tables.values() for comparison in rows]
+
+
 def write_report(study: Study, folder: Path) -> list[Path]:
     """Write report.html, one page without other files, and for a paper Markdown, LaTeX, CSV, SVG
     and PDF. Returns `PAGES`."""
-    facts = contents(study)
-    drawn = figures(
-        study, [c for rows in facts["factors"].values() for c in rows] or facts["pairs"]
-    )
+    values = contents(study)
+    drawn = figures(study, _flatten(values["factors"]) or values["pairs"])
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    facts |= {
-        "figures": {
-            title: _save(figure, folder / "figures", title) for title, figure in drawn.items()
-        }
+    values["figures"] = {
+        title: _save(figure, folder / "figures", title) for title, figure in drawn.items()
     }
-
-    def p_value(p):
-        return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
-
-    facts |= {
+    values |= {
         "shown": SHOWN_PAIRS,
         "printable": printable,
         "file_name": _file_name,
-        "p_value": p_value,
+        "p_value": _format_p_value,
     }
-    facts |= {"methods": " ".join(fill_template(HERE / "methods.txt.j2", **facts).split())}
+    values["methods"] = " ".join(fill_template(HERE / "methods.txt.j2", **values).split())
     for page in PAGES:
-        write_atomically(folder / page, fill_template(HERE / f"{page}.j2", **facts))
+        write_atomically(folder / page, fill_template(HERE / f"{page}.j2", **values))
     return [folder / page for page in PAGES]
 
 
-def contents(study: Study) -> dict[str, object]:
+def _format_p_value(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
+
+def contents(study: Study) -> dict[str, Any]:
     """The values that the templates use. `run` is the only run of a study without a comparison,
     else None."""
-    factors, pairs, arms = decide_factors(study), decide(study), arm_rows(study)
-    any_run, varied = study.runs[0] if study.runs else None, choices(study.varied)
-    question = (
-        f"Does {' or '.join(varied)} make a difference to held-out accuracy?"
-        if varied
-        else "What did training change?"
-    )
-    run = any_run if len(arms) == len(study.runs) == 1 else None
+    factors = decide_factors(study)
+    pairs = decide(study)
+    arms = arm_rows(study)
+    varied = choices(study.varied)
+    question = "What did training change?"
+    if varied:
+        question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?"
+    run = None
+    completions = []
+    if len(arms) == len(study.runs) == 1:
+        [run] = study.runs
+        last_step = run.evals[-1]["step"]
+        completions = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
     return {
         "study": study,
         "run": run,
         "question": question,
-        "varied": varied or [],
+        "varied": varied,
         "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs),
         "factors": factors,
-        "caution": caution(study, [*pairs, *(c for rows in factors.values() for c in rows)]),
+        "caution": caution(study, [*pairs, *_flatten(factors)]),
         "pairs": _ranked(pairs),
         "pairs_area": _ranked(decide(study, whole_curve=True)),
         "over_tasks": verdicts.over_tasks(study),
-        "completions": (
-            read_jsonl(run.path / "completions" / f"eval_{run.evals[-1]['step']:06d}.jsonl")
-            if run
-            else []
-        ),
+        "completions": completions,
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
-        "arms": sorted(arms, key=lambda arm: -arm["mean"] if arm["seeds"] else math.inf),
+        "arms": sorted(arms, key=_rank_of_arm),
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
         "reproducibility": sorted({reproducibility(run.path) for run in study.runs}),
-        "questions": (
-            len(set(verdicts.question_groups([any_run]) or any_run.scores.questions))
-            if any_run
-            else 0
-        ),
+        "questions": _count_questions(study),
     }
 
 
-def arm_rows(study: Study) -> list[dict]:
+def _rank_of_arm(row: Mapping[str, Any]) -> float:
+    """The best arm first, and those without a run last."""
+    return -row["mean"] if row["seeds"] else math.inf
+
+
+def _count_questions(study: Study) -> int:
+    """How many different questions a run was evaluated on."""
+    if not study.runs:
+        return 0
+    run = study.runs[0]
+    return len(set(verdicts.question_groups([run]) or run.scores.questions))
+
+
+def arm_rows(study: Study) -> list[dict[str, Any]]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its
     arguments and a sample."""
-    scores, end = final_scores(study), (study.match, verdicts.budget(study))
-    accuracy = {arm: [float(s.mean()) for s in by_seed.values()] for arm, by_seed in scores.items()}
-    return [
-        {
+    scores = final_scores(study)
+    budget = verdicts.budget(study)
+    rows = []
+    for arm, runs in study.arms.items():
+        accuracies = [float(scores_Q.mean()) for scores_Q in scores[arm].values()]
+        row = {
             "name": arm,
             "seeds": sorted(runs),
             "settings": study.varied[arm],
             "sample": sample_of(runs),
-            "accuracies": accuracy[arm],
+            "accuracies": accuracies,
             "margin": half_width(study, arm, scores[arm]),
-            "mean": float(np.mean(accuracy[arm])) if runs else math.nan,
-            "iqm": interquartile_mean(accuracy[arm]) if runs else math.nan,
-            "split": (
-                np.mean([verdicts.split_of_gain(run, *end) for run in runs.values()], axis=0)
-                if runs
-                else [math.nan] * 3
-            ),
+            "mean": math.nan,
+            "iqm": math.nan,
+            "split": [math.nan] * 3,
         }
-        for arm, runs in study.arms.items()
-    ]
+        if runs:
+            gains = [verdicts.split_of_gain(run, study.match, budget) for run in runs.values()]
+            row["mean"] = float(np.mean(accuracies))
+            row["iqm"] = interquartile_mean(accuracies)
+            row["split"] = np.mean(gains, axis=0)
+        rows.append(row)
+    return rows
 
 
 def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    return sorted(
-        comparisons, key=lambda c: (c.kind == "undecided", -abs(c.difference) if c.seeds else 0)
-    )
+    """The decided comparisons first, each kind by the size of the difference."""
+
+    def rank(comparison: Comparison) -> tuple[bool, float]:
+        # without a shared seed the difference is NaN, which has no order
+        size = abs(comparison.difference) if comparison.seeds else 0
+        return comparison.kind == "undecided", -size
+
+    return sorted(comparisons, key=rank)
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
     """A line for each varied argument, or for the pairs of arms: the largest differences, and how
     many tie or are undecided."""
-    lines = []
-    for name, comparisons in (factors or {"the arms": pairs}).items():
-        winners = [
-            f"{c.verdict} ({abs(c.difference):.3f})"
-            for c in _ranked(comparisons)
-            if c.kind == "greater"
-        ]
-        shown = winners[:WINNERS] + (
-            [f"{len(winners) - WINNERS} more differences"] if len(winners) > WINNERS else []
-        )
-        kinds = Counter(c.kind for c in comparisons)
-        rest = [
-            f"{kinds[kind]} of {len(comparisons)} pairs {kind}"
-            for kind in ("tie", "undecided")
-            if kinds[kind]
-        ]
-        lines.append(f"{name}: {'; '.join([*(shown or ['no difference shown']), *rest])}")
-    return lines
+    tables = factors or {"the arms": pairs}
+    return [f"{name}: {_summarise(comparisons)}" for name, comparisons in tables.items()]
+
+
+def _summarise(comparisons: Sequence[Comparison]) -> str:
+    """The headline of some comparisons."""
+    decided = [comparison for comparison in _ranked(comparisons) if comparison.kind == "greater"]
+    parts = [f"{c.verdict} ({abs(c.difference):.3f})" for c in decided[:WINNERS]]
+    if not decided:
+        parts.append("no difference shown")
+    if len(decided) > WINNERS:
+        parts.append(f"{len(decided) - WINNERS} more differences")
+    numbers = Counter(comparison.kind for comparison in comparisons)
+    for kind in ("tie", "undecided"):
+        if numbers[kind]:
+            parts.append(f"{numbers[kind]} of {len(comparisons)} pairs {kind}")
+    return "; ".join(parts)
 
 
 def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
     """What verdicts "in runs like these" leave open, by the fewest seeds of one; "" where every
     verdict is firm."""
-    open_ones = [c for c in comparisons if c.kind != "undecided" and not c.firm]
-    if not open_ones:
+    infirm = [c for c in comparisons if c.kind != "undecided" and not c.firm]
+    if not infirm:
         return ""
-    seeds = min(c.seeds for c in open_ones)
-    share = unseen_share(
-        seeds, study.alpha / max(1, sum(bool(runs) for runs in study.arms.values()))
-    )
-    shift = max(c.hidden for c in open_ones)
+    seeds = min(comparison.seeds for comparison in infirm)
+    arms_with_runs = [arm for arm, runs in study.arms.items() if runs]
+    share = unseen_share(seeds, study.alpha / max(1, len(arms_with_runs)))
+    shift = max(comparison.hidden for comparison in infirm)
     size = f"up to {shift:.2g}" if math.isfinite(shift) else "any amount"
     return (
         f"in runs like these: {seeds} seeds cannot exclude that up to {share:.0%} of an arm's runs"
@@ -214,7 +236,8 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
     whose reward changed."""
     if not runs:
         return None
-    run = runs[min(runs)]
+    first_seed = min(runs)
+    run = runs[first_seed]
     old, new = first_change(run.path, run.evals)
     texts = {
         "question": new["question"],
@@ -226,31 +249,57 @@ def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:
 
 
 ACCURACY = "avg_all_rewards"
-FIGURES = read_toml(HERE / "report.toml", "report")
+CURVES = {
+    ACCURACY: "held-out accuracy",
+    "reward": "training reward",
+    "response_length": "response tokens",
+    "entropy": "entropy, nats a token",
+    "clip_fraction": "share of clipped tokens",
+    "grad_norm": "gradient norm",
+}
+"""The quantities with a curve, by their names in the records of a run -> the axis's label."""
+COSTS = {
+    "rollout steps": "steps",
+    "sampled tokens": "tokens",
+    "seconds of training": "seconds",
+}
+"""What a curve is drawn over -> what --match calls it. The first is that of every curve, the others
+are of accuracy's."""
+COLOURS = {"greater": "tab:green", "tie": "tab:blue", "undecided": "tab:orange"}
+DASHES = ("-", "--", ":", "-.")  # of lines, where two arguments vary
 
 
 def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure]:
     """The figures by title."""
     plt.switch_backend("svg")
     plt.style.use(HERE / "report.mplstyle")
-    compared, _ = verdicts.outcome(study)
-    drawn = (
-        {f"Differences of {compared}": _draw(_draw_differences, study, comparisons)}
-        if comparisons
-        else {}
-    )
-    for key, label in FIGURES["curves"].items():
-        for cost in list(FIGURES["costs"])[: None if key == ACCURACY else 1]:
-            if any(x for run in study.runs for x, _ in _points(run, key, cost).values()):
-                drawn[f"{label[0].upper()}{label[1:]} by {cost}"] = _draw(
-                    _draw_curves, study, key, cost
-                )
-    return drawn | (
-        {f"{compared.capitalize()} by arm": _draw(_draw_final, study)} if comparisons else {}
-    )
+    compared = verdicts.outcome(study).title
+    drawn: dict[str, Figure] = {}
+    if comparisons:
+        drawn[f"Differences of {compared}"] = _draw(_draw_differences, study, comparisons)
+    first_cost = next(iter(COSTS))
+    for key, label in CURVES.items():
+        costs = COSTS if key == ACCURACY else (first_cost,)
+        for cost in costs:
+            if _has_curve(study, key, cost):
+                title = f"{label[0].upper()}{label[1:]} by {cost}"
+                drawn[title] = _draw(_draw_curves, study, key, cost)
+    if comparisons:
+        drawn[f"{compared.capitalize()} by arm"] = _draw(_draw_final, study)
+    return drawn
 
 
-def _draw(draw: Callable, study: Study, *args) -> Figure:
+def _has_curve(study: Study, key: str, cost: str) -> bool:
+    """Whether a run has a point beside its beginning."""
+    curves = [_points(run, key, cost).values() for run in study.runs]
+    return any(x for curve in curves for x, _ in curve)
+
+
+Styles = Mapping[str, dict[str, Any]]
+"""By arm, the arguments of matplotlib that make its line."""
+
+
+def _draw(draw: Callable[..., None], study: Study, *args: object) -> Figure:
     figure, axes = plt.subplots(layout="constrained")
     draw(axes, _styles(study), study, *args)
     if axes.get_legend_handles_labels()[0]:
@@ -258,23 +307,26 @@ def _draw(draw: Callable, study: Study, *args) -> Figure:
     return figure
 
 
-def _styles(study: Study) -> dict[str, dict]:
+def _styles(study: Study) -> Styles:
     """The line of each arm. Where two arguments vary, the colour says the value of the one, the
     dash that of the other."""
-    names = sorted(
-        choices(study.varied),
-        key=lambda name: -len({str(values[name]) for values in study.varied.values()}),
-    )
-    keys = [
-        [str(of_arm[name]) for name in names] if len(names) == 2 else (arm, "")
-        for arm, of_arm in study.varied.items()
-    ]
-    colours, dashes = (list(dict.fromkeys(values)) for values in zip(*keys, strict=True))
-    places = [(colours.index(a), dashes.index(b) % len(FIGURES["dashes"])) for a, b in keys]
-    return {
-        arm: {"color": f"C{i}", "linestyle": FIGURES["dashes"][j]}
-        for arm, (i, j) in zip(study.varied, places, strict=True)
-    }
+
+    def count_values(name: str) -> int:
+        return len({str(values[name]) for values in study.varied.values()})
+
+    # there are more colours than dashes
+    names = sorted(choices(study.varied), key=count_values, reverse=True)
+    colours: dict[str, int] = {}
+    dashes: dict[str, int] = {}
+    styles = {}
+    for arm, values in study.varied.items():
+        coloured, dashed = arm, ""
+        if len(names) == 2:
+            coloured, dashed = (str(values[name]) for name in names)
+        colour = colours.setdefault(coloured, len(colours))
+        dash = dashes.setdefault(dashed, len(dashes))
+        styles[arm] = {"color": f"C{colour}", "linestyle": DASHES[dash % len(DASHES)]}
+    return styles
 
 
 def _file_name(title: str) -> str:
@@ -283,7 +335,8 @@ def _file_name(title: str) -> str:
 
 def _save(figure: Figure, folder: Path, title: str) -> Markup:
     """Write the figure as SVG and PDF. Returns the SVG for the page."""
-    svg, file = io.StringIO(), folder / _file_name(title)
+    svg = io.StringIO()
+    file = folder / _file_name(title)
     figure.savefig(svg, format="svg", metadata={"Date": None})
     figure.savefig(f"{file}.pdf", metadata={"CreationDate": None})
     plt.close(figure)
@@ -292,72 +345,95 @@ def _save(figure: Figure, folder: Path, title: str) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
-def _draw_differences(axes, styles: dict, study: Study, comparisons: Sequence[Comparison]) -> None:
-    """Draw each difference with its interval, and the margin of a tie as a band."""
-    rows = list(enumerate(reversed(comparisons[:SHOWN_PAIRS])))
-    axes.figure.set_figheight(1.2 + 0.25 * len(rows))
+def _draw_differences(
+    axes: Axes, styles: Styles, study: Study, comparisons: Sequence[Comparison]
+) -> None:
+    """Draw each difference with its interval, the first at the top, and the margin of a tie as a
+    band."""
+    shown = comparisons[:SHOWN_PAIRS][::-1]
+    _set_rows(axes, len(shown))
     axes.axvspan(
         -study.tie, study.tie, color="tab:gray", alpha=0.2, lw=0, label=f"tie: below {study.tie:g}"
     )
     axes.axvline(0, color="tab:gray", lw=0.8)
-    for kind, colour in FIGURES["kinds"].items():
-        if mine := [
-            (c.difference, y, c.difference - c.low, c.high - c.difference)
-            for y, c in rows
-            if c.kind == kind
-        ]:
-            x, y, *reach = zip(*mine, strict=True)
-            axes.errorbar(x, y, xerr=reach, fmt="o", color=colour, label=kind)
-    axes.set_yticks(range(len(rows)), [f"{c.a} − {c.b}" for _, c in rows])
-    label = f"difference of {verdicts.outcome(study)[0]}, with its 95 % interval"
-    axes.set(xlabel=label, ylim=(-0.6, len(rows) - 0.4))
+    for kind, colour in COLOURS.items():
+        rows = [row for row, comparison in enumerate(shown) if comparison.kind == kind]
+        if not rows:
+            continue
+        differences = [shown[row].difference for row in rows]
+        below = [shown[row].difference - shown[row].low for row in rows]
+        above = [shown[row].high - shown[row].difference for row in rows]
+        axes.errorbar(differences, rows, xerr=(below, above), fmt="o", color=colour, label=kind)
+    axes.set_yticks(range(len(shown)), [f"{c.a} − {c.b}" for c in shown])
+    axes.set_xlabel(f"difference of {verdicts.outcome(study).title}, with its 95 % interval")
+    axes.set_ylim(-0.6, len(shown) - 0.4)
 
 
-def _draw_curves(axes, styles: dict, study: Study, key: str, cost: str) -> None:
+def _set_rows(axes: Axes, rows: int) -> None:
+    """Make the figure as high as so many rows need."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(1.2 + 0.25 * rows)
+
+
+def _draw_curves(axes: Axes, styles: Styles, study: Study, key: str, cost: str) -> None:
     """Draw a thin line for each seed, and each arm's mean over seeds, of accuracies with its 95 %
     interval, by cost."""
     for arm, runs in study.arms.items():
-        curves = {seed: _points(run, key, cost) for seed, run in runs.items()}
-        for curve in curves.values():
+        curves = [_points(run, key, cost) for run in runs.values()]
+        for curve in curves:
             axes.plot(*zip(*curve.values(), strict=True), **styles[arm], lw=0.5, alpha=0.5)
-        if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
-            x, y = np.mean([[curve[step] for step in steps] for curve in curves.values()], axis=0).T
-            places = [
-                {seed: run.scores.steps.index(step) for seed, run in runs.items()}
-                for step in steps
-                if key == ACCURACY
-            ]
-            scores = [
-                {seed: runs[seed].scores.rewards_EQ[place] for seed, place in at.items()}
-                for at in places
-            ]
-            margins = [half_width(study, arm, at) for at in scores] or None
-            axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
-    axes.set(xlabel=cost, ylabel=FIGURES["curves"][key])
+        steps = _shared_steps(curves)
+        if not steps:
+            continue
+        means = [np.mean([curve[step] for curve in curves], axis=0) for step in steps]
+        margins = None
+        if key == ACCURACY:
+            margins = [half_width(study, arm, _scores_at(runs, step)) for step in steps]
+        x, y = np.array(means).T
+        axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
+    axes.set(xlabel=cost, ylabel=CURVES[key])
     axes.locator_params(axis="x", integer=True)
 
 
-def _points(run: Run, key: str, cost: str) -> dict[int, tuple[float, float]]:
-    """By step: what the run had cost, and the value of `key`, where there is one."""
-    records = [r for r in (run.evals if key == ACCURACY else run.metrics) if r.get(key) is not None]
-    return {
-        r["step"]: (float(x), r[key])
-        for r, x in zip(records, run.spent(FIGURES["costs"][cost], records), strict=True)
-    }
+Curve = Mapping[int, tuple[float, float]]
+"""By step: what a run had cost, and a quantity's value."""
 
 
-def _draw_final(axes, styles: dict, study: Study) -> None:
-    """Draw a point for each seed, and each arm's mean with its interval."""
+def _shared_steps(curves: Sequence[Curve]) -> list[int]:
+    """The steps at which all curves have a point, in order."""
+    if not curves:
+        return []
+    return sorted(set.intersection(*(set(curve) for curve in curves)))
+
+
+def _scores_at(runs: Mapping[int, Run], step: int) -> dict[int, np.ndarray]:
+    """By seed, the score [Q] of every question in the evaluation at a step."""
+    scores = {}
+    for seed, run in runs.items():
+        evaluation = run.scores.steps.index(step)
+        scores[seed] = run.scores.rewards_EQ[evaluation]
+    return scores
+
+
+def _points(run: Run, key: str, cost: str) -> Curve:
+    """The run's curve of `key` over a cost, where it has values."""
+    records = run.evals if key == ACCURACY else run.metrics
+    known = [record for record in records if record.get(key) is not None]
+    costs = run.spent(COSTS[cost], known)
+    return {record["step"]: (float(x), record[key]) for record, x in zip(known, costs, strict=True)}
+
+
+def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:
+    """Draw a point for each seed, and each arm's mean with its interval, the first at the top."""
     scores = {arm: by_seed for arm, by_seed in reversed(final_scores(study).items()) if by_seed}
-    axes.figure.set_figheight(1.2 + 0.25 * len(scores))
-    for y, (arm, by_seed) in enumerate(scores.items()):
-        values, margin, colour = (
-            [s.mean() for s in by_seed.values()],
-            half_width(study, arm, by_seed),
-            styles[arm]["color"],
-        )
-        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.45)
-        axes.errorbar(np.mean(values), y, xerr=margin, color=colour, marker="D")
+    _set_rows(axes, len(scores))
+    for row, (arm, by_seed) in enumerate(scores.items()):
+        accuracies = [scores_Q.mean() for scores_Q in by_seed.values()]
+        margin = half_width(study, arm, by_seed)
+        colour = styles[arm]["color"]
+        axes.plot(accuracies, [row] * len(accuracies), "o", color=colour, alpha=0.45)
+        axes.errorbar(np.mean(accuracies), row, xerr=margin, color=colour, marker="D")
     axes.set(
         xlabel="accuracy",
         yticks=range(len(scores)),

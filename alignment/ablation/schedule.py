@@ -12,11 +12,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 from rich.console import Console
@@ -62,32 +62,41 @@ class State:
 def claim_folder(design: Design, command: Sequence[str]) -> None:
     """Write sweep.json, with the seeds of earlier commands added. Raises `UserError` where it holds
     another design."""
-    file, seeds = design.folder / "sweep.json", set(design.seeds)
+    file = design.folder / "sweep.json"
+    seeds = set(design.seeds)
     if file.exists():
-        if _fixed(before := read_json(file)) != _fixed(design.facts()):
+        before = read_json(file)
+        if _fixed(before) != _fixed(design.facts()):
             raise UserError(
                 f"{design.folder} holds a sweep of another design; give another --run_name"
             )
         seeds |= set(before.get("seeds", ()))
-    facts = {"seeds": sorted(seeds), "warnings": list(design.warnings), "command": list(command)}
-    write_json(file, {**design.facts(), **facts, "versions": versions()})
+    content = {
+        **design.facts(),
+        "seeds": sorted(seeds),
+        "warnings": list(design.warnings),
+        "command": list(command),
+        "versions": versions(),
+    }
+    write_json(file, content)
 
 
-def _fixed(facts: Mapping[str, Any]) -> dict[str, object]:
+def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay the same when a sweep is continued. Arms may change what resumed runs may; new
     arguments get defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
-    defaults = json.loads(
-        json.dumps({name: value for name, value in vars(RLArgs()).items() if name not in free})
-    )
-    arms = {
-        arm: {name: args.get(name, defaults[name]) for name in defaults}
-        for arm, args in facts.get("arms", {}).items()
+    fixed = {name: value for name, value in vars(RLArgs()).items() if name not in free}
+    defaults = json.loads(json.dumps(fixed))  # as a file has them
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, args in facts.get("arms", {}).items():
+        arms[arm] = {name: args.get(name, default) for name, default in defaults.items()}
+    return {
+        "match": facts.get("match", "steps"),
+        "hold": facts.get("hold"),
+        "tie": facts.get("tie"),
+        "alpha": facts.get("alpha"),
+        "arms": arms,
     }
-    settings = {"match": facts.get("match", "steps")} | {
-        name: facts.get(name) for name in ("hold", "tie", "alpha")
-    }
-    return settings | {"arms": arms}
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
@@ -102,15 +111,13 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
             as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir
         )
         log = design.folder / "logs" / "sft.log"
-        executor.submit(
-            "sft",
-            partial(
-                start_command, "alignment.sft", command_line(args), Path.cwd() / log, Path.cwd()
-            ),
-        )
+        folder = Path.cwd()
+        command = partial(start_command, "alignment.sft", command_line(args), folder / log, folder)
+        executor.submit("sft", command)
+        codes: dict[str, int] = {}
         with console.status("warming up"):
-            while not (codes := executor.finished(1.0)):
-                pass
+            while not codes:
+                codes = executor.finished(1.0)
         if codes["sft"]:
             raise UserError(f"warming up failed; its output is in {log}")
 
@@ -122,9 +129,8 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
         if not is_done(design, state):
             submit(design, executor, state)
     by_name = {state.name: state for state in states}
-    with Live(
-        progress_table(design, states), console=console, refresh_per_second=2, transient=True
-    ) as live:
+    table = progress_table(design, states)
+    with Live(table, console=console, refresh_per_second=2, transient=True) as live:
         while any(state.status == "running" for state in states):
             for name, code in executor.finished(1.0).items():
                 settle(design, executor, by_name[name], code, console)
@@ -137,9 +143,9 @@ def submit(design: Design, executor: Executor, state: State) -> None:
     state.status = "running"
     state.attempts += 1
     flags = command_line(replace(design.arms[state.arm], seed=state.seed, run_name=state.name))
-    run, log = (
-        Path.cwd() / design.folder / name for name in (state.name, f"logs/{state.name}.log")
-    )
+    sweep = Path.cwd() / design.folder
+    run = sweep / state.name
+    log = sweep / "logs" / f"{state.name}.log"
     executor.submit(state.name, partial(start_run, flags, run, log, Path.cwd()))
 
 
@@ -148,8 +154,10 @@ def start_run(
 ) -> subprocess.Popen:
     """Start `train_rl`, with --resume where the run has a folder by now: a job may have waited, or
     begun before, elsewhere."""
-    resume = ["--resume"] * (run / "args.json").exists()
-    return start_command("alignment.train_rl", [*flags, *resume], log, folder, threads)
+    words = list(flags)
+    if (run / "args.json").exists():
+        words.append("--resume")
+    return start_command("alignment.train_rl", words, log, folder, threads)
 
 
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
@@ -161,15 +169,19 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
     # would repeat.
     retry = state.attempts < ATTEMPTS and code != 2
     log = design.folder / "logs" / f"{state.name}.log"
-    state.status, state.note = (
-        "failed",
-        "its worker or machine is gone" if code == LOST else f"exit code {code}",
-    )
-    state.reason = (
-        "" if code == LOST or not log.exists() else last_line(log)[-500:].removeprefix("error: ")
-    )
-    message = f"{state.name}: {state.note}{'; trying again' if retry else ''} ({log})"
-    message += f": {state.reason}" if state.reason else ""
+    state.status = "failed"
+    state.note = f"exit code {code}"
+    state.reason = ""
+    if code == LOST:
+        state.note = "its worker or machine is gone"
+    elif log.exists():
+        state.reason = last_line(log)[-500:].removeprefix("error: ")
+    message = f"{state.name}: {state.note}"
+    if retry:
+        message += "; trying again"
+    message += f" ({log})"
+    if state.reason:
+        message += f": {state.reason}"
     console.print(message, style="red", markup=False, soft_wrap=True)
     if retry:
         submit(design, executor, state)
@@ -177,35 +189,53 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
 
 def is_done(design: Design, state: State) -> bool:
     """Whether the run has written its summary, which its state then notes."""
-    if done := (design.folder / state.name / "summary.json").exists():
+    has_summary = (design.folder / state.name / "summary.json").exists()
+    if has_summary:
         state.status = "done"
-    return done
+    return has_summary
 
 
 def progress_table(design: Design, states: Sequence[State]) -> Table:
     """A row for each arm and a cell for each seed: the run's step, or its final accuracy."""
     seeds = sorted({state.seed for state in states})
-    title = f"{sum(state.status == 'done' for state in states)} of {len(states)} runs done"
+    done = [state for state in states if state.status == "done"]
     cells = {(state.arm, state.seed): _progress(design, state) for state in states}
-    rows = [(arm, *(cells.get((arm, seed), "") for seed in seeds)) for arm in design.arms]
-    return make_table(title, ("arm", *(f"seed {seed}" for seed in seeds)), rows)
+    rows = []
+    for arm in design.arms:
+        rows.append((arm, *(cells.get((arm, seed), "") for seed in seeds)))
+    columns = ("arm", *(f"seed {seed}" for seed in seeds))
+    return make_table(f"{len(done)} of {len(states)} runs done", columns, rows)
 
 
 def _progress(design: Design, state: State) -> str:
+    """The cell of one run."""
     folder = design.folder / state.name
     if state.status == "done":
-        return f"{read_jsonl(folder / 'evals.jsonl')[-1]['avg_all_rewards']:.3f}"
+        last_evaluation = read_jsonl(folder / "evals.jsonl")[-1]
+        return f"{last_evaluation['avg_all_rewards']:.3f}"
     if state.status == "failed":
         return f"[red]failed[/red] ({state.note})"
-    if not (steps := read_jsonl(folder / "metrics.jsonl")):
+    steps = read_jsonl(folder / "metrics.jsonl")
+    if not steps:
         return "waiting"
-    return (
-        f"step {steps[-1]['step']} of {design.arms[state.arm].num_steps}, reward"
-        f" {steps[-1]['reward']:.2f}"
-    )
+    last = steps[-1]
+    num_steps = design.arms[state.arm].num_steps
+    return f"step {last['step']} of {num_steps}, reward {last['reward']:.2f}"
 
 
-def next_runs(states: Sequence[State], comparisons: Sequence, max_seeds: int) -> list[State]:
+class Settleable(Protocol):
+    """What `next_runs` reads of a `Comparison`, whose module loads scipy."""
+
+    @property
+    def more_seeds(self) -> int | None: ...
+
+    @property
+    def arms(self) -> tuple[str, ...]: ...
+
+
+def next_runs(
+    states: Sequence[State], comparisons: Sequence[Settleable], max_seeds: int
+) -> list[State]:
     """The runs that bring the arms of every undecided `Comparison` to one seed more than any arm
     has. [] at `max_seeds`, and where every comparison is decided, has an arm with a failed run, or
     needs questions rather than seeds."""
@@ -215,17 +245,33 @@ def next_runs(states: Sequence[State], comparisons: Sequence, max_seeds: int) ->
     failed = {state.arm for state in states if state.status == "failed"}
     undecided = [c for c in comparisons if c.more_seeds is not None and failed.isdisjoint(c.arms)]
     present = {(state.arm, state.seed) for state in states}
-    arms = dict.fromkeys(arm for comparison in undecided for arm in comparison.arms)
-    return [
-        State(arm, seed)
-        for seed in [*seeds, seeds[-1] + 1]
-        for arm in arms
-        if (arm, seed) not in present
-    ]
+    arms: dict[str, None] = {}
+    for comparison in undecided:
+        arms |= dict.fromkeys(comparison.arms)
+    added = []
+    for seed in [*seeds, seeds[-1] + 1]:
+        added += [State(arm, seed) for arm in arms if (arm, seed) not in present]
+    return added
+
+
+class Resources(NamedTuple):
+    """Where runs are started, and with how much: --executor, --ray_address, --cpus_per_run,
+    --gpus_per_run, and the parameters of --slurm."""
+
+    executor: str
+    ray_address: str
+    cpus: int | None
+    gpus: int | None
+    slurm: Mapping[str, int | str]
 
 
 def make_executor(
-    kind: str, address: str, cpus: int | None, gpus: int | None, slurm: Mapping, folder: Path
+    kind: str,
+    address: str,
+    cpus: int | None,
+    gpus: int | None,
+    slurm: Mapping[str, int | str],
+    folder: Path,
 ) -> Executor:
     """The executor of --executor; auto is Ray if installed, else local. Raises `UserError` without
     its package or cluster."""
@@ -237,14 +283,16 @@ def make_executor(
             f"--executor {kind} needs {package}, which is not installed: start with `uv run --extra"
             f" {kind} ...`"
         )
-    made = {"local": lambda: LocalExecutor(cpus), "ray": lambda: RayExecutor(address, cpus, gpus)}
-    return (made | {"slurm": lambda: SlurmExecutor(folder, slurm, cpus)})[kind]()
+    if kind == "ray":
+        return RayExecutor(address, cpus, gpus)
+    if kind == "slurm":
+        return SlurmExecutor(folder, slurm, cpus)
+    return LocalExecutor(cpus)
 
 
 @contextmanager
-def working_in(folder: Path, resources: tuple, console: Console) -> Iterator[Executor]:
-    """Hold the folder's lock, with an executor of these `resources`, the first arguments of
-    `make_executor`."""
+def open_executor(folder: Path, resources: Resources, console: Console) -> Iterator[Executor]:
+    """An executor for the runs in `folder`, whose lock is held meanwhile."""
     try:
         with closing(make_executor(*resources, folder)) as executor:
             folder.mkdir(parents=True, exist_ok=True)
@@ -259,25 +307,50 @@ class LocalExecutor:
     """One job after another, with all cores and GPUs of this machine."""
 
     def __init__(self, cpus: int | None = None):
-        self.cpus, self.queue, self.process = cpus, [], None
+        self.cpus = cpus
+        self.queue: list[tuple[str, Command]] = []
+        self.process: subprocess.Popen | None = None  # of the first job of the queue
 
     def submit(self, name: str, command: Command) -> None:
         self.queue.append((name, command))
 
     def finished(self, seconds: float) -> dict[str, int]:
         """Exit codes by name of the jobs that have ended; waits for one for at most `seconds`."""
-        if self.process is None and self.queue:
-            self.process = self.queue[0][1](threads=self.cpus)
-        with suppress(subprocess.TimeoutExpired):
-            if self.process is not None:
-                code, self.process = self.process.wait(seconds), None
-                return {self.queue.pop(0)[0]: code}
-        return {}
+        if not self.queue:
+            return {}
+        name, command = self.queue[0]
+        if self.process is None:
+            self.process = command(threads=self.cpus)
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return {}
+        self.process = None
+        del self.queue[0]
+        return {name: code}
 
     def close(self) -> None:
         """End the jobs under way."""
         if self.process is not None:
             end_command(self.process)
+
+
+def _refuse_silent_address(address: str) -> None:
+    """Raise `UserError` where nothing answers at a cluster's address; Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--ray_address {address}: no Ray cluster answers there ({error})"
+        ) from None
+
+
+def _run_command(command: Command, cpus: int) -> int:
+    """Run a command to its end; returns its exit code."""
+    return command(threads=cpus).wait()
 
 
 class RayExecutor:
@@ -288,59 +361,58 @@ class RayExecutor:
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:  # Ray itself would try for minutes
-            if host:
-                socket.create_connection((host, int(port)), timeout=5).close()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--ray_address {address}: no Ray cluster answers there ({error})"
-            ) from None
+        _refuse_silent_address(address)
         # the nodes' own environments run the jobs
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         import ray
 
-        self.ray = ray
+        self.ray: Any = ray
+        self._connect(address)
+        if gpus is None:
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+            gpus = 1 if has_gpus else 0
+        self.cpus = cpus or 1
+        self.under_way: dict[Any, str] = {}  # a task's reference -> the job's name
+        # Not repeated by Ray: the sweep counts attempts, and goes on from the last checkpoint.
+        task = self.ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
+        self.task = task(_run_command)
+        self._refuse_small_machines(gpus)
+
+    def _connect(self, address: str) -> None:
+        """Join the cluster, or start one here. Raises `UserError` where that fails."""
         handler = signal.getsignal(signal.SIGTERM)
+        settings: dict[str, Any] = {
+            "runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}},
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
+        if not address:
+            settings["include_dashboard"] = False  # a running cluster has its own setting
         try:
-            # a running cluster has its own setting
-            own = {} if address else {"include_dashboard": False}
-            nodes = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-            ray.init(
-                address or "local",
-                runtime_env=nodes,
-                log_to_driver=False,
-                logging_level="ERROR",
-                **own,
-            )
-        except (
-            Exception
-        ) as error:  # Ray raises many kinds, a bare Exception where a node is slow to start
+            self.ray.init(address or "local", **settings)
+        except Exception as error:
+            # Ray raises many kinds, a bare Exception where a node is slow to start
             where = f"--ray_address {address}" if address else "Ray could not start here"
-            raise UserError(
-                f"{where}: {(str(error) or type(error).__name__).splitlines()[0]}"
-            ) from None
+            message = str(error) or type(error).__name__
+            raise UserError(f"{where}: {message.splitlines()[0]}") from None
         # only the main thread may; Ray has put a handler of its own in its place
         with suppress(ValueError):
             signal.signal(signal.SIGTERM, handler)
-        gpus = gpus if gpus is not None else int(ray.cluster_resources().get("GPU", 0) > 0)
-        self.cpus, self.under_way = cpus or 1, {}
-        # Not repeated by Ray: the sweep counts attempts, and goes on from the last checkpoint. It
-        # returns the exit code.
-        task = ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
-        self.task = task(lambda command, cpus: command(threads=cpus).wait())
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if not any(
-            node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= gpus for node in nodes
-        ):
-            ray.shutdown()
-            has = ", ".join(
-                f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in nodes
-            )
-            raise UserError(
-                f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are:"
-                f" {has})"
-            )
+
+    def _refuse_small_machines(self, gpus: int) -> None:
+        """Leave the cluster and raise `UserError` where no machine has the resources of a run."""
+        resources = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        for node in resources:
+            if node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= gpus:
+                return
+        self.ray.shutdown()
+        machines = ", ".join(
+            f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in resources
+        )
+        raise UserError(
+            f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are:"
+            f" {machines})"
+        )
 
     @signals.deferred_signals()
     def submit(self, name: str, command: Command) -> None:
@@ -348,20 +420,19 @@ class RayExecutor:
 
     @signals.deferred_signals()
     def finished(self, seconds: float) -> dict[str, int]:
-        done, _ = (
-            self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds)
-            if self.under_way
-            else ([], [])
-        )
+        if not self.under_way:
+            return {}
+        done, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=seconds)
         codes = {}
         for reference in done:
             name = self.under_way.pop(reference)
             try:
                 codes[name] = self.ray.get(reference)
             except self.ray.exceptions.RayTaskError as error:
-                raise (
-                    error.cause if isinstance(error.cause, OSError) else error
-                ) from None  # it could not be started
+                # it could not be started
+                if isinstance(error.cause, OSError):
+                    raise error.cause from None
+                raise error from None
             except self.ray.exceptions.RayError:
                 codes[name] = LOST
         return codes
@@ -377,13 +448,13 @@ class SlurmJob:
 
     command: Command
     threads: int | None
-    process = None  # of the command, once it has begun
+    process: subprocess.Popen | None = field(default=None, init=False)  # once it has begun
 
     def __call__(self) -> int:
         self.process = self.command(threads=self.threads)
         return self.process.wait()
 
-    def checkpoint(self):
+    def checkpoint(self) -> Any:
         """Called by submitit near the job's time limit or when SLURM takes its machine: the run
         saves its last step and ends. Returns what the requeued job does, which is the same again,
         and so resumes the run."""
@@ -396,6 +467,20 @@ class SlurmJob:
                 run.terminate()
                 run.wait(SAVE_SECONDS)
         return DelayedSubmission(SlurmJob(self.command, self.threads))
+
+
+@contextmanager
+def _package_on_the_path() -> Iterator[None]:
+    """Processes and jobs that begin within the block, which get this process's environment, find
+    the package."""
+    own = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), own]))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if own is not None:
+            os.environ["PYTHONPATH"] = own
 
 
 class SlurmExecutor:
@@ -412,19 +497,17 @@ class SlurmExecutor:
     ):
         import submitit
 
-        self.cpus, self.waiting, self.under_way = cpus, {}, {}
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        )
-        given = {
-            f"slurm_{name}": value
-            for name, value in {"job_name": folder.name, **parameters}.items()
-        }
+        self.cpus = cpus
+        self.waiting: dict[str, SlurmJob] = {}
+        self.under_way: dict[str, Any] = {}  # submitit's jobs by name
+        named = {"job_name": folder.name, **parameters}
         try:
             self.slurm = submitit.AutoExecutor(
                 folder / "logs" / "slurm", cluster, slurm_max_num_timeout=REQUEUES
             )
-            self.slurm.update_parameters(**given)
+            self.slurm.update_parameters(
+                **{f"slurm_{name}": value for name, value in named.items()}
+            )
         except (RuntimeError, NameError) as error:  # no SLURM here; an unknown parameter
             raise UserError(f"--executor slurm: {str(error).splitlines()[0]}") from None
 
@@ -435,21 +518,20 @@ class SlurmExecutor:
     def finished(self, seconds: float) -> dict[str, int]:
         if self.waiting:
             try:
-                self.under_way |= zip(
-                    self.waiting, self.slurm.submit_array(list(self.waiting.values())), strict=True
-                )
+                with _package_on_the_path():
+                    jobs = self.slurm.submit_array(list(self.waiting.values()))
             except RuntimeError as error:
-                raise UserError(
-                    f"--slurm: sbatch refused the jobs: {str(error).strip().splitlines()[-1]}"
-                ) from None
+                reason = str(error).strip().splitlines()[-1]
+                raise UserError(f"--slurm: sbatch refused the jobs: {reason}") from None
+            self.under_way |= zip(self.waiting, jobs, strict=True)
             self.waiting = {}
         time.sleep(seconds)
-        done = {
-            name: self.under_way.pop(name)
-            for name, job in list(self.under_way.items())
-            if job.done()
-        }
-        return {name: LOST if job.exception() else job.result() for name, job in done.items()}
+        codes = {}
+        for name, job in list(self.under_way.items()):
+            if job.done():
+                del self.under_way[name]
+                codes[name] = LOST if job.exception() else job.result()
+        return codes
 
     def close(self) -> None:
         """Cancel the jobs under way."""

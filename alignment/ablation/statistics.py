@@ -2,12 +2,14 @@
 questions, with intervals and verdicts. Arrays: A arms, S seeds, Q questions, E evaluations, C
 contrasts. Nothing here reads a file."""
 
+from __future__ import annotations
+
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from scipy import optimize, stats
@@ -21,9 +23,9 @@ Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
 
 MOST_SEEDS = 200  # the largest number of further seeds that is recommended
-LIKE_THESE = (  # the end of a verdict that runs which end elsewhere, unseen, could undo
-    " in runs like these"
-)
+# the end of a verdict that runs which end elsewhere, unseen, could undo
+LIKE_THESE = " in runs like these"
+Kind = Literal["greater", "tie", "undecided"]
 
 
 class Contrast(NamedTuple):
@@ -54,7 +56,7 @@ class Comparison:
     low: float
     high: float
     p: float
-    kind: Literal["greater", "tie", "undecided"]
+    kind: Kind
     verdict: str
     more_seeds: int | None = None
     arms: tuple[str, ...] = ()
@@ -65,16 +67,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A mean difference; a seed's variance by its own seeds, and by all arms' (`dof`); and the
-    mean's by the questions."""
+    """The mean difference of a contrast over `seeds` seeds, and the variances that its error has.
+
+    Of one seed's difference: `own_variance` by the contrast's own seeds, with `seeds` - 1 degrees
+    of freedom, and `sides_variance` by all arms', with `dof`. Of the mean: `question_variance`, by
+    the choice of questions. `unstable` names its arms that vary more than the others."""
 
     contrast: Contrast
     seeds: int
     mean: float
-    own: float
-    by_sides: float
+    own_variance: float
+    sides_variance: float
     dof: int
-    questions: float
+    question_variance: float
     unstable: tuple[str, ...]
 
 
@@ -139,77 +144,149 @@ def compare(
     place as far away, unseen, could undo. What no seed has shown is bounded by `hidden_shift`: a
     verdict that this could undo is one "in runs like these". A verdict that the bend of a curve
     could undo is undecided."""
-    if len(questions := {len(scores) for arm in arms.values() for scores in arm.values()}) > 1:
-        raise ValueError(f"the arms were asked different numbers of questions: {sorted(questions)}")
-    contrasts = pairs(list(arms)) if contrasts is None else contrasts
-    estimates = list(_estimates(arms, contrasts, groups))
-    known, family = [e for e in estimates if isinstance(e, _Estimate)], len(contrasts)
-    # comparisons with and without unstable arms err separately
-    if len({bool(e.unstable) for e in known}) == 2:
-        alpha /= 2
-    p = _p_values(known, [abs(e.mean) for e in known], family)
-    p_tie = _p_values(known, [tie - abs(e.mean) for e in known], family)
-    rule = _rule(arms, tie, alpha, family, bends or {})
-    settled = (_verdict(e, *p_values, rule) for e, *p_values in zip(known, p, p_tie, strict=True))
-    return [next(settled) if isinstance(e, _Estimate) else e for e in estimates]
+    _refuse_different_questions(arms)
+    if contrasts is None:
+        contrasts = pairs(list(arms))
+    family = len(contrasts)
+    estimates = _estimate_contrasts(arms, contrasts, groups)
+    known = [estimate for estimate in estimates if isinstance(estimate, _Estimate)]
+    # Comparisons with and without unstable arms err separately, so they halve the chance.
+    both_kinds = len({bool(estimate.unstable) for estimate in known}) == 2
+    alpha_of_each = alpha / 2 if both_kinds else alpha
+    rule = _rule(arms, tie, alpha_of_each, family, bends or {})
+
+    p_no_difference = _p_values(known, [abs(estimate.mean) for estimate in known], family)
+    p_no_tie = _p_values(known, [tie - abs(estimate.mean) for estimate in known], family)
+    verdicts = iter(
+        [
+            _decide(estimate, p, p_tie, rule)
+            for estimate, p, p_tie in zip(known, p_no_difference, p_no_tie, strict=True)
+        ]
+    )
+    comparisons = []
+    for estimate in estimates:
+        is_settled = isinstance(estimate, Comparison)
+        comparisons.append(estimate if is_settled else next(verdicts))
+    return comparisons
+
+
+def _refuse_different_questions(arms: Mapping[str, Scores]) -> None:
+    """Raise ValueError where two runs have different numbers of questions."""
+    numbers = set()
+    for by_seed in arms.values():
+        numbers |= {len(scores) for scores in by_seed.values()}
+    if len(numbers) > 1:
+        raise ValueError(f"the arms were asked different numbers of questions: {sorted(numbers)}")
 
 
 def half_width_of_mean(by_seed: Scores, groups: Sequence[Hashable] | None = None) -> float:
     """Half of the 95 % interval of an arm's mean, over seeds and questions as `compare` has it; 0
     where it has one seed."""
-    [e] = _estimates({"arm": by_seed}, [Contrast("arm", "", {"arm": 1.0})], groups)
-    return (
-        half_width(e.own / e.seeds, e.seeds - 1, e.questions) if isinstance(e, _Estimate) else 0.0
+    [estimate] = _estimate_contrasts({"arm": by_seed}, [Contrast("arm", "", {"arm": 1.0})], groups)
+    if isinstance(estimate, Comparison):
+        return 0.0
+    return _half_width(estimate)
+
+
+def _half_width(estimate: _Estimate) -> float:
+    """Half of the 95 % interval of the mean, by the contrast's own seeds and the questions."""
+    variance_of_mean = estimate.own_variance / estimate.seeds
+    return half_width(variance_of_mean, estimate.seeds - 1, estimate.question_variance)
+
+
+def _estimate_contrasts(
+    arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None
+) -> list[_Estimate | Comparison]:
+    """An estimate for each contrast; where its arms share fewer than two seeds, a comparison
+    without an interval."""
+    means: dict[str, dict[int, float]] = {}
+    for arm, by_seed in arms.items():
+        means[arm] = {seed: float(scores.mean()) for seed, scores in by_seed.items()}
+    variances = seed_variances(means)
+    stable_variances = variances
+    if variances.unstable:
+        stable_means = {arm: means[arm] for arm in means if arm not in variances.unstable}
+        stable_variances = seed_variances(stable_means)
+
+    # contrasts whose arms have the same seeds share their moments
+    @functools.cache
+    def moments(seeds: tuple[int, ...]) -> _Moments:
+        return _moments(arms, seeds, groups)
+
+    estimates: list[_Estimate | Comparison] = []
+    for contrast in contrasts:
+        seeds = _shared_seeds(arms, contrast)
+        if len(seeds) < 2:
+            estimates.append(_compare_without_interval(arms, contrast, seeds))
+            continue
+        unstable = tuple(variances.unstable & set(contrast.weights))
+        own_variances = variances if unstable else stable_variances
+        estimates.append(_estimate(contrast, len(seeds), moments(seeds), own_variances, unstable))
+    return estimates
+
+
+def _shared_seeds(arms: Mapping[str, Scores], contrast: Contrast) -> tuple[int, ...]:
+    """The seeds that all arms of the contrast have, in order."""
+    seeds_of_arms = [set(arms[arm]) for arm in contrast.weights]
+    return tuple(sorted(set.intersection(*seeds_of_arms)))
+
+
+def _compare_without_interval(
+    arms: Mapping[str, Scores], contrast: Contrast, seeds: Sequence[int]
+) -> Comparison:
+    """The undecided comparison of arms that share one seed, or none, which has no difference."""
+    difference = math.nan
+    if seeds:
+        [seed] = seeds
+        difference = sum(
+            weight * float(arms[arm][seed].mean()) for arm, weight in contrast.weights.items()
+        )
+    plural = "" if len(seeds) == 1 else "s"
+    return Comparison(
+        contrast.a,
+        contrast.b,
+        len(seeds),
+        difference,
+        low=math.nan,
+        high=math.nan,
+        p=1.0,
+        kind="undecided",
+        verdict=f"undecided: {len(seeds)} shared seed{plural}, 2 are needed",
+        more_seeds=2 - len(seeds),
+        arms=tuple(contrast.weights),
     )
 
 
-def _estimates(
-    arms: Mapping[str, Scores], contrasts: Sequence[Contrast], groups: Sequence[Hashable] | None
-):
-    """An estimate for each contrast; where its arms share fewer than two seeds, a comparison
-    without an interval."""
-    means = {
-        arm: {seed: float(x.mean()) for seed, x in by_seed.items()} for arm, by_seed in arms.items()
-    }
-    variances = seed_variances(means)
-    stable = {arm: by_seed for arm, by_seed in means.items() if arm not in variances.unstable}
-    of_stable = seed_variances(stable) if variances.unstable else variances
-    moments = functools.lru_cache(maxsize=None)(lambda seeds: _moments(arms, seeds, groups))
-    for contrast in contrasts:
-        seeds = tuple(sorted(set.intersection(*(set(arms[arm]) for arm in contrast.weights))))
-        if len(seeds) < 2:
-            mean = (
-                sum(w * float(arms[arm][seeds[0]].mean()) for arm, w in contrast.weights.items())
-                if seeds
-                else math.nan
-            )
-            verdict = (
-                f"undecided: {len(seeds)} shared seed{'' if len(seeds) == 1 else 's'}, 2 are needed"
-            )
-            unknown = (math.nan, math.nan, 1.0, "undecided", verdict, 2 - len(seeds))
-            yield Comparison(
-                contrast.a, contrast.b, len(seeds), mean, *unknown, tuple(contrast.weights)
-            )
-            continue
-        unstable = tuple(variances.unstable & set(contrast.weights))
-        names, mean_A, between_seeds_AA, between_questions_AA = moments(seeds)
-        weights_A = np.array([contrast.weights.get(name, 0.0) for name in names])
-        chosen = variances if unstable else of_stable
-        own, questions = (
-            float(weights_A @ cov_AA @ weights_A)
-            for cov_AA in (between_seeds_AA, between_questions_AA)
-        )
-        mean, by_sides = float(weights_A @ mean_A), variance_of_sides(chosen, contrast.weights)
-        yield _Estimate(
-            contrast, len(seeds), mean, own, by_sides, chosen.dof, max(0.0, questions), unstable
-        )
+def _estimate(
+    contrast: Contrast,
+    seeds: int,
+    moments: _Moments,
+    variances: SeedVariances,
+    unstable: tuple[str, ...],
+) -> _Estimate:
+    """The contrast's weighted sum of the arms' means, with its variances: w' C w of a covariance
+    C."""
+    weights_A = np.array([contrast.weights.get(arm, 0.0) for arm in moments.arms])
+    own_variance = float(weights_A @ moments.between_seeds_AA @ weights_A)
+    # an estimate, which chance may make negative
+    question_variance = float(weights_A @ moments.between_questions_AA @ weights_A)
+    return _Estimate(
+        contrast,
+        seeds,
+        mean=float(weights_A @ moments.mean_A),
+        own_variance=own_variance,
+        sides_variance=variance_of_sides(variances, contrast.weights),
+        dof=variances.dof,
+        question_variance=max(0.0, question_variance),
+        unstable=unstable,
+    )
 
 
 @dataclass(frozen=True)
 class SeedVariances:
     """The variance of an arm's mean score between seeds: common to all arms, and an unbiased
-    estimate by arm, 0 or more. `unstable` names the arms whose variance is larger than the others'
-    by more than chance."""
+    estimate by arm, 0 or more. `dof` is the common one's degrees of freedom. `unstable` names the
+    arms whose variance is larger than the others' by more than chance."""
 
     common: float
     dof: int
@@ -224,80 +301,148 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
     variances: least squares over all pairs. An arm is unstable where an F test of its variance
     against the others' rejects at 2.5 % / arms; one table in twenty of equally noisy arms names
     one."""
-    names, seeds = (
-        [arm for arm in means if means[arm]],
-        sorted({seed for by_seed in means.values() for seed in by_seed}),
-    )
-    y_AS = np.array([[means[arm].get(seed, math.nan) for seed in seeds] for arm in names]).reshape(
-        len(names), len(seeds)
-    )
-    arm_N, seed_N = np.nonzero(~np.isnan(y_AS))
-    design = np.hstack([np.eye(len(names))[arm_N], np.eye(len(seeds))[seed_N]])
-    fit, _, rank, _ = np.linalg.lstsq(design, y_AS[arm_N, seed_N], rcond=None)
-    dof = int(len(arm_N) - rank)
+    arms = [arm for arm, by_seed in means.items() if by_seed]
+    y_AS = _tabulate([means[arm] for arm in arms])
+    dof, squares = _fit_arms_and_seeds(y_AS)
     if dof <= 0:
         return SeedVariances(0.0, 0, dict.fromkeys(means, 0.0), frozenset())
-    common = float(((y_AS[arm_N, seed_N] - design @ fit) ** 2).sum() / dof)
-    i, j = np.triu_indices(len(names), 1)
-    differences = y_AS[i] - y_AS[j]
-    freedom = (~np.isnan(differences)).sum(axis=1) - 1
-    i, j, differences, freedom = (x[freedom > 0] for x in (i, j, differences, freedom))
-    root = np.sqrt(freedom)
-    sums = (np.eye(len(names))[i] + np.eye(len(names))[j]) * root[:, None]
-    own_A = np.linalg.lstsq(sums, np.nanvar(differences, axis=1, ddof=1) * root, rcond=None)[0]
-    # Each arm's share of the degrees of freedom of the common variance.
-    share_A = (np.sum(~np.isnan(y_AS), axis=1) - 1) * (1 - 1 / len(names))
-    rest_A = np.maximum(dof - share_A, 1e-9)
-    others_A = np.maximum((common * dof - own_A * share_A) / rest_A, 1e-12 * common + 1e-300)
-    known_A = (share_A > 0) & (dof > share_A) & (len(names) > 2)
-    p_A = stats.f.sf(own_A / others_A, np.maximum(share_A, 1e-9), rest_A)
-    unstable = np.flatnonzero(known_A & (p_A < 0.025 / len(names)))
-    by_arm = {name: max(0.0, float(own)) for name, own in zip(names, own_A, strict=True)}
-    return SeedVariances(
-        common, dof, dict.fromkeys(means, common) | by_arm, frozenset(names[k] for k in unstable)
-    )
+    common = float(squares / dof)
+    own_A = _variances_by_pairs(y_AS)
+    is_unstable_A = _test_instability(y_AS, own_A, common, dof)
+
+    by_arm = dict.fromkeys(means, common)
+    for arm, own in zip(arms, own_A, strict=True):
+        by_arm[arm] = max(0.0, float(own))
+    unstable = frozenset(arms[k] for k in np.flatnonzero(is_unstable_A))
+    return SeedVariances(common, dof, by_arm, unstable)
+
+
+def _tabulate(means: Sequence[Mapping[int, float]]) -> np.ndarray:
+    """The means by seed as a table [A, S] over all seeds in order, NaN where an arm lacks one."""
+    seeds = sorted({seed for by_seed in means for seed in by_seed})
+    y_AS = np.full((len(means), len(seeds)), math.nan)
+    for row, by_seed in enumerate(means):
+        y_AS[row] = [by_seed.get(seed, math.nan) for seed in seeds]
+    return y_AS
+
+
+def _fit_arms_and_seeds(y_AS: np.ndarray) -> tuple[int, float]:
+    """The degrees of freedom and the sum of squared residuals of the model y_as = arm + seed +
+    noise, by least squares over the N runs that there are."""
+    arms, seeds = y_AS.shape
+    arm_N, seed_N = np.nonzero(~np.isnan(y_AS))
+    y_N = y_AS[arm_N, seed_N]
+    # a column for each arm and each seed: 1 in the rows of its runs
+    design = np.hstack([np.eye(arms)[arm_N], np.eye(seeds)[seed_N]])
+    effects, _, rank, _ = np.linalg.lstsq(design, y_N, rcond=None)
+    residuals_N = y_N - design @ effects
+    return int(len(y_N) - rank), (residuals_N**2).sum()
+
+
+def _variances_by_pairs(y_AS: np.ndarray) -> np.ndarray:
+    """Each arm's own variance [A], which may be negative: over the pairs P of arms, the least
+    squares fit of variance(y_i - y_j) = variance_i + variance_j, weighted by its degrees of
+    freedom."""
+    arms = len(y_AS)
+    first_P, second_P = np.triu_indices(arms, 1)
+    differences_PS = y_AS[first_P] - y_AS[second_P]
+    dof_P = (~np.isnan(differences_PS)).sum(axis=1) - 1
+    # a pair needs two shared seeds
+    known_P = dof_P > 0
+    variance_P = np.nanvar(differences_PS[known_P], axis=1, ddof=1)
+    in_pair_PA = np.eye(arms)[first_P[known_P]] + np.eye(arms)[second_P[known_P]]
+    # least squares weight an equation by the square of its factor
+    factor_P = np.sqrt(dof_P[known_P])
+    return np.linalg.lstsq(in_pair_PA * factor_P[:, None], variance_P * factor_P, rcond=None)[0]
+
+
+def _test_instability(y_AS: np.ndarray, own_A: np.ndarray, common: float, dof: int) -> np.ndarray:
+    """Whether each arm's own variance exceeds the others' by an F test [A]: False where the arm has
+    one seed, and of two arms, whose variances are equal by construction."""
+    arms = len(y_AS)
+    # An arm's share of the common variance's degrees of freedom; the rest are the other arms'.
+    dof_A = (np.sum(~np.isnan(y_AS), axis=1) - 1) * (1 - 1 / arms)
+    other_dof_A = np.maximum(dof - dof_A, 1e-9)
+    # Sums of squares add up: common dof = own dof_a + others (dof - dof_a).
+    others_A = (common * dof - own_A * dof_A) / other_dof_A
+    others_A = np.maximum(others_A, 1e-12 * common + 1e-300)
+    p_A = stats.f.sf(own_A / others_A, np.maximum(dof_A, 1e-9), other_dof_A)
+    is_testable_A = (dof_A > 0) & (dof > dof_A) & (arms > 2)
+    return is_testable_A & (p_A < 0.025 / arms)
 
 
 def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) -> float:
     """The variance of a seed's weighted sum over arms, in which each side of the contrast has at
     least the common variance."""
-    sides = [[(w**2, arm) for arm, w in weights.items() if w * sign > 0] for sign in (1, -1)]
-    return sum(
-        max(sum(w * variances.by_arm[arm] for w, arm in s), variances.common * sum(w for w, _ in s))
-        for s in sides
-    )
+    total = 0.0
+    for sign in (1, -1):
+        side = {arm: weight for arm, weight in weights.items() if weight * sign > 0}
+        by_arms = sum(weight**2 * variances.by_arm[arm] for arm, weight in side.items())
+        by_common = variances.common * sum(weight**2 for weight in side.values())
+        total += max(by_arms, by_common)
+    return total
 
 
-def _moments(arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None):
-    """The arms that have all `seeds`, their means [A], and two covariances [A, A]: of their means
-    between seeds, and what the choice of questions adds to the covariance of their means over seeds
-    and questions. The spread between questions has the sampling noise of S answers a question,
-    which the spread between seeds has already: it is subtracted. A mean of Q right or wrong answers
-    moves in steps of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12
-    of a squared step for the difference of two arms, is added."""
+@dataclass(frozen=True)
+class _Moments:
+    """Means and covariances of the arms that have certain seeds: the means over seeds and questions
+    [A]; the covariance of one seed's means between seeds [A, A]; and what the choice of questions
+    adds to the covariance of the means [A, A]."""
+
+    arms: Sequence[str]
+    mean_A: np.ndarray
+    between_seeds_AA: np.ndarray
+    between_questions_AA: np.ndarray
+
+
+def _moments(
+    arms: Mapping[str, Scores], seeds: tuple[int, ...], groups: Sequence[Hashable] | None
+) -> _Moments:
+    """The moments of the arms that have all `seeds`.
+
+    The spread between questions has the sampling noise of S answers a question, which the spread
+    between seeds has already: it is subtracted. A mean of Q right or wrong answers moves in steps
+    of 1 / Q, so two seeds may agree by rounding: a rounding error's variance, 1 / 12 of a squared
+    step for the difference of two arms, is added."""
     names = [name for name, by_seed in arms.items() if set(seeds) <= set(by_seed)]
-    answers_ASQ = np.array([[arms[name][seed] for seed in seeds] for name in names], dtype=float)
+    answers_ASQ = np.array([_list_scores(arms[name], seeds) for name in names], dtype=float)
     y_ASQ = answers_ASQ
-    # one value a group of questions, with the mean over groups that the questions have
     if groups is not None:
-        places = {label: place for place, label in enumerate(dict.fromkeys(groups))}
-        member_QG = np.eye(len(places))[[places[label] for label in groups]]
-        mean = answers_ASQ.mean(axis=2, keepdims=True)
-        y_ASQ = mean + (answers_ASQ - mean) @ member_QG * (member_QG.shape[1] / member_QG.shape[0])
-    count, questions = y_ASQ.shape[1:]
-    mean_A, by_seed_AS, by_question_AQ = y_ASQ.mean((1, 2)), y_ASQ.mean(2), y_ASQ.mean(1)
+        y_ASQ = _merge_groups(answers_ASQ, groups)
+    n_arms, n_seeds, n_questions = y_ASQ.shape
+
+    # y = arm + seed's deviation + question's deviation + noise
+    mean_A = y_ASQ.mean((1, 2))
+    by_seed_AS = y_ASQ.mean(2)
+    by_question_AQ = y_ASQ.mean(1)
     centred_AQ = by_question_AQ - mean_A[:, None]
-    residuals = (y_ASQ - by_seed_AS[:, :, None] - centred_AQ[:, None, :]).reshape(len(names), -1)
-    rounding_AA = np.eye(len(names)) / (24 * answers_ASQ.shape[2] ** 2)
-    between_seeds_AA = np.cov(by_seed_AS).reshape(len(names), -1) + rounding_AA
-    freedom = max(1, questions - 1)
-    noise_AA = residuals @ residuals.T / ((count - 1) * freedom)
-    return (
-        names,
-        mean_A,
-        between_seeds_AA,
-        (centred_AQ @ centred_AQ.T / freedom - noise_AA / count) / questions,
-    )
+    noise_ASQ = y_ASQ - by_seed_AS[:, :, None] - centred_AQ[:, None, :]
+    noise_AN = noise_ASQ.reshape(n_arms, -1)
+
+    # half of 1 / 12 of a squared step for one arm: a difference has it twice
+    rounding_AA = np.eye(n_arms) / (24 * answers_ASQ.shape[2] ** 2)
+    between_seeds_AA = np.cov(by_seed_AS).reshape(n_arms, -1) + rounding_AA
+
+    # covariances of a question's mean over seeds: as it is seen, less the noise in it
+    question_dof = max(1, n_questions - 1)
+    noise_AA = noise_AN @ noise_AN.T / ((n_seeds - 1) * question_dof)
+    question_AA = centred_AQ @ centred_AQ.T / question_dof - noise_AA / n_seeds
+    return _Moments(names, mean_A, between_seeds_AA, question_AA / n_questions)
+
+
+def _list_scores(by_seed: Scores, seeds: Sequence[int]) -> list[np.ndarray]:
+    """The scores of these seeds [S][Q], in their order."""
+    return [by_seed[seed] for seed in seeds]
+
+
+def _merge_groups(answers_ASQ: np.ndarray, groups: Sequence[Hashable]) -> np.ndarray:
+    """One value for each group of questions [A, S, G], by which the mean over groups is that over
+    questions: the run's mean, and G / Q times the sum of the group's deviations from it."""
+    labels = {label: place for place, label in enumerate(dict.fromkeys(groups))}
+    member_QG = np.eye(len(labels))[[labels[label] for label in groups]]
+    n_questions, n_groups = member_QG.shape
+    mean_AS1 = answers_ASQ.mean(axis=2, keepdims=True)
+    return mean_AS1 + (answers_ASQ - mean_AS1) @ member_QG * (n_groups / n_questions)
 
 
 def _p_values(
@@ -305,14 +450,20 @@ def _p_values(
 ) -> list[float]:
     """The probability that an estimate errs by its distance, either way, by both tests of
     `compare`."""
-    rows = list(zip(distances, estimates, strict=True))
+    alone = []  # of the contrast by itself
+    by_sides = []  # of all arms together, not adjusted
+    for estimate, distance in zip(estimates, distances, strict=True):
+        variance = estimate.own_variance
+        if family > 1:
+            variance = max(variance, estimate.sides_variance)
+        questions = estimate.question_variance
+        own_tail = tail(distance, variance / estimate.seeds, estimate.seeds - 1, questions)
+        alone.append(min(1.0, 2 * own_tail))
+        sides_variance = estimate.sides_variance / estimate.seeds
+        by_sides.append(2 * tail(distance, sides_variance, estimate.dof, questions))
     if family == 1:
-        return [min(1.0, 2 * tail(d, e.own / e.seeds, e.seeds - 1, e.questions)) for d, e in rows]
-    together = holm([2 * tail(d, e.by_sides / e.seeds, e.dof, e.questions) for d, e in rows])
-    alone = [
-        2 * tail(d, max(e.own, e.by_sides) / e.seeds, e.seeds - 1, e.questions) for d, e in rows
-    ]
-    return [max(p, min(1.0, own)) for p, own in zip(together, alone, strict=True)]
+        return alone
+    return [max(p, own) for p, own in zip(holm(by_sides), alone, strict=True)]
 
 
 def tail(distance: float, variance: float, dof: int, questions: float) -> float:
@@ -320,30 +471,41 @@ def tail(distance: float, variance: float, dof: int, questions: float) -> float:
     `variance`, plus a normal error of variance `questions`: given the chi square of its variance, a
     normal one."""
     inflation, weights = _inverse_chi_square(dof)
-    return float(
-        ndtr(-distance / np.maximum(np.sqrt(variance * inflation + questions), 1e-12)) @ weights
-    )
+    std = np.maximum(np.sqrt(variance * inflation + questions), 1e-12)
+    return float(ndtr(-distance / std) @ weights)
 
 
 @functools.lru_cache(maxsize=256)
 def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
     """Values of dof / chi square and their weights: the trapezoidal rule in the logarithm of chi
     square."""
-    log = np.linspace(*np.log([stats.chi2.ppf(1e-10, dof), stats.chi2.isf(1e-10, dof)]), 161)
+    lowest, highest = np.log([stats.chi2.ppf(1e-10, dof), stats.chi2.isf(1e-10, dof)])
+    log = np.linspace(lowest, highest, 161)
     weights = np.exp(stats.chi2.logpdf(np.exp(log), dof) + log)
     return dof / np.exp(log), weights / weights.sum()
 
 
 def half_width(variance: float, dof: int, questions: float, level: float = 0.05) -> float:
     """Half the length of the interval that `tail` leaves with a probability of `level`."""
-    longest = stats.t.isf(level / 2, dof) * math.sqrt(variance) - ndtri(level / 2) * math.sqrt(
-        questions
-    )
+    # the sum of both errors' half widths, which is never below that of their sum
+    by_seeds = stats.t.isf(level / 2, dof) * math.sqrt(variance)
+    by_questions = -ndtri(level / 2) * math.sqrt(questions)
+    longest = by_seeds + by_questions
+    if not longest:
+        return 0.0
 
-    def excess(half):
+    def excess(half: float) -> float:
         return 2 * tail(half, variance, dof, questions) - level
 
-    return float(optimize.brentq(excess, 0.0, 2 * longest, xtol=1e-6 * longest)) if longest else 0.0
+    return _find_root(excess, 0.0, 2 * longest, tolerance=1e-6 * longest)
+
+
+def _find_root(
+    function: Callable[[float], float], low: float, high: float, tolerance: float
+) -> float:
+    """Where a function that changes its sign between `low` and `high` is zero (Brent 1973)."""
+    # scipy returns a tuple only with full_output=True
+    return float(cast(float, optimize.brentq(function, low, high, xtol=tolerance)))
 
 
 def _rule(
@@ -353,23 +515,36 @@ def _rule(
     family: int,
     bends: Mapping[str, tuple[float, float]],
 ) -> _Rule:
-    """What verdicts on these arms are held against. Scores of questions that are all from 0 to 1
-    are taken for shares, whose means stay there; other scores, and a measure of a whole run, which
-    is the same for every question, have no bounds."""
+    """What verdicts on these arms are held against."""
     present = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
-    means = {
-        arm: [float(scores.mean()) for scores in by_seed.values()]
-        for arm, by_seed in present.items()
-    }
-    every = [scores for by_seed in present.values() for scores in by_seed.values()]
-    are_shares = all(scores.min() >= 0 and scores.max() <= 1 for scores in every)
-    of_questions = any(scores.min() < scores.max() for scores in every)
-    bounds = (0.0, 1.0) if are_shares and of_questions else (-math.inf, math.inf)
+    means: dict[str, list[float]] = {}
+    for arm, by_seed in present.items():
+        means[arm] = [float(scores.mean()) for scores in by_seed.values()]
     floors = {arm: _sampling_variance(by_seed) for arm, by_seed in present.items()}
-    places = arms_in_two_places(means, floors, tie)
-    below = {arm: float(np.mean(of_arm)) - bounds[0] for arm, of_arm in means.items()}
-    above = {arm: bounds[1] - float(np.mean(of_arm)) for arm, of_arm in means.items()}
-    return _Rule(tie, alpha, family, places, below, above, bends)
+    least, most = _bounds_of_means(present)
+    return _Rule(
+        tie,
+        alpha,
+        family,
+        places=arms_in_two_places(means, floors, tie),
+        room_below={arm: float(np.mean(means[arm])) - least for arm in means},
+        room_above={arm: most - float(np.mean(means[arm])) for arm in means},
+        bends=bends,
+    )
+
+
+def _bounds_of_means(arms: Mapping[str, Scores]) -> tuple[float, float]:
+    """The least and the largest mean that a run can have. Scores of questions that are all from 0
+    to 1 are taken for shares, whose means stay there; other scores, and a measure of a whole run,
+    which is the same for every question, have no bounds."""
+    runs: list[np.ndarray] = []
+    for by_seed in arms.values():
+        runs += by_seed.values()
+    are_shares = all(scores.min() >= 0 and scores.max() <= 1 for scores in runs)
+    differ_by_question = any(scores.min() < scores.max() for scores in runs)
+    if are_shares and differ_by_question:
+        return 0.0, 1.0
+    return -math.inf, math.inf
 
 
 def _sampling_variance(by_seed: Scores) -> float:
@@ -381,141 +556,187 @@ def _sampling_variance(by_seed: Scores) -> float:
     if seeds < 2 or questions < 2:
         return rounding
     residuals_SQ = y_SQ - y_SQ.mean(axis=1, keepdims=True) - y_SQ.mean(axis=0) + y_SQ.mean()
-    return float((residuals_SQ**2).sum()) / ((seeds - 1) * (questions - 1)) / questions + rounding
+    variance_of_answer = float((residuals_SQ**2).sum()) / ((seeds - 1) * (questions - 1))
+    return variance_of_answer / questions + rounding
 
 
-def _verdict(e: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
+def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Comparison:
     """The comparison of an estimate, from its p-values: of no difference, of no tie."""
-    a, b = e.contrast.a, e.contrast.b
-    half = half_width(e.own / e.seeds, e.seeds - 1, e.questions)
-    low, high = e.mean - half, e.mean + half
-    down, up = (_hidden(e, rule, sign) for sign in (-1, 1))
-    more, kind, firm, hidden = None, "undecided", False, max(down, up)
-    if p < rule.alpha:
-        hidden = down if e.mean > 0 else up
-        kind, verdict = "greater", f"{a} > {b}" if e.mean > 0 else f"{b} > {a}"
-        firm = low > down or high < -up
+    a, b, _ = estimate.contrast
+    half = _half_width(estimate)
+    low = estimate.mean - half
+    high = estimate.mean + half
+    down = _hidden(estimate, rule, -1)
+    up = _hidden(estimate, rule, 1)
+    hidden = max(down, up)
+    kind: Kind = "undecided"
+    firm = False
+    more_seeds = None
+    if p < rule.alpha and estimate.mean > 0:
+        kind, verdict = "greater", f"{a} > {b}"
+        hidden = down
+    elif p < rule.alpha:
+        kind, verdict = "greater", f"{b} > {a}"
+        hidden = up
     elif p_tie < rule.alpha:
         kind, verdict = "tie", f"tie within {rule.tie:g}"
-        firm = low - down > -rule.tie and high + up < rule.tie
     else:
-        more, needs = _needs(e, rule.tie, rule.alpha, rule.family)
-        reason = (
-            f"{e.seeds} seeds cannot bear an arm as unstable as"
-            f" {' and '.join(sorted(e.unstable))}; "
-            if e.unstable
-            else ""
-        )
-        verdict = f"undecided: {reason}{needs}"
-    if objection := _objection(e, rule, kind, (low, high)):
-        more, kind, firm, verdict = None, "undecided", False, f"undecided: {objection}"
+        need = _need(estimate, rule)
+        more_seeds = need.seeds
+        verdict = f"undecided: {_unstable_reason(estimate)}{need.words}"
+    if kind == "greater":
+        firm = low > down or high < -up
+    elif kind == "tie":
+        firm = low - down > -rule.tie and high + up < rule.tie
+    objection = _objection(estimate, rule, kind, low, high)
+    if objection:
+        kind, verdict = "undecided", f"undecided: {objection}"
+        firm = False
+        more_seeds = None
     if kind != "undecided" and not firm:
         verdict += LIKE_THESE
-    found = _would_find(e, rule.alpha, rule.family)
     return Comparison(
         a,
         b,
-        e.seeds,
-        e.mean,
+        estimate.seeds,
+        estimate.mean,
         low,
         high,
         p,
         kind,
         verdict,
-        more,
-        tuple(e.contrast.weights),
-        found,
-        hidden,
-        firm,
+        more_seeds,
+        arms=tuple(estimate.contrast.weights),
+        detectable=_detectable(estimate, rule),
+        hidden=hidden,
+        firm=firm,
     )
 
 
-def _hidden(e: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> float:
+def _unstable_reason(estimate: _Estimate) -> str:
+    """The beginning of an undecided verdict that names unstable arms; "" where there are none."""
+    if not estimate.unstable:
+        return ""
+    arms = " and ".join(sorted(estimate.unstable))
+    return f"{estimate.seeds} seeds cannot bear an arm as unstable as {arms}; "
+
+
+def _hidden(estimate: _Estimate, rule: _Rule, sign: int, most: float = math.inf) -> float:
     """How far places that no seed has shown may shift the contrast down (`sign` -1) or up (1): arms
     of a positive weight then fall or rise, the others move the other way, none by more than
     `most`."""
     rooms = []
-    for arm, weight in e.contrast.weights.items():
+    for arm, weight in estimate.contrast.weights.items():
         room = rule.room_above if weight * sign > 0 else rule.room_below
         rooms.append(abs(weight) * min(most, room[arm]))
-    return hidden_shift(rooms, e.seeds, rule.unseen)
+    return hidden_shift(rooms, estimate.seeds, rule.unseen)
 
 
-def _objection(e: _Estimate, rule: _Rule, kind: str, interval: tuple[float, float]) -> str:
+def _objection(estimate: _Estimate, rule: _Rule, kind: Kind, low: float, high: float) -> str:
     """Why a verdict of this kind cannot be, or an undecided comparison needs no more seeds; ""
     where nothing is against it."""
-    low, high = interval
-    apart = [arm for arm in e.contrast.weights if arm in rule.places]
-    if apart:
-        return "; ".join(f"runs of {arm} end in two places, {rule.places[arm]}" for arm in apart)
+    in_two_places = [arm for arm in estimate.contrast.weights if arm in rule.places]
+    if in_two_places:
+        reasons = [f"runs of {arm} end in two places, {rule.places[arm]}" for arm in in_two_places]
+        return "; ".join(reasons)
     if kind == "undecided":
         return ""
     limit = rule.tie if kind == "tie" else 0.0
-    bends = [
-        (weight, rule.bends.get(arm, (0.0, 0.0))) for arm, weight in e.contrast.weights.items()
-    ]
-    bend_low = sum(min(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
-    bend_high = sum(max(weight * of_arm[0], weight * of_arm[1]) for weight, of_arm in bends)
+
+    bend_low, bend_high = _bend_of_contrast(estimate.contrast, rule.bends)
     if not _stands(kind, low + bend_low, high + bend_high, limit):
-        shift = _span(bend_low, bend_high)
+        shift = _describe_larger(bend_low, bend_high)
         reason = f"a bend of the learning curves between evaluations may shift it by {shift}"
         return f"evaluate more often, on more questions: {reason}"
+
     if len(rule.places) > 1:
         gap = max(places.gap for places in rule.places.values())
-        down, up = (_hidden(e, rule, sign, gap) for sign in (-1, 1))
+        down = _hidden(estimate, rule, -1, gap)
+        up = _hidden(estimate, rule, 1, gap)
         if not _stands(kind, low - down, high + up, limit):
-            reason = f"{e.seeds} seeds may have missed those of others"
+            reason = f"{estimate.seeds} seeds may have missed those of others"
             return f"runs of {' and '.join(rule.places)} end in two places, and {reason}"
     return ""
 
 
-def _stands(kind: str, low: float, high: float, limit: float) -> bool:
+def _bend_of_contrast(
+    contrast: Contrast, bends: Mapping[str, tuple[float, float]]
+) -> tuple[float, float]:
+    """The least and the largest amount by which the contrast may lie above what was measured."""
+    least = 0.0
+    most = 0.0
+    for arm, weight in contrast.weights.items():
+        arm_low, arm_high = bends.get(arm, (0.0, 0.0))
+        least += min(weight * arm_low, weight * arm_high)
+        most += max(weight * arm_low, weight * arm_high)
+    return least, most
+
+
+def _stands(kind: Kind, low: float, high: float, limit: float) -> bool:
     """Whether a verdict of this kind is that of all differences between `low` and `high`."""
     if kind == "greater":
         return low > 0 or high < 0
     return -limit < low and high < limit
 
 
-def _span(low: float, high: float) -> str:
+def _describe_larger(low: float, high: float) -> str:
     """The larger of two shifts, in words."""
     most = max(-low, high)
     return f"up to {most:.2g}" if math.isfinite(most) else "an unknown amount"
 
 
-def _needs(e: _Estimate, tie: float, alpha: float, family: int) -> tuple[int | None, str]:
-    """The further seeds that would settle the comparison at the present estimates, None above
-    MOST_SEEDS; and that in words."""
+class _Need(NamedTuple):
+    """What would settle a comparison: further seeds, None above MOST_SEEDS, and that in words."""
+
+    seeds: int | None
+    words: str
+
+
+def _need(estimate: _Estimate, rule: _Rule) -> _Need:
+    """What would settle the comparison at the present estimates."""
     more = np.arange(1, MOST_SEEDS + 1)
-    # the degrees of freedom grow with the seeds
-    together = -stdtrit(e.dof * (1 + more / (e.seeds - 1)), alpha / family / 2)
-    alone = -stdtrit(e.seeds - 1 + more, alpha / 2)
-    by_questions = -ndtri(alpha / family / 2) * math.sqrt(e.questions)
-    of_family = np.maximum(
-        together * math.sqrt(e.by_sides), alone * math.sqrt(max(e.own, e.by_sides))
-    )
-    errors = (of_family if family > 1 else alone * math.sqrt(e.own)) / np.sqrt(e.seeds + more)
+    adjusted_alpha = rule.alpha / rule.family
+    # half the length of the interval after so many more seeds, by each test of a verdict
+    quantile_alone = -stdtrit(estimate.seeds - 1 + more, rule.alpha / 2)
+    if rule.family == 1:
+        by_seeds = quantile_alone * math.sqrt(estimate.own_variance)
+    else:
+        # the degrees of freedom grow with the seeds
+        dof = estimate.dof * (1 + more / (estimate.seeds - 1))
+        together = -stdtrit(dof, adjusted_alpha / 2) * math.sqrt(estimate.sides_variance)
+        largest = max(estimate.own_variance, estimate.sides_variance)
+        by_seeds = np.maximum(together, quantile_alone * math.sqrt(largest))
+    errors = by_seeds / np.sqrt(estimate.seeds + more)
+    by_questions = -ndtri(adjusted_alpha / 2) * math.sqrt(estimate.question_variance)
     # the last: with any number of seeds
     half = np.append(np.hypot(errors, by_questions), by_questions)
-    enough = (abs(e.mean) > half) | (abs(e.mean) + half < tie)
-    if not enough.any():
-        return None, "more questions are needed, not more seeds"
-    if (first := int(enough.argmax()) + 1) > MOST_SEEDS:
-        return None, f"more than {MOST_SEEDS} more seeds"
-    return first, f"about {first} more seed{'s' if first > 1 else ''}"
+    is_enough = (abs(estimate.mean) > half) | (abs(estimate.mean) + half < rule.tie)
+    if not is_enough.any():
+        return _Need(None, "more questions are needed, not more seeds")
+    first = int(is_enough.argmax()) + 1
+    if first > MOST_SEEDS:
+        return _Need(None, f"more than {MOST_SEEDS} more seeds")
+    plural = "s" if first > 1 else ""
+    return _Need(first, f"about {first} more seed{plural}")
 
 
-def _would_find(e: _Estimate, alpha: float, family: int) -> float:
+def _detectable(estimate: _Estimate, rule: _Rule) -> float:
     """`Comparison.detectable`: of each test of a verdict the noncentrality of t at that chance,
     times the error of the mean."""
-    own, by_sides = (e.own, e.seeds - 1, alpha), (e.by_sides, e.dof, alpha / family)
-    tests = [own] if family == 1 else [by_sides, (max(e.own, e.by_sides), *own[1:])]
-    by_seeds = max(
-        nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2)) * math.sqrt(v / e.seeds)
-        for v, dof, level in tests
-    )
-    return math.hypot(
-        by_seeds, (ndtri(CHANCE) - ndtri(alpha / family / 2)) * math.sqrt(e.questions)
-    )
+
+    def by_seeds(variance: float, dof: int, level: float) -> float:
+        noncentrality = nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2))
+        return noncentrality * math.sqrt(variance / estimate.seeds)
+
+    adjusted_alpha = rule.alpha / rule.family
+    if rule.family == 1:
+        smallest = by_seeds(estimate.own_variance, estimate.seeds - 1, rule.alpha)
+    else:
+        together = by_seeds(estimate.sides_variance, estimate.dof, adjusted_alpha)
+        largest = max(estimate.own_variance, estimate.sides_variance)
+        smallest = max(together, by_seeds(largest, estimate.seeds - 1, rule.alpha))
+    quantiles = ndtri(CHANCE) - ndtri(adjusted_alpha / 2)
+    return math.hypot(smallest, quantiles * math.sqrt(estimate.question_variance))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -523,19 +744,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     (Holm 1979)."""
     p = np.asarray(p_values, dtype=float)
     order = np.argsort(p, kind="stable")
+    factors = np.arange(len(p), 0, -1)
     adjusted = np.empty_like(p)
-    adjusted[order] = np.maximum.accumulate(np.minimum(1, p[order] * np.arange(len(p), 0, -1)))
+    adjusted[order] = np.maximum.accumulate(np.minimum(1, p[order] * factors))
     return adjusted.tolist()
 
 
-def area_under_curve(steps: Sequence[int], scores_EQ: np.ndarray) -> np.ndarray:
+def area_under_curve(steps: Sequence[float], scores_EQ: np.ndarray) -> np.ndarray:
     """Each question's mean score [Q] over training: trapezia between evaluations, over the steps
     between first and last."""
     if len(steps) == 1:
         return scores_EQ[0]
-    return np.trapezoid(scores_EQ, x=np.asarray(steps, dtype=float), axis=0) / (
-        steps[-1] - steps[0]
-    )
+    area_Q = np.trapezoid(scores_EQ, x=np.asarray(steps, dtype=float), axis=0)
+    return np.asarray(area_Q / (steps[-1] - steps[0]))
 
 
 def interquartile_mean(scores: Sequence[float]) -> float:
@@ -544,7 +765,7 @@ def interquartile_mean(scores: Sequence[float]) -> float:
     return float(stats.trim_mean(np.asarray(scores, dtype=float), 0.25))
 
 
-DRAWS = 4_000
+DRAWS = 4_000  # of simulated tables, from which a design's power is counted
 
 
 class Power(NamedTuple):
@@ -561,41 +782,61 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
     Unknown effects of arms on single questions are left out."""
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
-    scores_NAS = np.random.default_rng(0).normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
-    alpha, weights = ALPHA / len(looks), np.array(weights_A)
-    errors, halves = np.array(
-        [_look(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]
-    ).swapaxes(0, 1)
+    weights = np.array(weights_A)
+    alpha = ALPHA / len(looks)
+    rng = np.random.default_rng(0)
+    scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
+    analyses = [_analyse(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]
+    errors_LN = np.array([analysis.error_N for analysis in analyses])
+    halves_LN = np.array([analysis.half_N for analysis in analyses])
 
-    def shortfall(difference):
-        return float((errors + difference > halves).any(axis=0).mean()) - CHANCE
+    def shortfall(difference: float) -> float:
+        is_shown_N = (errors_LN + difference > halves_LN).any(axis=0)
+        return float(is_shown_N.mean()) - CHANCE
 
-    found = optimize.brentq(shortfall, 0.0, float(halves.max() - errors.min()), xtol=1e-6)
-    return Power(found, float((np.abs(errors) + halves < tie).any(axis=0).mean()))
+    largest = float(halves_LN.max() - errors_LN.min())
+    smallest = _find_root(shortfall, 0.0, largest, tolerance=1e-6)
+    is_tie_N = (np.abs(errors_LN) + halves_LN < tie).any(axis=0)
+    return Power(smallest, float(is_tie_N.mean()))
 
 
-def _look(
-    scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """For N simulated tables, the contrast's error, and the difference that makes a verdict, by the
-    rule of `compare`."""
+class _Analysis(NamedTuple):
+    """Of N simulated tables: the contrast's error, and half of its interval, which a difference
+    must exceed for a verdict."""
+
+    error_N: np.ndarray
+    half_N: np.ndarray
+
+
+def _analyse(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> _Analysis:
+    """Analyse simulated tables whose arms are equal, by the rule of `compare`."""
+    arms, seeds = scores_NAS.shape[1:]
+    contrast_NS = np.einsum("nas,a->ns", scores_NAS, weights_A)
+    error_N = contrast_NS.mean(1)
+    own_N = contrast_NS.var(1, ddof=1)
+    quantile_alone = stats.t.isf(alpha / 2, seeds - 1)
+    if family == 1:
+        return _Analysis(error_N, quantile_alone * np.sqrt(own_N / seeds))
+    dof = (arms - 1) * (seeds - 1)
+    sides_N = _simulated_variance_of_sides(scores_NAS, weights_A)
+    together_N = stats.t.isf(alpha / family / 2, dof) * np.sqrt(sides_N / seeds)
+    alone_N = quantile_alone * np.sqrt(np.maximum(sides_N, own_N) / seeds)
+    return _Analysis(error_N, np.maximum(together_N, alone_N))
+
+
+def _simulated_variance_of_sides(scores_NAS: np.ndarray, weights_A: np.ndarray) -> np.ndarray:
+    """`variance_of_sides` of N tables [N] without a gap, for which `seed_variances` has a closed
+    form: with the mean square m_a of an arm's residuals over S - 1, an arm's own variance is (A m_a
+    - common) / (A - 2)."""
     arms, seeds = scores_NAS.shape[1:]
     residuals = scores_NAS - scores_NAS.mean(1, keepdims=True) - scores_NAS.mean(2, keepdims=True)
-    squares_NA = ((residuals + scores_NAS.mean((1, 2), keepdims=True)) ** 2).sum(2)
-    dof = (arms - 1) * (seeds - 1)
-    common_N1 = squares_NA.sum(1, keepdims=True) / dof
-    own_NA = (
-        np.maximum(0, (arms * squares_NA / (seeds - 1) - common_N1) / (arms - 2))
-        if arms > 2
-        else common_N1
-    )
-    sides_2A = np.stack([np.clip(weights_A, 0, None), np.clip(weights_A, None, 0)]) ** 2
-    by_arms_N2 = np.broadcast_to(own_NA, squares_NA.shape) @ sides_2A.T
-    by_sides_N = np.maximum(by_arms_N2, common_N1 * sides_2A.sum(1)).sum(1)
-    contrast_NS = np.einsum("nas,a->ns", scores_NAS, weights_A)
-    error_N, own_N = contrast_NS.mean(1), contrast_NS.var(1, ddof=1)
-    alone = stats.t.isf(alpha / 2, seeds - 1)
-    if family == 1:
-        return error_N, alone * np.sqrt(own_N / seeds)
-    together_N = stats.t.isf(alpha / family / 2, dof) * np.sqrt(by_sides_N / seeds)
-    return error_N, np.maximum(together_N, alone * np.sqrt(np.maximum(by_sides_N, own_N) / seeds))
+    residuals = residuals + scores_NAS.mean((1, 2), keepdims=True)
+    squares_NA = (residuals**2).sum(2)
+    common_N1 = squares_NA.sum(1, keepdims=True) / ((arms - 1) * (seeds - 1))
+    own_NA = np.broadcast_to(common_N1, squares_NA.shape)
+    if arms > 2:
+        own_NA = np.maximum(0, (arms * squares_NA / (seeds - 1) - common_N1) / (arms - 2))
+    squared_weights_2A = np.stack([np.clip(weights_A, 0, None), np.clip(weights_A, None, 0)]) ** 2
+    by_arms_N2 = own_NA @ squared_weights_2A.T
+    by_common_N2 = common_N1 * squared_weights_2A.sum(1)
+    return np.maximum(by_arms_N2, by_common_N2).sum(1)

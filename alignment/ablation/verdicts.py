@@ -2,8 +2,9 @@
 scipy; `study.py` does not."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,41 +21,52 @@ from alignment.system.errors import UserError
 def budget(study: Study) -> float:
     """How much of what `study.match` names all runs had taken by their last evaluations; infinite
     for steps, of which each run counts its own."""
-    least = min(
-        (float(run.spent(study.match, run.evals[-1:])[0]) for run in study.runs), default=math.inf
-    )
-    return math.inf if study.match == "steps" else least
-
-
-def outcome(study: Study) -> tuple[str, str]:
-    """What is compared, as a title, and as part of a sentence."""
     if study.match == "steps":
-        return "final accuracy", "the accuracy of the last evaluation"
-    unit = {
-        "samples": "sampled responses",
-        "tokens": "sampled tokens",
-        "seconds": "seconds of steps",
-    }[study.match]
-    where = (
-        f"the accuracy at {budget(study):,.0f} {unit}, which all runs have reached, on straight"
-        " lines between evaluations"
+        return math.inf
+    amounts = [float(run.spent(study.match, run.evals[-1:])[0]) for run in study.runs]
+    return min(amounts, default=math.inf)
+
+
+UNITS = {
+    "samples": "sampled responses",
+    "tokens": "sampled tokens",
+    "seconds": "seconds of steps",
+}
+
+
+class Outcome(NamedTuple):
+    """What is compared, as a title, and as part of a sentence."""
+
+    title: str
+    description: str
+
+
+def outcome(study: Study) -> Outcome:
+    """What the study compares."""
+    if study.match == "steps":
+        return Outcome("final accuracy", "the accuracy of the last evaluation")
+    description = (
+        f"the accuracy at {budget(study):,.0f} {UNITS[study.match]}, which all runs have reached,"
+        " on straight lines between evaluations"
     )
-    return f"accuracy at equal {study.match}", where
+    return Outcome(f"accuracy at equal {study.match}", description)
 
 
 def curve(run: Run, match: str, most: float) -> tuple[np.ndarray, np.ndarray]:
     """What the run had taken [E] by its evaluations, in the unit of `match`, and every question's
     reward in them [E, Q]. A curve that goes on ends at `most`, on a straight line between the
     evaluations before and after."""
-    amounts_E, rewards_EQ = run.spent(match, run.evals), run.scores.rewards_EQ
+    amounts_E = run.spent(match, run.evals)
+    rewards_EQ = run.scores.rewards_EQ
     end = min(most, amounts_E[-1])
-    weights_E = np.array(
-        [np.interp(end, amounts_E, of_evaluation) for of_evaluation in np.eye(len(amounts_E))]
-    )
-    before = amounts_E < end
-    return np.append(amounts_E[before], end), np.vstack(
-        [rewards_EQ[before], weights_E @ rewards_EQ]
-    )
+    # Interpolation is linear in the values: what each evaluation weighs is the value at `end` of a
+    # line that is 1 there and 0 in all others.
+    unit_curves_EE = np.eye(len(amounts_E))
+    weights_E = np.array([np.interp(end, amounts_E, unit_E) for unit_E in unit_curves_EE])
+    is_before_E = amounts_E < end
+    amounts = np.append(amounts_E[is_before_E], end)
+    rewards = np.vstack([rewards_EQ[is_before_E], weights_E @ rewards_EQ])
+    return amounts, rewards
 
 
 AREA_POINTS = (np.arange(64) + 0.5) / 64  # of a curve, at which an area's bend is taken
@@ -97,7 +109,8 @@ def arm_bend(
     mean_2X = np.mean(above, axis=0)
     if np.isinf(mean_2X).any():
         return -math.inf, math.inf
-    least_X, largest_X = mean_2X.min(axis=0), mean_2X.max(axis=0)
+    least_X = mean_2X.min(axis=0)
+    largest_X = mean_2X.max(axis=0)
     low_X = np.where(largest_X <= 0, largest_X, np.minimum(least_X, 0.0))
     high_X = np.where(least_X >= 0, least_X, np.maximum(largest_X, 0.0))
     return float(low_X.mean()), float(high_X.mean())
@@ -120,66 +133,83 @@ def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, flo
 def final_scores(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the reward [Q] of every question where its curve ends: in the last
     evaluation, or at `budget`."""
-    most, match = budget(study), study.match
-    return {
-        arm: {seed: curve(run, match, most)[1][-1] for seed, run in runs.items()}
-        for arm, runs in study.arms.items()
-    }
+    most = budget(study)
+
+    def final(run: Run) -> np.ndarray:
+        _, rewards_EQ = curve(run, study.match, most)
+        return rewards_EQ[-1]
+
+    return _by_arm_and_seed(study, final)
 
 
 def areas(study: Study) -> dict[str, Scores]:
     """For each arm and seed, the area [Q] under every question's learning curve."""
     most = budget(study)
 
-    def area(run):
-        return statistics.area_under_curve(*curve(run, study.match, most))
+    def area(run: Run) -> np.ndarray:
+        amounts_E, rewards_EQ = curve(run, study.match, most)
+        return statistics.area_under_curve(amounts_E.tolist(), rewards_EQ)
 
-    return {
-        arm: {seed: area(run) for seed, run in runs.items()} for arm, runs in study.arms.items()
-    }
+    return _by_arm_and_seed(study, area)
+
+
+def _by_arm_and_seed(study: Study, score: Callable[[Run], np.ndarray]) -> dict[str, Scores]:
+    """The score [Q] of every run, by arm and seed."""
+    scores: dict[str, Scores] = {}
+    for arm, runs in study.arms.items():
+        scores[arm] = {seed: score(run) for seed, run in runs.items()}
+    return scores
 
 
 def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
     """A comparison for each pair of arms of a task: of final scores, or of the areas under whole
     learning curves. Raises `UserError` if questions differ."""
     scores = areas(study) if whole_curve else final_scores(study)
-    of_curves = bends(study, whole_curve)
-    tasks = {arm: str(study.varied[arm].get("task", "")) for arm in study.arms}
+    arm_bends = bends(study, whole_curve)
+    arms_of_task: dict[str, list[str]] = {}
+    for arm in study.arms:
+        task = str(study.varied[arm].get("task", ""))
+        arms_of_task.setdefault(task, []).append(arm)
     comparisons = []
-    for task in dict.fromkeys(tasks.values()):
-        arms = {arm: runs for arm, runs in study.arms.items() if tasks[arm] == task}
-        groups = question_groups(run for runs in arms.values() for run in runs.values())
-        alpha = study.alpha / len(set(tasks.values()))
+    for arms in arms_of_task.values():
         comparisons += compare(
             {arm: scores[arm] for arm in arms},
             study.tie,
-            alpha=alpha,
-            groups=groups,
-            bends=of_curves,
+            alpha=study.alpha / len(arms_of_task),
+            groups=question_groups(_runs_of(study, arms)),
+            bends=arm_bends,
         )
     return comparisons
+
+
+def _runs_of(study: Study, arms: Iterable[str]) -> list[Run]:
+    """The runs of these arms."""
+    runs: list[Run] = []
+    for arm in arms:
+        runs += study.arms[arm].values()
+    return runs
 
 
 def question_groups(runs: Iterable[Run]) -> list[str] | None:
     """The key of every question that the runs were evaluated on (`Task.key`); None where no two are
     equal, as of all runs whose evaluations ask a question once. Raises `UserError` where the runs
     were evaluated on different questions."""
-    if len(by_questions := {run.scores.texts: run for run in runs}) > 1:
-        a, b, *_ = (run.path for run in by_questions.values())
+    runs_by_questions = list({run.scores.texts: run for run in runs}.values())
+    if not runs_by_questions:
+        return None
+    run, *others = runs_by_questions
+    if others:
         raise UserError(
-            f"{a} and {b} were evaluated on different questions, so they cannot be compared: give"
-            " runs of the same"
+            f"{run.path} and {others[0].path} were evaluated on different questions, so they cannot"
+            " be compared: give runs of the same"
         )
-    for run in by_questions.values():
-        task = TASKS.get(str(run.args.get("task")))
-        # a task of the user's own is not imported for a report
-        key = task.key if task else question_text
-        keys = [
-            key(Problem(name, text, "", ""))
-            for name, text in zip(run.scores.questions, run.scores.texts, strict=True)
-        ]
-        return keys if len(set(keys)) < len(keys) else None
-    return None
+    task = TASKS.get(str(run.args.get("task")))
+    # a task of the user's own is not imported for a report
+    key = task.key if task else question_text
+    questions = zip(run.scores.questions, run.scores.texts, strict=True)
+    keys = [key(Problem(name, text, "", "")) for name, text in questions]
+    has_repetition = len(set(keys)) < len(keys)
+    return keys if has_repetition else None
 
 
 def over_tasks(study: Study) -> dict[str, float]:
@@ -187,13 +217,13 @@ def over_tasks(study: Study) -> dict[str, float]:
     {} for a single task."""
     pooled: dict[str, list[float]] = {}
     for arm, by_seed in final_scores(study).items():
-        if "task" in study.varied[arm]:
-            rest = ", ".join(
-                _level(name, value) for name, value in study.varied[arm].items() if name != "task"
-            )
-            pooled.setdefault(rest or "all arms", []).extend(
-                float(scores.mean()) for scores in by_seed.values()
-            )
+        values = dict(study.varied[arm])
+        if "task" not in values:
+            continue
+        del values["task"]
+        others = ", ".join(_level(name, value) for name, value in values.items()) or "all arms"
+        accuracies = [float(scores.mean()) for scores in by_seed.values()]
+        pooled.setdefault(others, []).extend(accuracies)
     return {arm: statistics.interquartile_mean(values) for arm, values in pooled.items() if values}
 
 
@@ -202,38 +232,44 @@ def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, li
     a full grid of one task."""
     arms = {arm: values for arm, values in varied.items() if not arm.startswith("control_")}
     names = choices(arms)
-    levels = {arm: [_level(name, values[name]) for name in names] for arm, values in arms.items()}
-    several = [dict.fromkeys(column) for column in zip(*levels.values(), strict=True)]
-    full = len(set(map(tuple, levels.values()))) == len(arms) == math.prod(map(len, several))
-    if len(names) < 2 or not full or "task" in names:
+    # by argument: its levels, each with the arms that have it
+    factors: dict[str, dict[str, list[str]]] = {}
+    combinations_of_levels = set()
+    for arm, values in arms.items():
+        levels = tuple(_level(name, values[name]) for name in names)
+        combinations_of_levels.add(levels)
+        for name, level in zip(names, levels, strict=True):
+            factors.setdefault(name, {}).setdefault(level, []).append(arm)
+    cells = math.prod(len(arms_of_level) for arms_of_level in factors.values())
+    is_full_grid = len(combinations_of_levels) == len(arms) == cells
+    if len(names) < 2 or not is_full_grid or "task" in names:
         return {}
-    contrasts: dict[str, list[Contrast]] = {}
-    for place, name in enumerate(names):
-        sides = {
-            level: [arm for arm in arms if levels[arm][place] == level] for level in several[place]
-        }
+    return {name: _level_contrasts(arms_of_level) for name, arms_of_level in factors.items()}
 
-        def side(level, sign, sides=sides):
-            return dict.fromkeys(sides[level], sign / len(sides[level]))
 
-        contrasts[name] = [
-            Contrast(a, b, side(a, 1) | side(b, -1)) for a, b in combinations(sides, 2)
-        ]
+def _level_contrasts(arms_of_level: Mapping[str, Sequence[str]]) -> list[Contrast]:
+    """The contrast of every two levels of an argument, each level by the mean of its arms."""
+    contrasts = []
+    for a, b in combinations(arms_of_level, 2):
+        side_a = dict.fromkeys(arms_of_level[a], 1 / len(arms_of_level[a]))
+        side_b = dict.fromkeys(arms_of_level[b], -1 / len(arms_of_level[b]))
+        contrasts.append(Contrast(a, b, side_a | side_b))
     return contrasts
 
 
 def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     """Comparisons of each varied argument's values (`factor_contrasts`); {} where an arm has no
     run."""
-    contrasts, scores = factor_contrasts(study.varied), final_scores(study)
+    factors = factor_contrasts(study.varied)
+    scores = final_scores(study)
     arms = {arm: scores[arm] for arm in study.arms if not arm.startswith("control_")}
-    if not all(arms.values()) or not contrasts:
+    if not all(arms.values()) or not factors:
         return {}
-    groups = question_groups(run for arm in arms for run in study.arms[arm].values())
-    of_curves = bends(study)
+    groups = question_groups(_runs_of(study, arms))
+    arm_bends = bends(study)
     return {
-        name: compare(arms, study.tie, several, study.alpha, groups, of_curves)
-        for name, several in contrasts.items()
+        name: compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
+        for name, contrasts in factors.items()
     }
 
 
@@ -243,27 +279,39 @@ def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
     factors = decide_factors(study)
     if len(question) < 2:
         return factors.get("".join(question)) or decide(study)
-    return [c for c in [*decide(study), *sum(factors.values(), [])] if {c.a, c.b} == set(question)]
+    comparisons = decide(study)
+    for of_factor in factors.values():
+        comparisons += of_factor
+    return [c for c in comparisons if {c.a, c.b} == set(question)]
 
 
 def refuse_unknown_question(
     varied: Mapping[str, Mapping[str, object]], question: Sequence[str]
 ) -> None:
     """Raise `UserError` where no comparison of the arms answers `question`."""
+    if not question:
+        return
     factors = factor_contrasts(varied)
-    names = list(factors) or choices(varied)[:1] * (len(choices(varied)) == 1)
-    values = [{c.a, c.b} for contrasts in factors.values() for c in contrasts]
-    known = (
-        question[0] in names
-        if len(question) == 1
-        else set(question) <= set(varied) or set(question) in values
-    )
-    if question and (not known or len(set(question)) < len(question)):
-        answers = (
-            f"{', '.join(names)}{' or ' if names else ''}two of"
-            f" {', '.join(sorted(set().union(*values, varied)))}"
-        )
-        raise UserError(f"--question {' '.join(question)}: give {answers}")
+    # Of one varied argument, the pairs of arms are the pairs of its values.
+    arguments = list(factors)
+    if not arguments and len(choices(varied)) == 1:
+        arguments = choices(varied)
+    pairs_of_values: list[set[str]] = []
+    for contrasts in factors.values():
+        pairs_of_values += [{contrast.a, contrast.b} for contrast in contrasts]
+
+    words = set(question)
+    if len(question) == 1:
+        is_known = question[0] in arguments
+    else:
+        is_known = words <= set(varied) or words in pairs_of_values
+    if is_known and len(words) == len(question):
+        return
+    names = sorted(set().union(*pairs_of_values, varied))
+    answers = f"two of {', '.join(names)}"
+    if arguments:
+        answers = f"{', '.join(arguments)} or {answers}"
+    raise UserError(f"--question {' '.join(question)}: give {answers}")
 
 
 def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -280,23 +328,34 @@ def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _level(name: str, value: object) -> str:
+    """A value of an argument, as a verdict calls it."""
     return value if isinstance(value, str) else f"{name} {value}"
 
 
-def split_of_gain(
-    run: Run, match: str = "steps", most: float = math.inf
-) -> tuple[float, float, float]:
-    """(gain, format's part, answers' part) of accuracy from a `curve`'s beginning to its end.
-    Accuracy is the format rate f times the accuracy c of well-formed responses; the parts, which
-    add up, are f's change at mean c and c's at mean f."""
-    rates = (
-        [evaluation[key] for evaluation in run.evals]
-        for key in ("avg_format_rewards", "avg_all_rewards")
-    )
-    f, a = ([rate[0], float(np.interp(most, run.spent(match, run.evals), rate))] for rate in rates)
-    c = [x / y if y else 0.0 for x, y in zip(a, f, strict=True)]
-    by_format, by_answers = (f[1] - f[0]) * (c[0] + c[1]) / 2, (c[1] - c[0]) * (f[0] + f[1]) / 2
-    return a[1] - a[0], by_format, by_answers
+class GainParts(NamedTuple):
+    """A gain of accuracy, and the parts of it, which add up."""
+
+    gain: float
+    by_format: float
+    by_answers: float
+
+
+def split_of_gain(run: Run, match: str = "steps", most: float = math.inf) -> GainParts:
+    """The gain of accuracy from a `curve`'s beginning to its end, split. Accuracy is the format
+    rate f times the accuracy c of well-formed responses; the parts are f's change at mean c and c's
+    at mean f."""
+    amounts_E = run.spent(match, run.evals)
+    formats_E = [evaluation["avg_format_rewards"] for evaluation in run.evals]
+    accuracies_E = [evaluation["avg_all_rewards"] for evaluation in run.evals]
+    f_before = formats_E[0]
+    f_after = float(np.interp(most, amounts_E, formats_E))
+    before = accuracies_E[0]
+    after = float(np.interp(most, amounts_E, accuracies_E))
+    c_before = before / f_before if f_before else 0.0
+    c_after = after / f_after if f_after else 0.0
+    by_format = (f_after - f_before) * (c_before + c_after) / 2
+    by_answers = (c_after - c_before) * (f_before + f_after) / 2
+    return GainParts(after - before, by_format, by_answers)
 
 
 def half_width(study: Study, arm: str, by_seed: Scores) -> float:

@@ -1,7 +1,8 @@
 """Advantages: rewards minus the baseline of their group and, with --normalize_by_std, divided by a
 standard deviation.
 
-Axes: P prompts, G samples of a prompt (the group), B = P * G responses."""
+Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
+"""
 
 from __future__ import annotations
 
@@ -29,34 +30,52 @@ class AdvantageConfig:
     advantage_eps: float = 1e-6
 
 
+def _group_mean(centred_PG: Tensor, number_P1: Tensor) -> Tensor:
+    """r - mean(r)."""
+    return centred_PG
+
+
+def _leave_one_out(centred_PG: Tensor, number_P1: Tensor) -> Tensor:
+    """r - (n * mean(r) - r) / (n - 1) = (r - mean(r)) * n / (n - 1)."""
+    others_P1 = (number_P1 - 1).clamp(min=1)
+    return centred_PG * number_P1 / others_P1
+
+
 # --baseline -> rewards minus the baseline, from rewards minus their group's mean and each group's
 # number of responses.
 BASELINES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "group_mean": lambda centred_PG, number_P1: centred_PG,
-    # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
-    "leave_one_out": lambda centred_PG, number_P1: (
-        centred_PG * number_P1 / (number_P1 - 1).clamp(min=1)
-    ),
+    "group_mean": _group_mean,
+    "leave_one_out": _leave_one_out,
 }
+
+
+def _group_std(squares_P1: Tensor, number_P1: Tensor, rewards: Tensor) -> Tensor:
+    return (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt()
+
+
+def _population_std(squares_P1: Tensor, number_P1: Tensor, rewards: Tensor) -> Tensor:
+    return (squares_P1 / number_P1.clamp(min=1)).sqrt()
+
+
+def _batch_std(squares_P1: Tensor, number_P1: Tensor, rewards: Tensor) -> Tensor:
+    return rewards.std(correction=1).nan_to_num()
+
 
 # --std_of -> the standard deviation, from (squared deviations summed by group, responses by group,
 # all rewards).
 DEVIATIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "group": (
-        lambda squares_P1, number_P1, rewards: (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt()
-    ),
-    "group_population": (
-        lambda squares_P1, number_P1, rewards: (squares_P1 / number_P1.clamp(min=1)).sqrt()
-    ),
-    "batch": lambda squares_P1, number_P1, rewards: rewards.std(correction=1).nan_to_num(),
+    "group": _group_std,
+    "group_population": _population_std,
+    "batch": _batch_std,
 }
 
 
 def group_advantages(
     raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None
 ) -> Tensor:
-    """A = r - b, and with `normalize_by_std` A = (r - b) / (std + eps). Shapes [batch, 1] ->
-    [batch, 1].
+    """A = r - b, and with `normalize_by_std` A = (r - b) / (std + eps).
+
+    Shapes [batch, 1] -> [batch, 1].
 
     `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the
     division Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2) or "leave_one_out", the mean
@@ -66,7 +85,8 @@ def group_advantages(
 
     Responses whose `counted_B1` is False, and a group's only counted one, have the advantage 0; the
     former enter no mean or deviation. Raises ValueError for incomplete groups and for a group size
-    below 2."""
+    below 2.
+    """
     import torch
 
     if config.group_size < 2:
@@ -77,12 +97,12 @@ def group_advantages(
         raise ValueError(
             f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}"
         )
-    counted_B1 = (
-        torch.ones_like(raw_rewards_B1, dtype=torch.bool) if counted_B1 is None else counted_B1
-    )
-    # in which the mean of equal float32 rewards is exact: advantages are exactly 0
+    if counted_B1 is None:
+        counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool)
+    # In float64 the mean of equal float32 rewards is exact, so that their advantages are exactly 0.
     rewards_B1 = raw_rewards_B1.double()
-    rewards_PG, counted_PG = (t.reshape(-1, config.group_size) for t in (rewards_B1, counted_B1))
+    rewards_PG = rewards_B1.reshape(-1, config.group_size)
+    counted_PG = counted_B1.reshape(-1, config.group_size)
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
     mean_P1 = rewards_PG.where(counted_PG, 0).sum(dim=1, keepdim=True) / number_P1.clamp(min=1)
     centred_PG = (rewards_PG - mean_P1).where(counted_PG, 0)
@@ -103,31 +123,30 @@ def compute_group_normalized_rewards(
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Score every response and normalise within its group of `group_size` consecutive responses.
+
     Returns (advantages [batch, 1], raw_rewards [batch, 1], metadata). Raises ValueError like
-    `group_advantages`."""
+    `group_advantages`.
+    """
     import torch
 
-    scores = [
-        reward_fn(r, g) for r, g in zip(rollout_responses, repeated_ground_truths, strict=True)
-    ]
+    pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
+    scores = [reward_fn(response, ground_truth) for response, ground_truth in pairs]
     raw_rewards_B1 = torch.tensor([[score["reward"]] for score in scores], dtype=torch.float32)
     config = AdvantageConfig(
         group_size, normalize_by_std=normalize_by_std, advantage_eps=advantage_eps
     )
-    return (
-        group_advantages(raw_rewards_B1, config),
-        raw_rewards_B1,
-        group_statistics(raw_rewards_B1, group_size),
-    )
+    advantages_B1 = group_advantages(raw_rewards_B1, config)
+    return advantages_B1, raw_rewards_B1, group_statistics(raw_rewards_B1, group_size)
 
 
 def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float]:
-    """Mean, std and extremes of the rewards, and the share of groups whose rewards are all equal
-    (zero variance)."""
+    """Mean, std and extremes of the rewards, and the share of groups whose rewards are all
+    equal."""
     rewards_PG = raw_rewards_B1.reshape(-1, group_size)
     equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
-    statistics = {"reward_mean": rewards_PG.mean(), "reward_std": rewards_PG.std(correction=0)}
-    statistics |= {
+    statistics = {
+        "reward_mean": rewards_PG.mean(),
+        "reward_std": rewards_PG.std(correction=0),
         "reward_max": rewards_PG.max(),
         "reward_min": rewards_PG.min(),
         "flat_groups": equal_P.mean(),
@@ -136,7 +155,13 @@ def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), added to the
-    reward: 0 up to max_new_tokens - buffer tokens, then a linear fall to -1 at max_new_tokens. A
-    buffer of 0 turns it off."""
-    return -max(0, length - (max_new_tokens - buffer)) / buffer if buffer else 0.0
+    """DAPO's soft overlong punishment, added to the reward (Yu et al. 2025, arXiv:2503.14476, eq.
+    13).
+
+    It is 0 up to max_new_tokens - buffer tokens, then falls linearly to -1 at max_new_tokens. A
+    buffer of 0 turns it off.
+    """
+    if buffer == 0:
+        return 0.0
+    excess = max(0, length - (max_new_tokens - buffer))
+    return -excess / buffer

@@ -1,9 +1,11 @@
-"""Policy-gradient losses, the facts of each in one entry of `LOSSES`; denominators; KL; importance
-weights; and their sum.
+"""Policy-gradient losses, denominators, KL, importance weights, and the loss that is their sum.
+
+Everything known of a loss is in its entry of `LOSSES`.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy
 that sampled. Each loss returns (per-token loss [batch, sequence], per-token metadata). Importing it
-loads no torch, so arguments are checked at once."""
+loads no torch, so arguments are checked at once.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,21 @@ def masked_normalize(
 
 
 class Normalization(NamedTuple):
-    """A way to make per-token losses a scalar: (loss [batch, sequence], mask) -> the sum over a
-    micro-batch, and (response lengths, max_new_tokens) -> what divides a whole step's sum."""
+    """A way to make per-token losses a scalar."""
 
-    total: Callable
-    denominator: Callable
+    total: Callable[[Tensor, Tensor], Tensor]
+    """(loss [batch, sequence], mask) -> the sum over a micro-batch."""
+    denominator: Callable[[Sequence[int], int], float]
+    """(response lengths, max_new_tokens) -> what divides a whole step's sum."""
 
 
-NORMALIZATIONS: Mapping[str, Normalization] = {  # --loss_normalization -> its sum and denominator.
-    "sequence_mean": Normalization(
-        lambda loss, mask: masked_mean(loss, mask, dim=1).sum(), lambda lengths, most: len(lengths)
-    ),
+def _sum_of_means(loss_BT: Tensor, mask: Tensor) -> Tensor:
+    return masked_mean(loss_BT, mask, dim=1).sum()
+
+
+# --loss_normalization -> its sum and denominator.
+NORMALIZATIONS: Mapping[str, Normalization] = {
+    "sequence_mean": Normalization(_sum_of_means, lambda lengths, most: len(lengths)),
     "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
     "constant": Normalization(masked_normalize, lambda lengths, most: len(lengths) * most),
 }
@@ -53,17 +59,22 @@ NORMALIZATIONS: Mapping[str, Normalization] = {  # --loss_normalization -> its s
 def loss_denominator(
     loss_normalization: str, response_lengths: Sequence[int], max_new_tokens: int
 ) -> float:
-    """The number that the summed loss of a whole optimiser step is divided by: sequences, which
-    weigh the same (sequence_mean: GRPO, arXiv:2402.03300, eq. 3), response tokens, likewise
-    (token_mean: DAPO, arXiv:2503.14476, eq. 8), or sequences * `max_new_tokens`, so that length
-    changes no token's weight (constant: Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    """The number that the summed loss of a whole optimiser step is divided by.
+
+    "sequence_mean": the number of sequences, which weigh the same (GRPO, arXiv:2402.03300, eq. 3).
+    "token_mean": that of response tokens, which weigh the same (DAPO, arXiv:2503.14476, eq. 8).
+    "constant": sequences * `max_new_tokens`, so that length changes no token's weight (Dr. GRPO,
+    arXiv:2503.20783, section 3.2).
+    """
     return float(NORMALIZATIONS[loss_normalization].denominator(response_lengths, max_new_tokens))
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may need: log-probs and mask [batch, sequence], rewards and advantages [batch,
-    1]; None where not given."""
+    """What a loss may need; None where not given.
+
+    Log-probs and mask are [batch, sequence], rewards and advantages [batch, 1].
+    """
 
     config: LossConfig
     log_probs: Tensor
@@ -74,11 +85,15 @@ class LossInputs:
     reference_log_probs: Tensor | None = None
     sampler_log_probs: Tensor | None = None
 
-    def require(self, *names: str) -> list:
+    def require(self, *names: str) -> list[Tensor]:
         """The inputs of these names. Raises ValueError for one that is lacking."""
-        if lacking := [name for name in names if getattr(self, name) is None]:
-            raise ValueError(f"this loss needs {lacking[0]}")
-        return [getattr(self, name) for name in names]
+        inputs = []
+        for name in names:
+            value = getattr(self, name)
+            if value is None:
+                raise ValueError(f"this loss needs {name}")
+            inputs.append(value)
+        return inputs
 
 
 ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
@@ -96,10 +111,12 @@ class Loss:
     uses_ratio: bool = False
     """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False
+    """Whether the ratio is one number for all tokens of a response."""
     arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
     """Of `OPTIONAL_ARGUMENTS`, the flags that play a part."""
-    # The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss itself.
     at_ratio_one: str = ""
+    """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss
+    itself."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +136,19 @@ class LossConfig:
 
 
 def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
-    import einx  # here, because it loads sympy, for which reading arguments should not wait
+    # Imported late: it loads sympy, for which reading arguments should not wait.
+    from einx import multiply  # pyright: ignore[reportPrivateImportUsage] # it has no __all__
 
-    return einx.multiply("b 1, b t -> b t", weights_B1, values_BT)
+    return multiply("b 1, b t -> b t", weights_B1, values_BT)
 
 
 def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor
 ) -> TokenLoss:
-    """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992). Shapes [batch, 1] and [batch,
-    sequence]."""
+    """-A * log pi(o_t | q, o_<t), REINFORCE (Williams 1992).
+
+    Shapes [batch, 1] and [batch, sequence].
+    """
     return -_weigh(raw_rewards_or_advantages, policy_log_probs), {}
 
 
@@ -146,21 +166,22 @@ def compute_grpo_clip_loss(
     (arXiv:2402.03300, eq. 3). `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al.
     2025, arXiv:2503.14476, eq. 10). With `dual_clip` d > 1 the surrogate of a negative advantage is
     at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and bool "clipped"
-    where a bound counts, so that the gradient is zero."""
+    where a bound counts, so that the gradient is zero.
+    """
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
 
 
 def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig) -> TokenLoss:
+    low, high = _bounds(config)
     free_BT = _weigh(advantages, ratio_BT)
-    bounded_BT = _weigh(advantages, ratio_BT.clamp(*_bounds(config)))
-    surrogate_BT, clipped_BT = free_BT.minimum(bounded_BT), bounded_BT < free_BT
+    bounded_BT = _weigh(advantages, ratio_BT.clamp(low, high))
+    surrogate_BT = free_BT.minimum(bounded_BT)
+    clipped_BT = bounded_BT < free_BT
     if config.dual_clip:
-        floor_BT = (
-            (config.dual_clip * advantages)
-            .where(advantages < 0, float("-inf"))
-            .expand_as(surrogate_BT)
-        )
+        # Only negative advantages have a floor, d * A.
+        floor_B1 = (config.dual_clip * advantages).where(advantages < 0, float("-inf"))
+        floor_BT = floor_B1.expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
         surrogate_BT = surrogate_BT.maximum(floor_BT)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
@@ -175,9 +196,11 @@ def _bounds(config: LossConfig) -> tuple[float, float]:
 
 
 def _reinforce(inputs: LossInputs) -> TokenLoss:
-    return compute_naive_policy_gradient_loss(
-        *inputs.require(inputs.config.loss.weight), inputs.log_probs
-    )
+    weight = inputs.config.loss.weight
+    if weight is None:
+        raise ValueError("this loss needs a weight")
+    (weights_B1,) = inputs.require(weight)
+    return compute_naive_policy_gradient_loss(weights_B1, inputs.log_probs)
 
 
 def _grpo_clip(inputs: LossInputs) -> TokenLoss:
@@ -189,20 +212,19 @@ def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
-    # never
-    return -_weigh(advantages, ratio_BT), {
-        "ratio": ratio_BT.detach(),
-        "clipped": ratio_BT.detach() < 0,
-    }
+    ratio = ratio_BT.detach()
+    nothing_clipped = ratio < 0  # for ratios are positive
+    return -_weigh(advantages, ratio_BT), {"ratio": ratio, "clipped": nothing_clipped}
 
 
 def _gspo(inputs: LossInputs) -> TokenLoss:
-    """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response, s = exp(mean over its
-    tokens of log pi / pi_old).
+    """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response.
 
-    GSPO, Zheng et al. 2025 (arXiv:2507.18071), eqs. 5 and 7, written to every token of the
-    response, so that with sequence_mean each response counts once. Its clip ranges are orders of
-    magnitude smaller than GRPO's (3e-4 there)."""
+    s = exp(mean over the response's tokens of log pi / pi_old): GSPO, Zheng et al. 2025
+    (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
+    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than
+    GRPO's (3e-4 there).
+    """
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
     ratio_BT = mean_B.exp()[:, None].expand_as(inputs.log_probs)
@@ -210,25 +232,25 @@ def _gspo(inputs: LossInputs) -> TokenLoss:
 
 
 def _cispo(inputs: LossInputs) -> TokenLoss:
-    """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi: the weight is clipped, so no token loses its
-    gradient.
+    """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi, where sg stops the gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only
-    (`cliprange` 1)."""
+    The weight is clipped, so that no token loses its gradient: CISPO, MiniMax 2025
+    (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1).
+    """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
-    weight_BT = ratio_BT.clamp(*_bounds(inputs.config))
-    return -(_weigh(advantages, weight_BT) * inputs.log_probs), {
-        "ratio": ratio_BT,
-        "clipped": weight_BT != ratio_BT,
-    }
+    low, high = _bounds(inputs.config)
+    weight_BT = ratio_BT.clamp(low, high)
+    loss_BT = -(_weigh(advantages, weight_BT) * inputs.log_probs)
+    return loss_BT, {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
-# with rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
+# With rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
 _AT_ONE = "reinforce_with_baseline"
 
-LOSSES: Mapping[str, Loss] = {  # --loss_type -> the loss.
+# --loss_type -> the loss.
+LOSSES: Mapping[str, Loss] = {
     "no_baseline": Loss(_reinforce, weight="raw_rewards", arguments=frozenset()),
     "reinforce_with_baseline": Loss(_reinforce),
     "grpo_clip": Loss(
@@ -244,7 +266,7 @@ LOSSES: Mapping[str, Loss] = {  # --loss_type -> the loss.
     ),
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
 }
-# flags that only some losses use
+# Flags that only some losses use.
 OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
 
 
@@ -259,8 +281,10 @@ def compute_policy_gradient_loss(
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
 ) -> TokenLoss:
-    """The per-token loss named `loss_type` in `LOSSES`. Raises KeyError for an unknown name,
-    ValueError for a lacking input."""
+    """The per-token loss named `loss_type` in `LOSSES`.
+
+    Raises KeyError for an unknown name, ValueError for a lacking input.
+    """
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(
         config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs
@@ -268,6 +292,7 @@ def compute_policy_gradient_loss(
     return config.loss.function(inputs)
 
 
+# --kl_estimator -> the estimate, from l = log pi_ref - log pi.
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
     "k2": lambda log_ratio: log_ratio.square() / 2,
@@ -276,38 +301,45 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
-    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence], with l = log
-    pi_ref - log pi:
+    """Estimates of KL(pi, pi_ref) in nats at each sampled token, [batch, sequence].
 
-    k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020, "Approximating KL divergence"; k3 is
-    GRPO's, arXiv:2402.03300, eq. 4). The means of k1 and k3 over samples of pi are the divergence.
-    As terms of a loss they differ: the expected gradient of k1 is zero, that of k2 is the
-    divergence's own (Tang & Munos 2025, arXiv:2506.09477).
+    With l = log pi_ref - log pi, k1 = -l, k2 = l^2 / 2, k3 = exp(l) - l - 1 (Schulman 2020,
+    "Approximating KL divergence"; k3 is GRPO's, arXiv:2402.03300, eq. 4). The means of k1 and k3
+    over samples of pi are the divergence. As terms of a loss they differ: the expected gradient of
+    k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
 
     Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the
     sampled token where it is outside. The divergence may then be infinite, and no estimate is
     unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the reference's share of tokens that pi
-    never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148."""
+    never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148.
+    """
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
+# What bounds an importance weight at a cap.
 BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
     "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
-CORRECTIONS = ("none", *(f"{level}_{bound}" for level in ("token", "sequence") for bound in BOUNDS))
-"""Ways to weigh tokens: the level at which the ratio is taken, and what bounds it."""
+# Ways to weigh tokens: the level at which the ratio is taken, and what bounds it.
+CORRECTIONS = (
+    "none",
+    *(f"token_{bound}" for bound in BOUNDS),
+    *(f"sequence_{bound}" for bound in BOUNDS),
+)
 
 
 def sampler_weights(
     old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float
 ) -> Tensor:
-    """Importance weights of the trainer's policy to the sampler's distribution, [batch, sequence],
-    without gradient.
+    """Importance weights of the trainer's policy to the sampler's distribution, without gradient.
+
+    Shape [batch, sequence].
 
     w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens);
     "truncate": min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1),
-    "mask": w where it is at most cap, else 0."""
+    "mask": w where it is at most cap, else 0.
+    """
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
     if level == "sequence":
@@ -316,40 +348,44 @@ def sampler_weights(
 
 
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
-    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens,
-    without waiting for the device.
+    """The scalar loss of one micro-batch, with its graph, and sums over its response tokens.
 
-    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times
-    `kl_penalty`. `denominator` counts the whole optimiser step (`loss_denominator`), so any cut
-    into micro-batches has the same gradient. Sums: "response_tokens", "ratio_sum", "ratio_max",
-    "clipped_tokens"; "kl_sum" with a reference, "weight_sum" with a correction."""
+    It does not wait for the device. A token's loss is its policy-gradient loss, weighted by
+    `sampler_weights`, plus `beta` times `kl_penalty`. `denominator` counts the whole optimiser step
+    (`loss_denominator`), so any cut into micro-batches has the same gradient. Sums:
+    "response_tokens", "ratio_sum", "ratio_max", "clipped_tokens"; "kl_sum" with a reference,
+    "weight_sum" with a correction.
+    """
     config = inputs.config
-    loss_BT, per_token = config.loss.function(inputs)
+    (mask,) = inputs.require("mask")
+    loss_BT, metadata = config.loss.function(inputs)
+    per_token = dict(metadata)
     if config.sampler_correction != "none":
-        log_probs = inputs.old_log_probs, inputs.sampler_log_probs
+        old_log_probs, sampler_log_probs = inputs.require("old_log_probs", "sampler_log_probs")
         weight_BT = sampler_weights(
-            *log_probs, inputs.mask, config.sampler_correction, config.correction_cap
+            old_log_probs, sampler_log_probs, mask, config.sampler_correction, config.correction_cap
         )
-        loss_BT, per_token = loss_BT * weight_BT, {**per_token, "weight": weight_BT}
+        loss_BT = loss_BT * weight_BT
+        per_token["weight"] = weight_BT
     if config.beta:
-        kl_BT = kl_penalty(inputs.log_probs, inputs.reference_log_probs, config.kl_estimator)
-        loss_BT, per_token = loss_BT + config.beta * kl_BT, {**per_token, "kl": kl_BT.detach()}
-    total = NORMALIZATIONS[config.loss_normalization].total(loss_BT, inputs.mask)
-    return total / denominator, _token_sums(per_token, inputs.mask)
+        (reference_log_probs,) = inputs.require("reference_log_probs")
+        kl_BT = kl_penalty(inputs.log_probs, reference_log_probs, config.kl_estimator)
+        loss_BT = loss_BT + config.beta * kl_BT
+        per_token["kl"] = kl_BT.detach()
+    total = NORMALIZATIONS[config.loss_normalization].total(loss_BT, mask)
+    return total / denominator, _token_sums(per_token, mask)
 
 
 def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
-        clipped_tokens = (per_token["clipped"] & response_mask).sum()
-        sums |= {
-            "ratio_sum": ratio_BT.sum(),
-            "ratio_max": ratio_BT.max(),
-            "clipped_tokens": clipped_tokens,
-        }
-    for name in per_token.keys() & {"kl", "weight"}:
-        sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
+        sums["ratio_sum"] = ratio_BT.sum()
+        sums["ratio_max"] = ratio_BT.max()
+        sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
+    for name in ("kl", "weight"):
+        if name in per_token:
+            sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)
     return sums
 
 
@@ -369,25 +405,37 @@ def grpo_microbatch_train_step(
     sampler_log_probs: Tensor | None = None,
     **numbers,
 ) -> tuple[Tensor, Sums]:
-    """Backward of `micro_batch_loss`; gradients add up over micro-batches. Returns the scalar loss,
-    detached, and its sums.
+    """Backward of `micro_batch_loss`; gradients add up over micro-batches.
+
+    Returns the scalar loss, detached, and its sums.
 
     Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike:
     batch * steps for sequence_mean, this micro-batch's tokens * steps for token_mean; "constant"
     has no such default (ValueError). `numbers` are further fields of `LossConfig`: cliprange_high,
-    dual_clip, beta, kl_estimator, sampler_correction, correction_cap."""
+    dual_clip, beta, kl_estimator, sampler_correction, correction_cap.
+    """
+    divisor: float | Tensor
     if denominator is None:
         counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
         if loss_normalization not in counts:
             raise ValueError(f'loss_normalization "{loss_normalization}" needs a denominator')
-        denominator = counts[loss_normalization] * gradient_accumulation_steps
+        divisor = counts[loss_normalization] * gradient_accumulation_steps
+    else:
+        divisor = denominator
     config = LossConfig(
         LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **numbers
     )
-    rows = (raw_rewards, advantages, old_log_probs, reference_log_probs, sampler_log_probs)
-    loss, sums = micro_batch_loss(
-        LossInputs(config, policy_log_probs, response_mask, *rows), denominator
+    inputs = LossInputs(
+        config,
+        policy_log_probs,
+        response_mask,
+        raw_rewards,
+        advantages,
+        old_log_probs,
+        reference_log_probs,
+        sampler_log_probs,
     )
+    loss, sums = micro_batch_loss(inputs, divisor)
     loss.backward()
     return loss.detach(), sums
 
@@ -398,9 +446,11 @@ def sft_microbatch_train_step(
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
 ) -> tuple[Tensor, Sums]:
-    """Negative log-likelihood of the response tokens and its backward: the sum over a response of
-    -log pi / normalize_constant, averaged over the batch and `gradient_accumulation_steps`. Returns
-    the scalar loss, detached, and {"response_tokens"}."""
+    """Negative log-likelihood of the response tokens and its backward.
+
+    The loss is the sum over a response of -log pi / normalize_constant, averaged over the batch and
+    `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}.
+    """
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()

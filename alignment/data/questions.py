@@ -3,9 +3,9 @@ it to the test split."""
 
 import hashlib
 import random
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Endless, Problem, Problems
 from alignment.system.errors import UserError
 
 Key = Callable[[Problem], str]  # problems with equal keys ask the same question
@@ -39,22 +39,21 @@ def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> 
     return list(by_key.values())
 
 
-def without(problems: Sequence[Problem], keys: Container[str], key: Key) -> Sequence[Problem]:
+def without(problems: Problems, keys: Container[str], key: Key) -> Problems:
     """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after
     `MOST_REDRAWS` in a row."""
+    if not isinstance(problems, Endless):
+        return [problem for problem in problems if key(problem) not in keys]
 
-    def drawn(index: int) -> Problem:
+    def draw(index: int) -> Problem:
         rng = random.Random(f"redraw {index}")
         for _ in range(MOST_REDRAWS):
-            if key(problem := problems[index]) not in keys:
+            problem = problems[index]
+            if key(problem) not in keys:
                 return problem
             index = rng.getrandbits(71)
         raise UserError(
             f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks"
         )
 
-    return (
-        Endless(drawn)
-        if isinstance(problems, Endless)
-        else [p for p in problems if key(p) not in keys]
-    )
+    return Endless(draw)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from alignment.core.records import Problem
 from alignment.data.questions import plain, question_text
@@ -25,7 +26,20 @@ PLACEHOLDERS = frozenset(
     {"proof", "see solution", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"}
 )
 
-Texts = Iterable[tuple[str, str, str]]  # place, column, text
+
+class PlacedText(NamedTuple):
+    """A text of a row, and where it is."""
+
+    place: str
+    column: str
+    text: str
+
+
+class MisreadCommand(NamedTuple):
+    """What a text has instead of a LaTeX command, in words, and that command."""
+
+    instead: str
+    command: str
 
 
 def is_placeholder(answer: str) -> bool:
@@ -42,19 +56,18 @@ def stripped(text: str) -> str:
     return first if _lost_backslash(ESCAPED_WORD.match(first), first) else inner
 
 
-def misread_command(text: str) -> tuple[str, str] | None:
-    r"""What stands in a text instead of a LaTeX command, in words, and that command: of "\frac"
-    with one backslash in JSON, a form feed before "rac", and \frac. None where there is nothing of
-    the kind."""
+def misread_command(text: str) -> MisreadCommand | None:
+    r"""What a text has instead of a LaTeX command: of "\frac" with one backslash in JSON, a form
+    feed before "rac". None where it has nothing of the kind."""
     for match in ESCAPED_WORD.finditer(text):
         if _lost_backslash(match, text):
-            command = f"\\{ESCAPES[match[1]]}{match[2]}"
-            return f'a {CONTROL_NAMES[match[1]]} before "{match[2]}"', command
+            instead = f'a {CONTROL_NAMES[match[1]]} before "{match[2]}"'
+            return MisreadCommand(instead, f"\\{ESCAPES[match[1]]}{match[2]}")
     if r"\begin{" in text:  # where two backslashes end a line
         return None
     for match in DOUBLED.finditer(text):
         if match[1] in COMMANDS:
-            return f'two backslashes before "{match[1]}"', f"\\{match[1]}"
+            return MisreadCommand(f'two backslashes before "{match[1]}"', f"\\{match[1]}")
     return None
 
 
@@ -68,24 +81,27 @@ def _lost_backslash(match: re.Match | None, text: str) -> bool:
     word = ESCAPES[character] + match[2]
     if character in "\a\b\v\f":  # nobody writes these
         return True
+    if word not in COMMANDS:
+        return False
+    is_ambiguous = character == "\n" and word in AMBIGUOUS
     in_formula = text.count("$", 0, match.start()) % 2 == 1
-    return word in COMMANDS and (character != "\n" or word not in AMBIGUOUS or in_formula)
+    return in_formula or not is_ambiguous
 
 
-def warn_of_misread_latex(texts: Texts) -> None:
+def warn_of_misread_latex(texts: Iterable[PlacedText]) -> None:
     """Say at how many places text was likely another one for its author, and what at the first."""
-    found = []
-    for place, column, text in texts:
-        misread = misread_command(text)
-        if misread:
-            found.append((place, column, *misread))
-    if not found:
+    findings: list[tuple[PlacedText, MisreadCommand]] = []
+    for text in texts:
+        misread = misread_command(text.text)
+        if misread is not None:
+            findings.append((text, misread))
+    if not findings:
         return
-    place, column, instead, command = found[0]
-    rows = len({place for place, *_ in found})
-    meant = rf'where {command} was probably meant; JSON writes that "\{command}"'
-    number = f"{rows} row{'s' * (rows > 1)} of this kind"
-    say_once(f'warning: {place}: "{column}" has {instead}, {meant}; {number}')
+    first, misread = findings[0]
+    rows = len({text.place for text, _ in findings})
+    meant = rf'where {misread.command} was probably meant; JSON writes that "\{misread.command}"'
+    number = "1 row of this kind" if rows == 1 else f"{rows} rows of this kind"
+    say_once(f'warning: {first.place}: "{first.column}" has {misread.instead}, {meant}; {number}')
 
 
 def warn_of_answers(problems: Sequence[Problem]) -> None:
@@ -94,15 +110,15 @@ def warn_of_answers(problems: Sequence[Problem]) -> None:
     placeholders = [problem for problem in problems if is_placeholder(problem.ground_truth)]
     if placeholders:
         counts = Counter(problem.ground_truth for problem in placeholders)
-        each = (f"{answer} {number}" for answer, number in counts.most_common())
-        kinds = printable(", ".join(each))
+        counted = [f"{answer} {number}" for answer, number in counts.most_common()]
+        kinds = printable(", ".join(counted))
         share = f"{len(placeholders)} of {len(problems)} answers"
         paid = f"the first at {placeholders[0].id}: a response that says so is paid"
         say_once(f"warning: {share} say that there is none ({kinds}), {paid}; leave these rows out")
     conflicts = conflicting(problems)
     if conflicts:
         examples = next(iter(conflicts.values()))
-        answers = " and ".join(f"{each.id} ({printable(each.ground_truth)})" for each in examples)
+        answers = " and ".join(f"{row.id} ({printable(row.ground_truth)})" for row in examples)
         number = len(conflicts)
         questions = "1 question comes" if number == 1 else f"{number} questions come"
         graded = "each row is graded by its own"

@@ -11,12 +11,14 @@ import io
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -24,8 +26,9 @@ from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 
-# ("file:line", row), or ("file: row number", row) where rows have no lines
-Rows = Iterable[tuple[str, dict]]
+Row = dict[str, Any]  # column -> cell
+PlacedRow = tuple[str, Row]  # ("file:line", row), or ("file: row number", row) without lines
+Rows = Iterable[PlacedRow]
 # What a data set's description may say of its files; where it says more, the library reads them.
 UNDERSTOOD = {
     "name",
@@ -68,6 +71,8 @@ class WrittenNumber(float):
     """A number with a point or an exponent, of a JSON file. Its `str` has the digits that the file
     has."""
 
+    text: str
+
     def __new__(cls, text: str):
         number = super().__new__(cls, text)
         number.text = text
@@ -77,11 +82,12 @@ class WrittenNumber(float):
         return self.text
 
 
-def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
+def read_rows(file: Path, *texts: str) -> list[PlacedRow]:
     """The rows of a .csv, .tsv or .parquet file, a .json file of one list or an object a line, or
-    any other file, of JSON lines. Raises `UserError` with file and line for a file that is not
-    there or, unless `texts` are given, empty, and for a row without those texts, or with two values
-    of one name."""
+    any other file, of JSON lines.
+
+    Raises `UserError` with file and line for a file that is not there or, unless `texts` are given,
+    empty, and for a row without those texts, or with two values of one name."""
     if file.is_dir():
         raise UserError(f"{file} is a folder: name a file in it")
     if not file.is_file():
@@ -92,14 +98,18 @@ def read_rows(file: Path, *texts: str) -> list[tuple[str, dict]]:
         raise UserError(f"{file} holds no row")
     wanted = " with the texts " + " and ".join(texts) if texts else ""
     for place, row in rows:
-        whole = isinstance(row, dict) and all(isinstance(row.get(column), str) for column in texts)
-        if not whole:
+        if not isinstance(row, dict) or not _has_texts(row, texts):
             raise UserError(f"{place}: not a JSON object{wanted}")
     return rows
 
 
-def numbered(place: Path | str, rows: Iterable[dict]) -> Rows:
-    """Rows without lines, named by their numbers."""
+def _has_texts(row: Row, columns: Iterable[str]) -> bool:
+    """Whether a row has a text in each of some columns."""
+    return all(isinstance(row.get(column), str) for column in columns)
+
+
+def numbered(place: Path | str, rows: Iterable[Row]) -> Rows:
+    """Rows of a source without lines, with their numbers as places."""
     return ((f"{place}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -108,8 +118,9 @@ def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = 
     `remedy`, for any other."""
     value = row.get(column)
     text = value if isinstance(value, str) else _number_text(value)
-    is_text = text.encode(errors="ignore").decode() == text  # half of a surrogate pair is none
-    if not text.strip() or not is_text:
+    # half of a surrogate pair is no text
+    can_be_written = text.encode(errors="ignore").decode() == text
+    if not text.strip() or not can_be_written:
         columns = ", ".join(map(str, row))
         fault = f'"{column}" must hold text or a number; the row has {columns}'
         raise UserError(f"{place}: {fault}{remedy}")
@@ -120,9 +131,9 @@ def _number_text(value: object) -> str:
     """The digits of a finite number; "" for anything else, such as a truth value."""
     if isinstance(value, Decimal) and value.is_finite():
         return f"{value:f}"
-    if type(value) is int or isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, float) and math.isfinite(value):
         return str(value)
-    return ""
+    return str(value) if type(value) is int else ""  # a truth value is an int of another type
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -134,13 +145,15 @@ def json_rows(file: Path) -> Rows:
     if _has_an_object_a_line(text):
         yield from json_lines(file)
         return
-    value = _parsed(file, 1, text)
-    for place, row in numbered(file, value if isinstance(value, list) else [value]):
+    value = _parse(file, 1, text)
+    values = value if isinstance(value, list) else [value]
+    for place, row in numbered(file, values):
         _refuse_repeated_keys(place, row)
         yield place, row
 
 
 def _has_an_object_a_line(text: str) -> bool:
+    """Whether a JSON text is one object after another, each on a line of its own."""
     first, _, rest = text.strip().partition("\n")
     if not first.startswith("{") or not rest.strip():
         return False
@@ -155,7 +168,8 @@ def json_lines(file: Path) -> Rows:
     """The value of each line that is not blank."""
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
-            place, row = f"{file}:{number}", _parsed(file, number, line)
+            place = f"{file}:{number}"
+            row = _parse(file, number, line)
             _refuse_repeated_keys(place, row)
             yield place, row
 
@@ -166,7 +180,8 @@ class _Ambiguous(dict):
     key: str = ""
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict:
+def _make_object(pairs: list[tuple[str, Any]]) -> Row:
+    """The object of these pairs, `_Ambiguous` where two have one key."""
     row = dict(pairs)
     if len(row) == len(pairs):
         return row
@@ -177,6 +192,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _refuse_repeated_keys(place: str, row: object) -> None:
+    """Raise `UserError` where a value holds an `_Ambiguous` object, however deep."""
     values = [row]
     while values:
         value = values.pop()
@@ -188,10 +204,10 @@ def _refuse_repeated_keys(place: str, row: object) -> None:
             values += value
 
 
-def _parsed(file: Path, number: int, text: str) -> object:
-    """The value of a JSON text that begins at a line of a file."""
+def _parse(file: Path, number: int, text: str) -> Any:
+    """The value of a JSON text that begins at a line of a file, of any type."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_float=WrittenNumber)
+        return json.loads(text, object_pairs_hook=_make_object, parse_float=WrittenNumber)
     except json.JSONDecodeError as error:
         place = f"{file}:{number + error.lineno - 1}"
         remedy = r"; a backslash is written \\" if "escape" in error.msg else ""
@@ -226,13 +242,15 @@ def described_csv_rows(file: Path, options: Mapping[str, object]) -> Rows:
     pandas cannot read it."""
     import pandas  # which the library `datasets` brings
 
-    options = {**options, "dtype": str, "keep_default_na": False, "na_filter": False}
-    del options["chunksize"]
+    as_text = {"dtype": str, "keep_default_na": False, "na_filter": False}
+    arguments: dict[str, Any] = {**options, **as_text}
+    del arguments["chunksize"]
     try:
-        table = pandas.read_csv(file, **options)
+        table = pandas.read_csv(file, **arguments)
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(f"{file}: not CSV as its data set describes it ({error})") from None
-    return numbered(file, [dict(row) for row in table.to_dict("records")])
+    rows: Any = table.to_dict("records")  # columns are numbers where the file has no heading
+    return numbered(file, rows)
 
 
 def parquet_rows(file: Path) -> Rows:
@@ -251,7 +269,7 @@ def parquet_rows(file: Path) -> Rows:
         raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
 
 
-READERS = {
+READERS: Mapping[str, Callable[[Path], Rows]] = {
     ".csv": csv_rows,
     ".tsv": partial(csv_rows, delimiter="\t"),
     ".parquet": parquet_rows,
@@ -260,26 +278,28 @@ READERS = {
 
 
 def _refuse_repeated_columns(place: str, names: Iterable[str]) -> None:
-    names = [name for name in names if name]  # a table's index may have no name
-    for name in names:
-        if names.count(name) > 1:
+    """Raise `UserError` where two columns have one name."""
+    numbers = Counter(names)
+    for name, number in numbers.items():
+        if name and number > 1:  # a table's indices may all have no name
             raise UserError(f'{place}: has two columns "{name}": which one counts?')
 
 
-def table_rows(table) -> Iterator[dict]:
+def table_rows(table: Any) -> Iterator[Row]:
     """The rows of an Arrow table."""
     columns = [_exact_values(column) for column in table.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(table.column_names, values, strict=True))
 
 
-def _exact_values(column) -> list:
+def _exact_values(column: Any) -> list[Any]:
+    """The values of an Arrow column, with the digits that its type can hold."""
     return [_as_written(value, column.type) for value in column.to_pylist()]
 
 
-def _as_written(value: object, kind: object) -> object:
-    """An Arrow value of a type, where a number of 16 or 32 bits is the shortest decimal that rounds
-    to it: 0.1 as float32 is 0.100000001490116 to a float of 64 bits."""
+def _as_written(value: Any, kind: Any) -> Any:
+    """An Arrow value of the Arrow type `kind`, where a number of 16 or 32 bits is the shortest
+    decimal that rounds to it: 0.1 as float32 is 0.100000001490116 to a float of 64 bits."""
     import numpy
     from pyarrow import types
 
@@ -300,41 +320,47 @@ def _as_written(value: object, kind: object) -> object:
 
 
 def hub_splits(
-    flag: str, local: str, name: str, *subset: str, **options: str
-) -> Mapping[str, Iterable[dict]]:
-    """The splits of a data set of the hub, or of a folder of files, that `flag` asks for. Raises
-    `UserError` where the library `datasets` is not installed or cannot load it, and at once where
-    the hub does not answer: then give a `local` folder."""
+    flag: str, local: str, name: str, *subset: str, data_files: str | None = None
+) -> Mapping[str, Iterable[Row]]:
+    """The splits of a data set of the hub, or of a folder of files, that `flag` names; with
+    `data_files`, of that file alone.
+
+    Raises `UserError` where the library `datasets` is not installed or cannot load it, and at once
+    where the hub does not answer: then give a `local` folder."""
     if not find_spec("datasets"):
         raise UserError(
             f"{flag} needs the library datasets: run with `uv run --extra datasets ...`"
         )
     from huggingface_hub import constants
 
-    remedy = (
-        ""
-        if Path(name).exists()
-        else f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
-    )
-    offline = constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")
+    remedy = ""
+    is_on_the_hub = not Path(name).exists()
+    if is_on_the_hub:
+        remedy = f"; without the hub, give {local}, or HF_HUB_OFFLINE=1 for what is in its cache"
+    is_offline = constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE")
     try:
-        # `datasets` asks a silent hub for half a minute. Looking up its name obeys no timeout;
-        # any answer will do.
-        if remedy and not offline:
-            start_in_background(
-                lambda: httpx.head(constants.ENDPOINT, timeout=9, verify=False)
-            ).result(5)
-        return _splits(_downloaded(name) if remedy and offline else name, *subset, **options)
-    except (
-        Exception
-    ) as error:  # of the network, of the files, or of a missing subset: each of another class
+        if is_on_the_hub and is_offline:
+            name = _cached_folder(name)
+        elif is_on_the_hub:
+            _wait_for_the_hub(constants.ENDPOINT)
+        return _load_splits(name, subset, data_files)
+    # of the network, of the files, or of a missing subset: each of another class
+    except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())[:300] or "no answer"
         raise UserError(
             f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}"
         ) from None
 
 
-def _downloaded(name: str) -> str:
+def _wait_for_the_hub(address: str) -> None:
+    """Return once the hub answers, whatever it answers; raise an error after 5 seconds. `datasets`
+    would wait for half a minute."""
+    # in a thread, because looking up the address obeys no timeout
+    answer = start_in_background(lambda: httpx.head(address, timeout=9, verify=False))
+    answer.result(5)
+
+
+def _cached_folder(name: str) -> str:
     """The folder of a data set's files in the hub's cache; the name itself where there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -345,15 +371,17 @@ def _downloaded(name: str) -> str:
         return name
 
 
-def _splits(name: str, *subset: str, **options: str) -> Mapping[str, Iterable[dict]]:
+def _load_splits(
+    name: str, subset: Sequence[str], data_files: str | None
+) -> Mapping[str, Iterable[Row]]:
     """Each split's rows, from its files where these are CSV, JSON or Parquet; from the library's
     tables where not."""
     import datasets
 
-    builder = datasets.load_dataset_builder(name, *subset, **options)
-    config = builder.config
+    builder = datasets.load_dataset_builder(name, *subset, data_files=data_files)
+    config: Any = builder.config  # of a class for each kind of file
     separator = getattr(config, "sep", ",")
-    readers = {
+    readers: dict[str, Callable[[Path], Rows]] = {
         "csv": partial(csv_rows, delimiter=separator),
         "json": json_rows,
         "parquet": parquet_rows,
@@ -363,7 +391,7 @@ def _splits(name: str, *subset: str, **options: str) -> Mapping[str, Iterable[di
         known = UNDERSTOOD | SHAPE_OF_CSV
         readers["csv"] = partial(described_csv_rows, options=config.pd_read_csv_kwargs)
     if builder.name not in readers or _says_more(config, known):
-        loaded = datasets.load_dataset(name, *subset, **options)
+        loaded: Any = datasets.load_dataset(name, *subset, data_files=data_files)
         return {
             split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()
         }
@@ -382,7 +410,7 @@ class _RowsOfFiles:
     files: Sequence[Path]
     reader: Callable[[Path], Rows]
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[Row]:
         for file in self.files:
             for place, row in self.reader(file):
                 if not isinstance(row, dict):
@@ -390,7 +418,7 @@ class _RowsOfFiles:
                 yield row
 
 
-def _says_more(config: object, known: set[str]) -> bool:
+def _says_more(config: Any, known: set[str]) -> bool:
     """Whether a data set's description says more of its files than what is `known`, such as other
     names of columns."""
     usual = type(config)()

@@ -1,7 +1,6 @@
 """Answers to the test problems, scored and summarised: averages, intervals, pass@k, majority votes;
 and paired differences."""
 
-import itertools
 import json
 import math
 import time
@@ -17,7 +16,14 @@ import torch
 from rich.console import Console
 
 from alignment.core.power import detectable_difference, score_std
-from alignment.core.records import Group, Problem, SamplingConfig, Score
+from alignment.core.records import (
+    Group,
+    Problem,
+    SamplingConfig,
+    Score,
+    flatten_completions,
+    flatten_scores,
+)
 from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import grading_report, score_groups
 from alignment.sampling.arrival import load_proven
@@ -33,7 +39,7 @@ AVERAGES = {
     "avg_all_rewards": "reward",
 }
 CATEGORIES = ("format and answer", "format only", "neither")
-HERE = Path(__file__).parent  # of the templates
+TEMPLATES = Path(__file__).parent
 SHOWN = 200  # problems of each kind on the page of a comparison
 Interval = tuple[float, float]
 
@@ -55,79 +61,94 @@ def evaluate_vllm(
     on_response_end: OnResponseEnd | None = None,
 ) -> Evaluation:
     """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for
-    each problem. The evaluation's record also has the mean reward under each of `rules`. Raises
-    `UserError` without a problem. Where a signal has stopped a `StoppableSampler`, it is the
-    evaluation of the first problems, and its record says how many others are "left_out"."""
+    each problem.
+
+    Its record also has the mean reward under each of `rules`. Raises `UserError` without a problem.
+    Where a signal has stopped a `StoppableSampler`, it is the evaluation of the first problems, and
+    its record says how many others are "left_out"."""
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
-    completions = vllm_model.sample(
-        [problem.prompt for problem in problems], eval_sampling_params, on_response_end
-    )
+    prompts = [problem.prompt for problem in problems]
+    completions = vllm_model.sample(prompts, eval_sampling_params, on_response_end)
     answered = problems[: len(completions)] if received_signal() else problems
-    evaluation = summarise(
-        score_groups(answered, completions, reward_fn), time.perf_counter() - start, rules
-    )
-    if left_out := len(problems) - len(answered):
+    groups = score_groups(answered, completions, reward_fn)
+    evaluation = summarise(groups, time.perf_counter() - start, rules)
+    left_out = len(problems) - len(answered)
+    if left_out:
         return evaluation._replace(record={**evaluation.record, "left_out": left_out})
     return evaluation
 
 
 def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
     """Figures, categories, lengths and grading of scored groups, all of one size."""
-    found, completions = (
-        figures(groups),
-        [completion for group in groups for completion in group.completions],
-    )
-    record = {
-        metric: figure["value"] for metric, figure in found.items() if not metric.startswith("avg@")
+    by_metric = figures(groups)
+    completions = flatten_completions(groups)
+    finished = sum(completion.finish_reason == "stop" for completion in completions)
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    record: dict[str, Any] = {
+        metric: figure["value"]
+        for metric, figure in by_metric.items()
+        if not metric.startswith("avg@")  # of the same value as avg_all_rewards
     }
-    record |= {f"{name}_ci": found[name]["interval"] for name in AVERAGES}
-    record |= {"categories": Counter(category(score) for group in groups for score in group.scores)}
-    record |= {"response_length": sum(len(c.token_ids) for c in completions) / len(completions)}
-    record |= {"finished": sum(c.finish_reason == "stop" for c in completions) / len(completions)}
-    record |= grading_report(groups, rules) | {
-        "problems": len(groups),
-        "seconds": seconds,
-        "figures": found,
-    }
+    record |= {f"{name}_ci": by_metric[name]["interval"] for name in AVERAGES}
+    record["categories"] = Counter(map(category, flatten_scores(groups)))
+    record["response_length"] = tokens / len(completions)
+    record["finished"] = finished / len(completions)
+    record |= grading_report(groups, rules)
+    record["problems"] = len(groups)
+    record["seconds"] = seconds
+    record["figures"] = by_metric
     return Evaluation(tuple(groups), record)
 
 
 def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """Shares of success: `AVERAGES`; avg@k, the mean reward of k samples; pass@j for powers of two
-    j and k; maj@k. Each has its value, 95 % interval and standard error over problems, and the
-    smallest difference that two models near it, evaluated alike, show with a chance of 80 %: not 0,
-    because it counts two more successes and failures (Agresti and Coull 1998)."""
-    k, z2, found = len(groups[0].completions), 1.96**2, {}
-    rows = {
-        name: [[score[key] for score in group.scores] for group in groups]
-        for name, key in AVERAGES.items()
-    }
-    rows[f"avg@{k}"] = rows["avg_all_rewards"]
+    """Shares of success, each as a `figure`: `AVERAGES`; avg@k, the mean reward of k samples;
+    pass@j for powers of two j and k; maj@k."""
+    k = len(groups[0].completions)
+    scores_by_metric = {name: _score_rows(groups, part) for name, part in AVERAGES.items()}
+    scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
     correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
-    for j in sorted({k, *(2**i for i in range(k.bit_length()))}):
-        rows[f"pass@{j}"] = [[pass_at_k(k, c, j)] * k for c in correct]
-    rows[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
-    for metric, scores_PG in rows.items():
-        p, n = effective_sample(scores_PG)
-        smallest = detectable_difference(score_std(0.0, n + z2, (p * n + z2 / 2) / (n + z2)))
-        spread = {
-            "interval": list(clustered_interval(scores_PG)),
-            "std_error": score_std(0.0, n, p),
-        }
-        found[metric] = {"value": p, **spread, "smallest_difference": smallest}
-    return found
+    powers_of_two = [2**exponent for exponent in range(k.bit_length())]
+    for j in sorted({k, *powers_of_two}):
+        scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, number, j)] * k for number in correct]
+    scores_by_metric[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
+    return {metric: figure(scores_PG) for metric, scores_PG in scores_by_metric.items()}
+
+
+def _score_rows(groups: Sequence[Group], part: str) -> list[list[float]]:
+    """One part of the scores of each group's completions."""
+    return [[score[part] for score in group.scores] for group in groups]
+
+
+def figure(scores_PG: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The mean of some scores in [0, 1], its 95 % interval and standard error over problems, and
+    the smallest difference that two models near it, evaluated alike, show with a chance of 80 %."""
+    p, n = effective_sample(scores_PG)
+    # Two more successes and two more failures keep the smallest difference from being 0 where all
+    # scores are equal (Agresti and Coull 1998).
+    z2 = 1.96**2
+    shrunk = (p * n + z2 / 2) / (n + z2)
+    return {
+        "value": p,
+        "interval": list(clustered_interval(scores_PG)),
+        "std_error": score_std(0.0, n, p),
+        "smallest_difference": detectable_difference(score_std(0.0, n + z2, shrunk)),
+    }
 
 
 def category(score: Score) -> str:
     """The category of a score, one of `CATEGORIES`."""
-    return CATEGORIES[2 if not score["format_reward"] else 0 if score["answer_reward"] else 1]
+    if not score["format_reward"]:
+        return "neither"
+    return "format and answer" if score["answer_reward"] else "format only"
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k)
-    / C(n, k). Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374,
+    / C(n, k).
+
+    It is unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv:2107.03374,
     eq. 1)."""
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
@@ -138,10 +159,12 @@ def majority_share(group: Group) -> float:
     has no vote (Wang et al. 2023, arXiv:2203.11171)."""
     answers = [extract_answer(completion.text) for completion in group.completions]
     leaders = set(multimode(answer for answer in answers if answer is not None))
+    if not leaders:
+        return 0.0
     right = {
         answer for answer, score in zip(answers, group.scores, strict=True) if score["reward"] == 1
     }
-    return len(leaders & right) / len(leaders) if leaders else 0.0
+    return len(leaders & right) / len(leaders)
 
 
 def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -149,9 +172,14 @@ def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float
     estimated from the variance between problems (Kish 1965, design effect). Where all scores are
     equal, each problem counts once."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
-    problems, p = scores.shape[0], scores.mean().item()
-    between = scores.mean(dim=1).var(correction=1).item() / problems if problems > 1 else 0.0
-    return p, min(p * (1 - p) / between, float(scores.numel())) if between > 0 else float(problems)
+    problems = scores.shape[0]
+    p = scores.mean().item()
+    variance = 0.0
+    if problems > 1:
+        variance = scores.mean(dim=1).var(correction=1).item() / problems
+    if not variance > 0:
+        return p, float(problems)
+    return p, min(p * (1 - p) / variance, float(scores.numel()))
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
@@ -168,7 +196,7 @@ def print_table(
 ) -> None:
     """Print one table of all evaluations, `rows` being records with their model and task."""
     text = fill_template(
-        HERE / "evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks
+        TEMPLATES / "evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks
     )
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -187,67 +215,66 @@ class PairedDifference:
 
 
 def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifference:
-    """The difference of two sides' groups of the same problems in the same order. Its interval is
-    made of those of the two means, allowing for the correlation r between problems' mean rewards
-    (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and lower and upper
-    bounds l and u, d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and likewise
-    above. Unlike the normal interval it has a width where all answers of both sides score alike."""
-    rewards = [
-        [[score["reward"] for score in group.scores] for group in groups] for groups in (a, b)
-    ]
-    (low_a, high_a), (low_b, high_b) = map(clustered_interval, rewards)
-    means_a, means_b = (
-        torch.tensor([sum(row) / len(row) for row in rows], dtype=torch.float64) for rows in rewards
-    )
-    mean_a, mean_b = means_a.mean().item(), means_b.mean().item()
-    r = (
-        torch.corrcoef(torch.stack([means_a, means_b]))[0, 1].item()
-        if means_a.std() > 0 and means_b.std() > 0
-        else 0.0
-    )
+    """The difference of two sides' groups of the same problems in the same order.
 
-    def reach(one, other):
+    Its interval is made of those of the two means, allowing for the correlation r between problems'
+    mean rewards (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and
+    lower and upper bounds l and u, d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2),
+    and likewise above. Unlike the normal interval it has a width where all answers of both sides
+    score alike."""
+    rewards_a = _score_rows(a, "reward")
+    rewards_b = _score_rows(b, "reward")
+    low_a, high_a = clustered_interval(rewards_a)
+    low_b, high_b = clustered_interval(rewards_b)
+    means_a_P = torch.tensor([sum(row) / len(row) for row in rewards_a], dtype=torch.float64)
+    means_b_P = torch.tensor([sum(row) / len(row) for row in rewards_b], dtype=torch.float64)
+    mean_a = means_a_P.mean().item()
+    mean_b = means_b_P.mean().item()
+    r = 0.0
+    if means_a_P.std() > 0 and means_b_P.std() > 0:
+        r = torch.corrcoef(torch.stack([means_a_P, means_b_P]))[0, 1].item()
+
+    def combined_width(one: float, other: float) -> float:
         return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
 
     difference = mean_b - mean_a
-    interval = (
-        difference - reach(mean_b - low_b, high_a - mean_a),
-        difference + reach(high_b - mean_b, mean_a - low_a),
-    )
-    outcomes = []
-    for of_a, of_b, reward_a, reward_b in zip(
-        a, b, means_a.tolist(), means_b.tolist(), strict=True
+    low = difference - combined_width(mean_b - low_b, high_a - mean_a)
+    high = difference + combined_width(high_b - mean_b, mean_a - low_a)
+    won = []
+    lost = []
+    for group_a, group_b, reward_a, reward_b in zip(
+        a, b, means_a_P.tolist(), means_b_P.tolist(), strict=True
     ):
-        problem, texts = (
-            of_a.problem,
-            {"a_text": of_a.completions[0].text, "b_text": of_b.completions[0].text},
-        )
-        facts = {
-            "problem": problem.id,
-            "question": problem.question,
-            "ground_truth": problem.ground_truth,
+        outcome = {
+            "problem": group_a.problem.id,
+            "question": group_a.problem.question,
+            "ground_truth": group_a.problem.ground_truth,
+            "a": reward_a,
+            "b": reward_b,
+            "a_text": group_a.completions[0].text,
+            "b_text": group_b.completions[0].text,
         }
-        outcomes.append({**facts, "a": reward_a, "b": reward_b, **texts})
-    won, lost = (tuple(o for o in outcomes if sign * (o["b"] - o["a"]) > 0) for sign in (1, -1))
-    return PairedDifference(mean_a, mean_b, difference, interval, won, lost)
+        if reward_b > reward_a:
+            won.append(outcome)
+        elif reward_b < reward_a:
+            lost.append(outcome)
+    return PairedDifference(mean_a, mean_b, difference, (low, high), tuple(won), tuple(lost))
 
 
 def write_comparison(
     comparison: PairedDifference, names: Sequence[str], folder: Path, console: Console
 ) -> Path:
-    """Print the difference, the first problem won and the first lost; write comparison.jsonl and
-    comparison.html, returned."""
+    """Print the difference, the first problem won and the first lost; write comparison.jsonl, and
+    comparison.html, whose path is returned."""
     kinds = (("won", comparison.won), ("lost", comparison.lost))
-    write_jsonl(
-        folder / "comparison.jsonl",
-        [{"outcome": kind, **outcome} for kind, outcomes in kinds for outcome in outcomes],
-    )
-    page, facts = (
-        folder / "comparison.html",
-        {"comparison": comparison, "names": names, "kinds": kinds},
-    )
-    write_atomically(page, fill_template(HERE / "comparison.html.j2", shown=SHOWN, **facts))
-    text = fill_template(HERE / "comparison.txt.j2", page=page, **facts)
+    rows = []
+    for kind, outcomes in kinds:
+        rows += [{"outcome": kind, **outcome} for outcome in outcomes]
+    write_jsonl(folder / "comparison.jsonl", rows)
+    page = folder / "comparison.html"
+    facts = {"comparison": comparison, "names": names, "kinds": kinds}
+    write_atomically(page, fill_template(TEMPLATES / "comparison.html.j2", shown=SHOWN, **facts))
+    text = fill_template(TEMPLATES / "comparison.txt.j2", page=page, **facts)
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
     return page
 
@@ -258,20 +285,21 @@ def write_results(
     """Write each model's rows in the shapes of lm-evaluation-harness (in lm_eval/) and of lighteval
     (in lighteval/results/)."""
     now = datetime.now(UTC)
-    for model, place in itertools.product(
-        dict.fromkeys(row["model"] for row in rows), ("lm_eval", "lighteval/results")
-    ):
-        file = folder / place / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
-        file.parent.mkdir(parents=True)
+    templates = {
+        folder / "lm_eval": TEMPLATES / "lm_eval.json.j2",
+        folder / "lighteval" / "results": TEMPLATES / "lighteval.json.j2",
+    }
+    for model in dict.fromkeys(row["model"] for row in rows):
         facts = {
             "model": model,
             "rows": [row for row in rows if row["model"] == model],
             "time": now.timestamp(),
             **settings,
         }
-        write_json(
-            file, json.loads(fill_template(HERE / f"{place.partition('/')[0]}.json.j2", **facts))
-        )
+        for results, template in templates.items():
+            file = results / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
+            file.parent.mkdir(parents=True)
+            write_json(file, json.loads(fill_template(template, **facts)))
 
 
 @dataclass(frozen=True)
@@ -290,19 +318,16 @@ class Evaluator:
     def run_if_due(self, step: int) -> None:
         """Evaluate after `step` steps, unless that is logged already: a run may stop between a step
         and its evaluation."""
-        if (
-            step in self.run.folder.evaluated
-            or step % self.interval
-            and step < self.run.config.num_steps
-        ):
+        is_due = step % self.interval == 0 or step >= self.run.config.num_steps
+        if not is_due or step in self.run.folder.evaluated:
             return
         self.run.clock.begin("evaluation")
         if self.sampler.policy_version != step:
             load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
-            # This sampler only evaluates, so new weights come before its next completions; the
-            # trainer computes meanwhile.
+            # This sampler only evaluates, so it gets new weights before its next completions. It
+            # gives its memory to the trainer, which computes the log-probs.
             put_to_sleep(self.sampler, keep_weights=False)
             self.check(evaluation.groups)
         self.run.folder.log_eval({"step": step, **evaluation.record}, evaluation.groups)

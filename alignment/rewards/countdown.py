@@ -3,7 +3,8 @@ target.
 
 A ground truth is `65 = 19 36 55 7`: the target, then the numbers. Expressions are parsed, never
 evaluated as Python: they may hold sums, differences, products, quotients, minus signs and whole
-numbers, and nothing else."""
+numbers, and nothing else.
+"""
 
 import ast
 import operator
@@ -12,10 +13,11 @@ from fractions import Fraction
 
 from alignment.core.records import Score
 
-LONGEST = 200  # characters of an expression
-ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+MAX_CHARS = 200  # of an expression
+EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-WHOLE = re.compile(
+# One thought and one answer, a line break between them, and nothing else.
+TURN = re.compile(
     r"<think>(?:(?!</?think>).)*</think>\n<answer>(?:(?!</?answer>).)*</answer>", re.DOTALL
 )
 TOLERANCE = Fraction(1, 100_000)
@@ -35,47 +37,60 @@ def countdown_reward_fn(response: str, ground_truth: str) -> Score:
     """
     turn = f"<think>{response}".strip()
     answers = ANSWER.findall(turn)
-    format_reward = (
-        1.0 if WHOLE.fullmatch(turn) else 0.1 * ("</think>" in turn) + 0.5 * bool(answers)
-    )
-    answer = float(bool(answers) and is_right(answers[-1], ground_truth))
-    return {"reward": answer, "format_reward": format_reward, "answer_reward": answer}
+    answer_reward = float(bool(answers) and is_right(answers[-1], ground_truth))
+    return {
+        "reward": answer_reward,
+        "format_reward": _format_reward(turn, has_answer=bool(answers)),
+        "answer_reward": answer_reward,
+    }
+
+
+def _format_reward(turn: str, has_answer: bool) -> float:
+    if TURN.fullmatch(turn):
+        return 1.0
+    reward = 0.0
+    if "</think>" in turn:
+        reward += 0.1
+    if has_answer:
+        reward += 0.5
+    return reward
 
 
 def is_right(expression: str, ground_truth: str) -> bool:
     """Whether an expression uses each given number exactly once, and no other, and is within 1e-5
     of the target."""
     target, _, numbers = ground_truth.partition("=")
-    value, used = value_of(expression) or (None, [])
-    return (
-        value is not None
-        and sorted(used) == sorted(map(int, numbers.split()))
-        and abs(value - int(target)) < TOLERANCE
-    )
+    evaluated = value_of(expression)
+    if evaluated is None:
+        return False
+    value, used = evaluated
+    given = [int(number) for number in numbers.split()]
+    return sorted(used) == sorted(given) and abs(value - int(target)) < TOLERANCE
 
 
 def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None for a text that is no expression, or
-    divides by zero."""
+    """The value of an expression and the numbers in it.
+
+    None for a text that is no expression, or divides by zero.
+    """
     text = expression.strip()
-    if len(text) > LONGEST or not ALLOWED.fullmatch(text):
+    if len(text) > MAX_CHARS or not EXPRESSION.fullmatch(text):
         return None
     try:
-        return _walk(ast.parse(text, mode="eval").body), [
-            int(number) for number in re.findall("[0-9]+", text)
-        ]
+        value = _evaluate(ast.parse(text, mode="eval").body)
+        return value, [int(number) for number in re.findall("[0-9]+", text)]
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
-def _walk(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     """The value of a node. Raises ValueError for anything but + - * / and whole numbers, such as a
     power."""
     match node:
         case ast.Constant(value=int(number)) if number < 10**9:
             return Fraction(number)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATIONS:
-            return OPERATIONS[type(sign)](_walk(left), _walk(right))
+            return OPERATIONS[type(sign)](_evaluate(left), _evaluate(right))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_walk(operand)
+            return -_evaluate(operand)
     raise ValueError(f"{type(node).__name__} is not allowed")

@@ -1,9 +1,13 @@
-"""Rules and parts of rewards. A rule says how good a response is, from the response and the ground
-truth alone; evaluations report a rule. A part is a function that a run may add up with weights:
-ours, the user's own, or TRL's. A negative control is a part that has nothing to teach about
-answers. The reward of a run is a rule, a control, or a weighted sum of parts."""
+"""Rules and parts of rewards.
+
+A rule says how good a response is, from the response and the ground truth alone; evaluations report
+a rule. A part is a function that a run may add up with weights: ours, the user's own, or TRL's. A
+negative control is a part that has nothing to teach about answers. The reward of a run is a rule, a
+control, or a weighted sum of parts.
+"""
 
 import hashlib
+import itertools
 import math
 import re
 import unicodedata
@@ -12,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.countdown import countdown_reward_fn
@@ -32,38 +37,45 @@ RULES = {
 
 
 def find_rule(name: str, seconds: float | None = None) -> RewardFn:
-    """The rule `name` of `RULES`, or the user's package.module:function, whose calls take up to
-    `seconds`; else `UserError`."""
+    """The rule `name` of `RULES`, or the user's package.module:function.
+
+    A call of the user's function may take `seconds`. Raises `UserError` where there is neither.
+    """
     return find("--reward", name, RULES, lambda _: users_function(name, seconds).score)
 
 
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
-    """The name of the rule that evaluates a run trained on `reward`: that rule, if it is one of the
-    task's; else its first."""
+    """The name of the rule that evaluates a run trained on `reward`.
+
+    That is the reward itself, if it is one of the task's rules; else the first of these.
+    """
     return reward if reward in rules else rules[0]
 
 
 def random_reward(response: str, ground_truth: str) -> float:
-    """0 or 1, by a hash of response and ground truth, so that a run can be repeated; of few
-    problems it could be learnt."""
-    return float(
-        hashlib.sha256(f"{ground_truth}\0{response}".encode("utf-8", "surrogatepass")).digest()[0]
-        & 1
-    )
+    """0 or 1, by a hash of response and ground truth, so that a run can be repeated.
+
+    Where a run has few problems, the hash could be learnt.
+    """
+    text = f"{ground_truth}\0{response}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return float(digest[0] & 1)
 
 
+# (problems, completions, their scores by the task's rule) -> rewards; None where the part does not
+# apply to a completion.
 PartFn = Callable[[Sequence[Problem], Sequence[Completion], Sequence[Score]], list[float | None]]
-"""(problems, completions, their scores by the task's rule) -> rewards; None where the part does not
-apply to a completion."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(
     r"Step \d+:|^\s*\d+\.\s|^\s*[-*]\s|\b(?:First|Second|Third|Next|Then|Finally),", re.MULTILINE
 )
-WHOLE = re.compile(
+# One thought and one answer in their tags, and nothing else.
+TURN = re.compile(
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
+JAPANESE_SCRIPTS = ("CJK", "HIRAGANA", "KATAKANA")
 
 
 def whole_turn(problem: Problem, response: str) -> str:
@@ -74,126 +86,174 @@ def whole_turn(problem: Problem, response: str) -> str:
 def signed_accuracy(response: str, ground_truth: str) -> float:
     """1 where the last number of the response is the answer, -1 otherwise."""
     numbers = NUMBER.findall(response)
-    return 1.0 if numbers and grade(numbers[-1], ground_truth) else -1.0
+    is_right = bool(numbers) and grade(numbers[-1], ground_truth)
+    return 1.0 if is_right else -1.0
 
 
 def language_consistency(problem: Problem, response: str) -> float:
-    """Share of the response's words in the script of the question, or of the prompt if the question
-    has no words; 1 for a response without words (DeepSeek-AI 2025, arXiv:2501.12948, section
-    2.3.2). The script stands for the language: it counts words of Latin, Cyrillic and so on, and
-    single characters of Chinese, but not tags and LaTeX commands."""
-    expected, used = _scripts(problem.question) or _scripts(problem.prompt), _scripts(response)
-    return used[expected.most_common(1)[0][0]] / used.total() if expected and used else 1.0
+    """Share of the response's words in the script of the question.
+
+    The script of the prompt counts if the question has no words; a response without words has 1
+    (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2). The script stands for the language: it
+    counts words of Latin, Cyrillic and so on, and single characters of Chinese, but not tags and
+    LaTeX commands.
+    """
+    expected = _count_scripts(problem.question) or _count_scripts(problem.prompt)
+    used = _count_scripts(response)
+    if not expected or not used:
+        return 1.0
+    script, _ = expected.most_common(1)[0]
+    return used[script] / used.total()
 
 
-def _scripts(text: str) -> Counter[str]:
+def _count_scripts(text: str) -> Counter[str]:
     """The number of words in each script."""
     scripts: Counter[str] = Counter()
-    for word in re.findall(r"[^\W\d_]+", re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text)):
+    text = re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text)
+    for word in re.findall(r"[^\W\d_]+", text):
+        # The first word of a letter's Unicode name is its script: LATIN SMALL LETTER A.
         letters = [unicodedata.name(letter, "OTHER").split()[0] for letter in word]
-        ideographs = [script for script in letters if script in ("CJK", "HIRAGANA", "KATAKANA")]
+        ideographs = [script for script in letters if script in JAPANESE_SCRIPTS]
         scripts.update(ideographs or letters[:1])
-    if scripts["HIRAGANA"] or scripts["KATAKANA"]:  # Japanese, whatever the share of each
-        scripts["JAPANESE"] = sum(
-            scripts.pop(script, 0) for script in ("CJK", "HIRAGANA", "KATAKANA")
-        )
+    if scripts["HIRAGANA"] or scripts["KATAKANA"]:
+        # Japanese mixes three scripts, in any shares.
+        scripts["JAPANESE"] = sum(scripts.pop(script, 0) for script in JAPANESE_SCRIPTS)
     return +scripts
 
 
-def of_each(function: Callable[[Problem, str, Score], float]) -> PartFn:
+def tag_count(problem: Problem, response: str) -> float:
+    """A quarter for each of the four tags that occurs exactly once."""
+    turn = whole_turn(problem, response)
+    single_tags = [tag for tag in TAGS if turn.count(tag) == 1]
+    return len(single_tags) / len(TAGS)
+
+
+def reasoning_steps(problem: Problem, response: str) -> float:
+    """A third for each mark of a step: a number, a dash, "First," and the like; 1 from three on."""
+    steps = STEPS.findall(whole_turn(problem, response))
+    return min(1.0, len(steps) / 3)
+
+
+def signed_format(problem: Problem, response: str) -> float:
+    """1.25 for one thought and one answer in their tags and nothing else, -1 otherwise."""
+    return 1.25 if TURN.fullmatch(whole_turn(problem, response)) else -1.0
+
+
+def make_part(function: Callable[[Problem, str, Score], float]) -> PartFn:
     """The part made of a function of a problem, a response to it, and its score."""
 
-    def texts(completions):
-        return [completion.text for completion in completions]
+    def rewards(
+        problems: Sequence[Problem], completions: Sequence[Completion], scores: Sequence[Score]
+    ) -> list[float | None]:
+        texts = [completion.text for completion in completions]
+        return list(map(function, problems, texts, scores))
 
-    return lambda problems, drawn, scores: list(map(function, problems, texts(drawn), scores))
+    return rewards
 
 
+def make_text_part(function: Callable[[Problem, str], float]) -> PartFn:
+    """The part made of a function of a problem and a response to it."""
+    return make_part(lambda problem, text, score: function(problem, text))
+
+
+def make_rule_part(rule: RewardFn) -> PartFn:
+    """The part that is a rule's reward."""
+    return make_part(lambda problem, text, score: rule(text, problem.ground_truth)["reward"])
+
+
+# A name that --reward takes -> the part.
 PARTS: Mapping[str, PartFn] = {
-    "format": of_each(lambda problem, text, score: score["format_reward"]),
-    "accuracy": of_each(lambda problem, text, score: score["answer_reward"]),
-    # A quarter for each of the four tags that occurs exactly once.
-    "tag_count": of_each(
-        lambda problem, text, _: (
-            sum(whole_turn(problem, text).count(tag) == 1 for tag in TAGS) / len(TAGS)
-        )
+    "format": make_part(lambda problem, text, score: score["format_reward"]),
+    "accuracy": make_part(lambda problem, text, score: score["answer_reward"]),
+    "tag_count": make_text_part(tag_count),
+    "reasoning_steps": make_text_part(reasoning_steps),
+    "signed_format": make_text_part(signed_format),
+    "signed_accuracy": make_text_part(
+        lambda problem, text: signed_accuracy(text, problem.ground_truth)
     ),
-    # A third for each mark of a step (a number, a dash, "First," and the like), 1 from three on.
-    "reasoning_steps": of_each(
-        lambda problem, text, _: min(1.0, len(STEPS.findall(whole_turn(problem, text))) / 3)
-    ),
-    # 1.25 for one thought and one answer in their tags and nothing else, -1 otherwise.
-    "signed_format": of_each(
-        lambda problem, text, _: 1.25 if WHOLE.fullmatch(whole_turn(problem, text)) else -1.0
-    ),
-    "signed_accuracy": of_each(
-        lambda problem, text, _: signed_accuracy(text, problem.ground_truth)
-    ),
-    "language_consistency": of_each(lambda problem, text, _: language_consistency(problem, text)),
+    "language_consistency": make_text_part(language_consistency),
 }
+# A part and a rule that cannot go together -> the reason.
 UNFIT = {
-    (
-        "signed_accuracy",
-        "countdown",
-    ): "it looks for a number that is the answer, which Countdown's are not; use accuracy"
+    ("signed_accuracy", "countdown"): (
+        "it looks for a number that is the answer, which Countdown's are not; use accuracy"
+    ),
 }
-"""A part and a rule that cannot go together -> the reason."""
+# Negative controls: a policy that improves under one of them has not learnt to answer.
 CONTROLS: Mapping[str, PartFn] = {
-    "random": of_each(lambda problem, text, _: random_reward(text, problem.ground_truth)),
+    "random": make_text_part(lambda problem, text: random_reward(text, problem.ground_truth)),
     "format_only": PARTS["format"],
-    "inverted": of_each(
+    "inverted": make_part(
         lambda problem, text, score: score["format_reward"] * (1 - score["answer_reward"])
     ),
 }
 
 
+class WeightedPart(NamedTuple):
+    """A part of a reward; `name` is that of its metric, "part_<name>"."""
+
+    name: str
+    weight: float
+    function: PartFn
+
+
 @dataclass(frozen=True)
 class Reward:
-    """A rule, and the parts (name, weight, part) whose weighted sum is the reward; without parts it
-    is the rule's own."""
+    """A rule, and the parts whose weighted sum is the reward; without parts it is the rule's
+    own."""
 
     rule: RewardFn
-    parts: tuple[tuple[str, float, PartFn], ...] = ()
+    parts: tuple[WeightedPart, ...] = ()
 
     def score(
         self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]
     ) -> list[Group]:
-        """Each problem with its completions and their scores, which hold "part_<name>" of parts
-        that apply, or "unscored"."""
+        """Each problem with its completions and their scores.
+
+        Scores hold "part_<name>" of each part that applies; "unscored" where none does.
+        """
         groups = score_groups(problems, completions, self.rule)
         if not self.parts:
             return groups
-        repeated = [group.problem for group in groups for _ in group.completions]
-        drawn = [completion for group in groups for completion in group.completions]
-        scores = [score for group in groups for score in group.scores]
-        values = [part(repeated, drawn, scores) for _, _, part in self.parts]
-        rows = []
-        for score, of_row in zip(scores, zip(*values, strict=True), strict=True):
-            applied = [
-                (name, weight, value)
-                for (name, weight, _), value in zip(self.parts, of_row, strict=True)
-                if value is not None
-            ]
-            parts = {f"part_{name}": value for name, _, value in applied} or {"unscored": 1.0}
-            rows.append(
-                {
-                    **score,
-                    "reward": sum((weight * value for _, weight, value in applied), 0.0),
-                    **parts,
-                }
-            )
-        left = iter(rows)
-        return [
-            Group(group.problem, group.completions, tuple(next(left) for _ in group.scores))
-            for group in groups
-        ]
+        repeated: list[Problem] = []
+        responses: list[Completion] = []
+        scores: list[Score] = []
+        for group in groups:
+            repeated += [group.problem] * len(group.completions)
+            responses += group.completions
+            scores += group.scores
+        rewards = [part.function(repeated, responses, scores) for part in self.parts]
+        rewards_of_responses = zip(*rewards, strict=True)
+        weighed = map(self._weigh, scores, rewards_of_responses)
+        return [_with_scores(group, weighed) for group in groups]
+
+    def _weigh(self, score: Score, rewards: Sequence[float | None]) -> Score:
+        """The rule's score with a reward that is the weighted sum of the parts that apply."""
+        terms: list[float] = []
+        metrics: Score = {}
+        for part, value in zip(self.parts, rewards, strict=True):
+            if value is not None:
+                terms.append(part.weight * value)
+                metrics[f"part_{part.name}"] = value
+        if not metrics:
+            metrics["unscored"] = 1.0
+        return {**score, "reward": sum(terms, 0.0), **metrics}
+
+
+def _with_scores(group: Group, scores: Iterator[Score]) -> Group:
+    """The group with the next scores, as many as it has completions."""
+    own_scores = tuple(itertools.islice(scores, len(group.completions)))
+    return Group(group.problem, group.completions, own_scores)
 
 
 def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> Reward:
-    """The reward that --reward names, for a task with these rules: one of them, or `part[:weight]`,
-    several with commas. A part is one of `PARTS` or `CONTROLS`, a rule, or the user's own
-    package.module:function, whose calls may take `seconds`. Raises `UserError` for any other name,
-    a rule that is not the task's, and a part that cannot go with its rules."""
+    """The reward that --reward names, for a task with these rules.
+
+    That is one of the rules, or `part[:weight]`, several with commas. A part is one of `PARTS` or
+    `CONTROLS`, a rule, or the user's own package.module:function, whose calls may take `seconds`.
+    Raises `UserError` for any other name, a rule that is not the task's, and a part that cannot go
+    with its rules.
+    """
     if name in rules:
         return Reward(find_rule(name, seconds))
     if name in RULES:
@@ -201,19 +261,20 @@ def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -
             f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}"
         )
     rule = find_rule(rules[0], seconds)
-    weights = named_parts(name)
-    parts = tuple(
-        (part.replace(":", "."), weight, _find_part(part, rules, seconds))
-        for part, weight in weights
-    )
-    if len({part for part, _, _ in parts}) < len(parts):
+    parts = []
+    for part, weight in named_parts(name):
+        function = _find_part(part, rules, seconds)
+        parts.append(WeightedPart(part.replace(":", "."), weight, function))
+    if len({part.name for part in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
-    return Reward(rule, parts)
+    return Reward(rule, tuple(parts))
 
 
 def refuse_unknown_reward(name: str) -> None:
-    """Raise `UserError`, with the nearest name, where --reward names a part or rule that is in no
-    table. A function of the user's own, package.module:function, is not imported yet."""
+    """Raise `UserError`, with the nearest name, where --reward names what is in no table.
+
+    A function of the user's own, package.module:function, is not imported yet.
+    """
     table = {**RULES, **CONTROLS, **PARTS}
     for part, _ in named_parts(name):
         if ":" not in part:
@@ -222,8 +283,11 @@ def refuse_unknown_reward(name: str) -> None:
 
 def check_reward_name(name: str, rules: Sequence[str], seconds: float | None = None) -> None:
     """Raise `UserError` where --reward names what there is not, or a function that cannot be
-    imported. A rule or part that does not fit a task with these `rules` will do: evaluations grade
-    by the task's own."""
+    imported.
+
+    A rule or part that does not fit a task with these `rules` will do: evaluations grade by the
+    task's own.
+    """
     if name in (*rules, *RULES):
         return
     for part, _ in named_parts(name):
@@ -239,7 +303,8 @@ def _name_and_weight(item: str) -> tuple[str, float]:
     """`part:weight` taken apart; the weight is 1 where none is given."""
     name, _, last = item.rpartition(":")
     with suppress(ValueError):
-        if name and math.isfinite(weight := float(last)):
+        weight = float(last)
+        if name and math.isfinite(weight):
             return name, weight
     if name in (*RULES, *CONTROLS, *PARTS):
         raise UserError(f"--reward {item}: the weight {last!r} is no number")
@@ -247,31 +312,26 @@ def _name_and_weight(item: str) -> tuple[str, float]:
 
 
 def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> PartFn:
-    def paid_by(rule):
-        return of_each(lambda problem, text, _: rule(text, problem.ground_truth)["reward"])
-
-    by_rule = {key: paid_by(rule) for key, rule in RULES.items()}
-    if unfit := [UNFIT[name, rule] for rule in rules if (name, rule) in UNFIT]:
-        raise UserError(f"--reward {name}: {unfit[0]}")
-    return find(
-        "--reward",
-        name,
-        {**by_rule, **CONTROLS, **PARTS},
-        lambda _: users_function(name, seconds).rewards,
-    )
+    for rule in rules:
+        if (name, rule) in UNFIT:
+            raise UserError(f"--reward {name}: {UNFIT[name, rule]}")
+    rules_as_parts = {key: make_rule_part(rule) for key, rule in RULES.items()}
+    table = {**rules_as_parts, **CONTROLS, **PARTS}
+    return find("--reward", name, table, lambda _: users_function(name, seconds).rewards)
 
 
 def try_reward(reward: Reward, problem: Problem) -> None:
-    """Score two made-up responses to a problem. Raises `UserError` where a function of the user's
-    own cannot score them."""
+    """Score two made-up responses to a problem.
+
+    Raises `UserError` where a function of the user's own cannot score them.
+    """
     texts = (
         "I do not know.",
         f"It is {problem.ground_truth}. </think> <answer> {problem.ground_truth} </answer>",
     )
+    completions = [Completion((0,), (0,), (0.0,), text, "stop", 0) for text in texts]
     try:
-        reward.score(
-            [problem], [[Completion((0,), (0,), (0.0,), text, "stop", 0) for text in texts]]
-        )
+        reward.score([problem], [completions])
     except RunStopped as stopped:
         raise UserError(
             f"{stopped}. This was a made-up response; docs/extending.md says how a reward is called"
@@ -282,48 +342,65 @@ def score_groups(
     problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], reward_fn: RewardFn
 ) -> list[Group]:
     """Each problem with its completions and their scores by one function."""
-    groups = list(zip(problems, completions, strict=True))
-    with graded_ahead(reward_fn, problems) as grading:
-        futures = [
-            grading(i, completion.text)
-            for i, (_, drawn) in enumerate(groups)
-            for completion in drawn
-        ]
+    pairs = list(zip(problems, completions, strict=True))
+    groups = []
+    with graded_ahead(reward_fn, problems) as start_grading:
+        futures: list[Future[Score]] = []
+        for number, (_, responses) in enumerate(pairs):
+            futures += [start_grading(number, response.text) for response in responses]
         scores = (future.result() for future in futures)
-        return [
-            Group(problem, tuple(drawn), tuple(next(scores) for _ in drawn))
-            for problem, drawn in groups
-        ]
+        for problem, responses in pairs:
+            own_scores = tuple(itertools.islice(scores, len(responses)))
+            groups.append(Group(problem, tuple(responses), own_scores))
+    return groups
 
 
 @contextmanager
 def graded_ahead(
     rule: RewardFn, problems: Sequence[Problem]
 ) -> Iterator[Callable[[int, str], Future[Score]]]:
-    """Yields a function that has a response to a problem, by its number, graded in a thread;
-    scoring then finds it cached."""
+    """Yields a function that starts to grade a response, to the problem of a number, in a thread.
+
+    Scoring then finds the verdict cached.
+    """
     threads = ThreadPoolExecutor(GRADING_THREADS)
+
+    def start_grading(number: int, response: str) -> Future[Score]:
+        return threads.submit(rule, response, problems[number].ground_truth)
+
     try:
-        yield lambda number, text: threads.submit(rule, text, problems[number].ground_truth)
+        yield start_grading
     finally:
-        # an interrupted command does not wait for the rest
+        # An interrupted command does not wait for the rest.
         threads.shutdown(wait=False, cancel_futures=True)
 
 
 def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, float]:
-    """Mean reward under each of a task's rules (verdicts are cached), mean of each part, and number
-    of failed gradings."""
-    pairs = [
-        (completion.text, group.problem.ground_truth)
-        for group in groups
-        for completion in group.completions
-    ]
-    scores = [score for group in groups for score in group.scores]
-    parts = dict.fromkeys(name for score in scores for name in score if name.startswith("part_"))
-    rewards = {
-        f"reward_{name.replace(':', '.')}": [find_rule(name)(*pair)["reward"] for pair in pairs]
-        for name in rules
-    }
-    rewards |= {name: [score[name] for score in scores if name in score] for name in parts}
-    means = {name: sum(values) / len(values) for name, values in rewards.items()}
-    return {**means, "grading_failed": sum("grading_failed" in score for score in scores)}
+    """Mean reward under each of a task's rules, mean of each part, and number of failed gradings.
+
+    Verdicts are cached.
+    """
+    scores: list[Score] = []
+    pairs: list[tuple[str, str]] = []
+    for group in groups:
+        scores += group.scores
+        truth = group.problem.ground_truth
+        pairs += [(completion.text, truth) for completion in group.completions]
+    means: dict[str, float] = {}
+    for name in rules:
+        rule = find_rule(name)
+        rewards = [rule(*pair)["reward"] for pair in pairs]
+        means[f"reward_{name.replace(':', '.')}"] = sum(rewards) / len(rewards)
+    for name in _names_of_parts(scores):
+        rewards = [score[name] for score in scores if name in score]
+        means[name] = sum(rewards) / len(rewards)
+    failed = [score for score in scores if "grading_failed" in score]
+    return {**means, "grading_failed": len(failed)}
+
+
+def _names_of_parts(scores: Sequence[Score]) -> list[str]:
+    """The metrics of parts in scores, in order of appearance."""
+    names: dict[str, None] = {}
+    for score in scores:
+        names |= dict.fromkeys(name for name in score if name.startswith("part_"))
+    return list(names)

@@ -4,13 +4,12 @@ becomes updates."""
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LossConfig
-from alignment.core.records import Distribution, Endless, Problem, SamplingConfig
+from alignment.core.records import Distribution, Endless, Problem, Problems, SamplingConfig
 from alignment.core.text import prompt_token_ids
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
@@ -40,8 +39,10 @@ class RolloutConfig:
 
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
         """How a step's completions are drawn, or those of its `refill`-th refill."""
-        seed = derived_seed("rollout", self.sampling_seed, step, *([refill] if refill else []))
-        return dataclasses.replace(self.sampling, stop=stop, seed=seed)
+        parts = ["rollout", self.sampling_seed, step]
+        if refill:
+            parts.append(refill)
+        return dataclasses.replace(self.sampling, stop=stop, seed=derived_seed(*parts))
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,24 @@ class Schedule:
     def version_for(self, step: int) -> int:
         """The version that samples a step: the oldest that `max_staleness` allows, of those that
         the sampler gets."""
-        return max(0, -(-(step - 1 - self.max_staleness) // self.sync_every) * self.sync_every)
+        oldest = step - 1 - self.max_staleness
+        syncs = -(-oldest // self.sync_every)  # rounded up
+        return max(0, syncs * self.sync_every)
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """The optimiser updates made on each rollout. The fields are those of the flags of the same
-    names, but for `distribution`, under which all log-probs are taken, and `old_log_probs`:
-    "ratio_one" where the old policy is the policy itself (one update a rollout) or plays no part,
-    "policy" where a pass before the first update computes them, "sampler" where its own serve."""
+    names, except the two that say more."""
 
     loss: LossConfig
     advantage: AdvantageConfig
     distribution: Distribution = field(default_factory=Distribution)
+    """The distribution that all log-probs are taken under."""
     old_log_probs: Literal["ratio_one", "policy", "sampler"] = "ratio_one"
+    """"ratio_one" where the old policy is the policy itself (one update a rollout) or plays no
+    part, "policy" where a pass before the first update computes them, "sampler" where the sampler's
+    own replace them."""
     epochs_per_rollout: int = 1
     train_mini_batch_size: int = 0
     updates_per_rollout: int = 1
@@ -89,42 +94,50 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def training_problems(
-    problems: Sequence[Problem], max_prompt_tokens: int, num_problems: int, tokenizer
-) -> Sequence[Problem]:
-    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any);
-    `UserError` if none has."""
+    problems: Problems, max_prompt_tokens: int, num_problems: int, tokenizer
+) -> Problems:
+    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any).
+
+    Raises `UserError` if there is none."""
     if isinstance(problems, Endless):
-        return [problems[i] for i in range(num_problems)] if num_problems else problems
+        if not num_problems:
+            return problems
+        return [problems[index] for index in range(num_problems)]
     if max_prompt_tokens:
         encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
+        lengths = map(len, encoded)
         problems = [
-            p for p, ids in zip(problems, encoded, strict=True) if len(ids) <= max_prompt_tokens
+            problem
+            for problem, length in zip(problems, lengths, strict=True)
+            if length <= max_prompt_tokens
         ]
         if not problems:
             raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")
     return problems[: num_problems or None]
 
 
-def problems_of_step(
-    problems: Sequence[Problem], number: int, data_seed: int, step: int
-) -> list[Problem]:
+def problems_of_step(problems: Problems, number: int, data_seed: int, step: int) -> list[Problem]:
     """The `number` problems of a step (from 1): consecutive pieces of endless shuffled passes over
     the training problems."""
     places = range((step - 1) * number, step * number)
     if isinstance(problems, Endless):
         return [problems[data_seed << 40 | place] for place in places]
     size = len(problems)
-    return [problems[_order(data_seed, place // size, size)[place % size]] for place in places]
+    chosen = []
+    for place in places:
+        order = _order_of_pass(data_seed, place // size, size)
+        chosen.append(problems[order[place % size]])
+    return chosen
 
 
 @functools.lru_cache(maxsize=2)
-def _order(seed: int, number: int, size: int) -> list[int]:
-    """The order of pass `number` over the problems."""
+def _order_of_pass(seed: int, number: int, size: int) -> list[int]:
+    """The order in which pass `number` goes over the problems."""
     return random.Random(f"order {seed} {number}").sample(range(size), size)
 
 
 def refill_problems(
-    problems: Sequence[Problem], number: int, data_seed: int, step: int, refill: int
+    problems: Problems, number: int, data_seed: int, step: int, refill: int
 ) -> list[Problem]:
     """Problems that replace a step's groups of equal rewards: drawn anew, so that a step depends on
     its number alone."""

@@ -4,11 +4,13 @@ rewards, and groups to a batch. A step is sampled between the updates, by a samp
 earlier ones (`AheadRollouts`)."""
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,10 +24,13 @@ from alignment.core.records import (
     Completion,
     Group,
     Problem,
+    Problems,
     Rollout,
     SampledStep,
     SamplingConfig,
     Score,
+    flatten_completions,
+    flatten_scores,
 )
 from alignment.core.tokens import collate
 from alignment.data.prompts import prompted
@@ -48,27 +53,34 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS
 
 
+class _Request(NamedTuple):
+    """What a sampler was asked for: the problems, and how to draw their completions."""
+
+    problems: Sequence[Problem]
+    sampling: SamplingConfig
+
+
 @dataclass(frozen=True)
 class RolloutSource:
     """What a step's groups are sampled from, and scored by."""
 
-    problems: Sequence[Problem]
+    problems: Problems
     reward: Reward
     task: Task
     config: RolloutConfig
 
     def sample_step(self, step: int, sampler: Sampler) -> SampledStep:
         """Sample and score a step's groups with the weights that the sampler has."""
-        clock, version = Clock(), sampler.policy_version
-        requests: list[tuple[Sequence[Problem], SamplingConfig]] = []
+        clock = Clock()
+        version = sampler.policy_version
+        requests: list[_Request] = []
 
         def sample_and_score(problems: Sequence[Problem], refill: int) -> list[Group]:
             sampling = self.config.sampling_of_step(self.task.stop, step, refill)
-            requests.append((problems, sampling))
+            requests.append(_Request(problems, sampling))
+            prompts = [problem.prompt for problem in problems]
             with clock("sample"), graded_ahead(self.reward.rule, problems) as on_response_end:
-                completions = sampler.sample(
-                    [problem.prompt for problem in problems], sampling, on_response_end
-                )
+                completions = sampler.sample(prompts, sampling, on_response_end)
             with clock("score"):
                 return self.reward.score(problems, completions)
 
@@ -76,14 +88,21 @@ class RolloutSource:
         check_version(groups, version)
         report = rollout_report(groups, self.config, self.task.rules)
         if self.config.max_refills:
-            rewards = [score["reward"] for group in sampled for score in group.scores]
-            report |= {"prompts_asked": len(sampled), "reward_asked": sum(rewards) / len(rewards)}
-            report["tokens_asked"] = sum(
-                len(c.token_ids) for group in sampled for c in group.completions
-            )
-        problems, sampling = requests[0]
-        asked = tuple(problem.id for problem in problems)
-        return SampledStep(step, version, groups, report, clock.seconds, asked, sampling.seed)
+            rewards = [score["reward"] for score in flatten_scores(sampled)]
+            lengths = [len(completion.token_ids) for completion in flatten_completions(sampled)]
+            report["prompts_asked"] = len(sampled)
+            report["reward_asked"] = sum(rewards) / len(rewards)
+            report["tokens_asked"] = sum(lengths)
+        first = requests[0]
+        return SampledStep(
+            step,
+            version,
+            groups,
+            report,
+            clock.seconds,
+            asked=tuple(problem.id for problem in first.problems),
+            seed=first.sampling.seed,
+        )
 
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
@@ -94,51 +113,48 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
         task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer
     )
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
-    return RolloutSource(
-        problems, find_reward(config.reward, task.rules, config.reward_timeout), task, config
-    )
+    reward = find_reward(config.reward, task.rules, config.reward_timeout)
+    return RolloutSource(problems, reward, task, config)
 
 
 def refilled_groups(
-    problems: Sequence[Problem], config: RolloutConfig, step: int, sample: Callable
-) -> tuple[list, list]:
-    """The groups of a step, and all that were sampled for them. `sample(problems, refill)` samples
-    and scores. Groups of equal rewards (zero variance) are replaced by groups of other prompts, up
-    to `max_refills` times (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2); the first of
-    them fill the step up where too few informative ones come."""
-    wanted = config.prompts_per_rollout
-    groups = sampled = list(sample(problems_of_step(problems, wanted, config.data_seed, step), 0))
+    problems: Problems,
+    config: RolloutConfig,
+    step: int,
+    sample: Callable[[Sequence[Problem], int], Sequence[Group]],
+) -> tuple[list[Group], list[Group]]:
+    """The groups of a step, and all that were sampled for them.
+
+    `sample(problems, refill)` samples and scores. Groups of equal rewards (zero variance) are
+    replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
+    arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative
+    ones come."""
+    number = config.prompts_per_rollout
+    sampled = list(sample(problems_of_step(problems, number, config.data_seed, step), 0))
+    groups = sampled
     for refill in range(1, config.max_refills + 1):
-        missing = wanted - sum(is_informative(group, config) for group in sampled)
+        missing = number - sum(is_informative(group, config) for group in sampled)
         if missing > 0:
-            sampled = [
-                *sampled,
-                *sample(refill_problems(problems, missing, config.data_seed, step, refill), refill),
-            ]
-        groups = sorted(sampled, key=lambda group: not is_informative(group, config))[:wanted]
+            others = refill_problems(problems, missing, config.data_seed, step, refill)
+            sampled = [*sampled, *sample(others, refill)]
+        # sorted keeps the order of equals: informative groups come first, each kind as sampled
+        groups = sorted(sampled, key=lambda group: not is_informative(group, config))[:number]
     return groups, sampled
 
 
 def is_informative(group: Group, config: RolloutConfig) -> bool:
     """Whether the rewards of a group, penalties included, differ among the responses that count."""
-    scored = zip(group.completions, group.scores, strict=True)
-    return (
-        len(
-            {
-                score["reward"] + length_penalty(c, config)
-                for c, score in scored
-                if is_counted(c, score, config)
-            }
-        )
-        > 1
-    )
+    rewards = set()
+    for completion, score in zip(group.completions, group.scores, strict=True):
+        if is_counted(completion, score, config):
+            rewards.add(score["reward"] + length_penalty(completion, config))
+    return len(rewards) > 1
 
 
 def check_version(groups: Sequence[Group], policy_version: int) -> None:
     """Raise RuntimeError for a completion that another version of the weights has sampled."""
-    stale = {completion.policy_version for group in groups for completion in group.completions} - {
-        policy_version
-    }
+    versions = {completion.policy_version for completion in flatten_completions(groups)}
+    stale = versions - {policy_version}
     if stale:
         raise RuntimeError(
             f"the sampler answered with policy version {sorted(stale)}, not with version"
@@ -151,54 +167,49 @@ def rollout_report(
 ) -> dict[str, float]:
     """Rewards by part and by rule, mean length, the share of finished responses, and the share of
     groups of equal rewards."""
-    scores = [score for group in groups for score in group.scores]
-    completions: list[Completion] = [
-        completion for group in groups for completion in group.completions
-    ]
-    statistics = group_statistics(
-        torch.tensor([[score["reward"]] for score in scores]), config.sampling.n
-    )
-    penalties = (
-        [length_penalty(completion, config) for completion in completions]
-        if config.overlong_buffer
-        else []
-    )
+    scores = flatten_scores(groups)
+    completions = flatten_completions(groups)
+    rewards_B1 = torch.tensor([[score["reward"]] for score in scores])
+    statistics = group_statistics(rewards_B1, config.sampling.n)
 
-    def mean(values):
+    def mean(values: Iterable[float]) -> float:
         return sum(values) / len(completions)
 
-    report = {"reward": statistics["reward_mean"]} | {
-        name: statistics[name] for name in ("reward_std", "flat_groups")
-    }
-    report |= {
-        part: mean(score[part] for score in scores) for part in ("format_reward", "answer_reward")
-    }
-    report |= {"response_length": mean(len(c.token_ids) for c in completions)}
-    report |= {
-        "finished": mean(c.finish_reason == "stop" for c in completions),
+    report = {
+        "reward": statistics["reward_mean"],
+        "reward_std": statistics["reward_std"],
+        "flat_groups": statistics["flat_groups"],
+        "format_reward": mean(score["format_reward"] for score in scores),
+        "answer_reward": mean(score["answer_reward"] for score in scores),
+        "response_length": mean(len(completion.token_ids) for completion in completions),
+        "finished": mean(completion.finish_reason == "stop" for completion in completions),
         "responses": len(scores),
     }
-    return report | ({"fine": mean(penalties)} if penalties else {}) | grading_report(groups, rules)
+    if config.overlong_buffer:
+        report["fine"] = mean(length_penalty(completion, config) for completion in completions)
+    return report | grading_report(groups, rules)
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
     """All completions as one padded batch with their rewards, length penalties included, and
     without advantages."""
-    completions = [completion for group in groups for completion in group.completions]
-    scores = [score for group in groups for score in group.scores]
-    batch = collate(
-        [c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id
-    )
+    completions = flatten_completions(groups)
+    scores = flatten_scores(groups)
+    prompt_ids = [completion.prompt_ids for completion in completions]
+    response_ids = [completion.token_ids for completion in completions]
+    batch = collate(prompt_ids, response_ids, pad_token_id)
     rewards_B1 = torch.tensor([[score["reward"]] for score in scores], dtype=torch.float32)
-    penalties_B1 = torch.tensor([length_penalty(completion, config) for completion in completions])[
-        :, None
-    ]
-    sampler_BT = torch.zeros(batch.labels.shape)
-    sampler_BT[batch.response_mask] = torch.tensor(
-        [log_prob for c in completions for log_prob in c.log_probs]
+    penalties_B1 = torch.tensor(
+        [[length_penalty(completion, config)] for completion in completions]
     )
+    log_probs = itertools.chain.from_iterable(completion.log_probs for completion in completions)
+    sampler_BT = torch.zeros(batch.labels.shape)
+    sampler_BT[batch.response_mask] = torch.tensor(list(log_probs))
     counted_B1 = torch.tensor(
-        [[is_counted(*pair, config)] for pair in zip(completions, scores, strict=True)]
+        [
+            [is_counted(completion, score, config)]
+            for completion, score in zip(completions, scores, strict=True)
+        ]
     )
     return Rollout(batch, rewards_B1 + penalties_B1, counted_B1, sampler_BT)
 
@@ -207,9 +218,8 @@ def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
     """The rollout with `advantages_B1`; groups of one response have none."""
     if config.group_size == 1:
         return rollout
-    return dataclasses.replace(
-        rollout, advantages_B1=group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
-    )
+    advantages_B1 = group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
+    return dataclasses.replace(rollout, advantages_B1=advantages_B1)
 
 
 def length_penalty(completion: Completion, config: RolloutConfig) -> float:
@@ -222,9 +232,8 @@ def length_penalty(completion: Completion, config: RolloutConfig) -> float:
 def is_counted(completion: Completion, score: Score, config: RolloutConfig) -> bool:
     """Whether a response enters baselines and updates: one that a reward applies to and, with
     --skip_unfinished, that ended."""
-    return "unscored" not in score and (
-        not config.skip_unfinished or completion.finish_reason == "stop"
-    )
+    ended = completion.finish_reason == "stop" or not config.skip_unfinished
+    return ended and "unscored" not in score
 
 
 class SyncRollouts:
@@ -232,7 +241,9 @@ class SyncRollouts:
     waits for."""
 
     def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
-        self.source, self.sampler, self.clock = source, sampler, clock
+        self.source = source
+        self.sampler = sampler
+        self.clock = clock
 
     def next(self, step: int) -> SampledStep:
         """The sampled and scored groups of a step. A sampler that shares a GPU sleeps afterwards,
@@ -254,6 +265,7 @@ class SyncRollouts:
             yield
 
     def _give_weights(self, policy: Policy, version: int) -> None:
+        """Replace the sampler's weights by the policy's."""
         load_proven(self.sampler, policy.weights(), version)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
@@ -273,24 +285,28 @@ def check_staleness(sampled: SampledStep, most: int) -> None:
 
 
 class AheadRollouts(SyncRollouts):
-    """Rollouts that a thread takes from `source`, from the step after the version of `sampler`'s
-    weights on, by a `Schedule`. Its engines are in other processes, where they are ended while they
-    draw. `sampled` are rollouts that the checkpoint holds already; `on_sampled` is called with each
-    new one. An error of the thread is raised where its rollout is waited for."""
+    """Rollouts that a thread takes from `source`, from the step after the version of the sampler's
+    weights on, by a `Schedule`.
+
+    The engines of `pool` are in other processes, where they are ended while they draw. `sampled`
+    are rollouts that the checkpoint holds already; `on_sampled` is called with each new one.
+    `next` raises the thread's error instead of the rollout that it prevented."""
 
     def __init__(
         self,
         source: RolloutSource,
-        sampler: SamplerPool,
+        pool: SamplerPool,
         schedule: Schedule,
         clock: Clock,
         sampled: Sequence[SampledStep] = (),
         on_sampled: Callable[[SampledStep], None] = lambda sampled: None,
     ):
-        super().__init__(source, sampler, clock)
-        self._schedule, self._on_sampled = schedule, on_sampled
-        self._steps = range(sampler.policy_version + 1 + len(sampled), schedule.num_steps + 1)
-        steps = (*(rollout.step for rollout in sampled), *self._steps)
+        super().__init__(source, pool, clock)
+        self._dtype = pool.dtype
+        self._schedule = schedule
+        self._on_sampled = on_sampled
+        self._steps = range(pool.policy_version + 1 + len(sampled), schedule.num_steps + 1)
+        steps = [*(rollout.step for rollout in sampled), *self._steps]
         self._sampled: dict[int, Future[SampledStep]] = {step: Future() for step in steps}
         for rollout in sampled:
             self._sampled[rollout.step].set_result(rollout)
@@ -307,18 +323,16 @@ class AheadRollouts(SyncRollouts):
         sampled = self._sampled[step].result()
         check_staleness(sampled, self._schedule.max_staleness)
         self.clock.seconds |= {"wait": self.clock.elapsed()}
-        return dataclasses.replace(
-            sampled, report=sampled.report | {"staleness": step - 1 - sampled.policy_version}
-        )
+        staleness = step - 1 - sampled.policy_version
+        return dataclasses.replace(sampled, report=sampled.report | {"staleness": staleness})
 
     def _give_weights(self, policy: Policy, version: int) -> None:
         """Copy the weights where a later step will be sampled with them: at once, whatever the
         sampler is busy with."""
         del self._sampled[version]
         if version in self._weights:
-            dtype = self.sampler.dtype
             copies = [
-                (name, tensor.detach().to(dtype).to("cpu", copy=True))
+                (name, tensor.detach().to(self._dtype).to("cpu", copy=True))
                 for name, tensor in policy.weights()
             ]
             self._weights[version].set_result(copies)
@@ -345,7 +359,8 @@ class AheadRollouts(SyncRollouts):
         that of all later ones."""
         for step in self._steps:
             try:
-                if self.sampler.policy_version < (version := self._schedule.version_for(step)):
+                version = self._schedule.version_for(step)
+                if self.sampler.policy_version < version:
                     load_proven(self.sampler, self._weights[version].result(), version)
                     del self._weights[version]
                 sampled = self.source.sample_step(step, self.sampler)

@@ -121,6 +121,7 @@ class Ranks:
         # The others wait for a call as long as rank 0 samples; it waits for nobody longer than the
         # limit.
         limit_of_calls = timedelta(days=365) if self.rank else limit
+        self.excepthook = sys.excepthook  # which torch replaces by one that names the rank
         with self.faults():
             dist.init_process_group(
                 backend, store=self.store, rank=self.rank, world_size=count, timeout=limit
@@ -138,25 +139,34 @@ class Ranks:
         """Start the thread that gives signs of life."""
         # Pipe to `_watch`, of signals: the main thread may be in a collective, where Python's
         # handlers wait.
-        self.signals, tell = os.pipe()
+        self.signals, self.tell = os.pipe()
         if self.rank:
-            os.set_blocking(tell, False)
-            signal.set_wakeup_fd(tell)
+            os.set_blocking(self.tell, False)
+            signal.set_wakeup_fd(self.tell)
             for number in SIGNALS:
                 signal.signal(number, lambda *arguments: None)
         self.heard = time.monotonic()  # When the store answered last.
-        watch = threading.Thread(target=self._watch, daemon=True)
-        watch.start()
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
         if self.rank:
             threading.Thread(target=self._end_if_cut_off, daemon=True).start()
             return
-
-        def end_watch() -> None:
-            os.write(tell, b"\0")
-            watch.join(self.seconds)
-
         # A thread that is within the store when the interpreter ends aborts the process.
-        atexit.register(end_watch)
+        atexit.register(self._end_watch)
+
+    def close(self) -> None:
+        """End rank 0's part, and with it the others: a later `lead` begins anew."""
+        atexit.unregister(self._end_watch)
+        self._end_watch()
+        dist.destroy_process_group()
+        sys.excepthook = self.excepthook
+        for child in self.children:
+            child.close()
+        lead.cache_clear()
+
+    def _end_watch(self) -> None:
+        os.write(self.tell, b"\0")
+        self.watch.join(self.seconds)
 
     @property
     def machines(self) -> list[Machine]:

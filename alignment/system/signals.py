@@ -22,6 +22,7 @@ class _State:
     received: int | None = None  # The number of the first that has arrived.
     received_at: float = 0.0  # When it did, in seconds of `time.monotonic`.
     grace: float | None = None  # For how many seconds one is held back at most; None: for ever.
+    timer: threading.Timer | None = None  # Ends that time.
     is_overdue: bool = False  # Whether that time is over, so that it is delivered.
 
 
@@ -99,6 +100,9 @@ def deferred_signals_for(seconds: float) -> Iterator[None]:
             yield
     finally:
         _state.grace = None
+        if _state.timer is not None:
+            _state.timer.cancel()
+            _state.timer = None
 
 
 def signals_are_deferred() -> bool:
@@ -135,9 +139,9 @@ def _on_signal(number: int, frame) -> None:
     if not _state.deferred:
         raise Interrupted(number)
     if _state.grace is not None:
-        timer = threading.Timer(_state.grace, _send_again, [number])
-        timer.daemon = True
-        timer.start()
+        _state.timer = threading.Timer(_state.grace, _send_again, [number])
+        _state.timer.daemon = True
+        _state.timer.start()
 
 
 def _send_again(number: int) -> None:

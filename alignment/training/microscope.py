@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from alignment.core.losses import LOSSES, NORMALIZATIONS
-from alignment.core.records import Rollout
-from alignment.policy.policy import Policy
+from alignment.core.records import Batch, Rollout
+from alignment.policy.policy import Objective, Policy
 from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
@@ -33,50 +33,45 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a set of per-prompt gradients says. All of the whole batch's gradient G, the sum over
-    its P prompts.
-
-    norm: |G|. std: square root of the trace of its covariance, from the spread of the P terms.
-    cosine: mean cosine between one prompt's gradient and G, prompts without gradient left out. snr:
-    (|G|^2 - std^2) / std^2, in which the first is the unbiased square of the expectation's norm;
-    negative where there is no signal. effective: (sum |w|)^2 / sum w^2 of the responses' weights,
-    how many equally weighted responses would say as much. silent: share of prompts without
-    gradient."""
+    """Statistics of the whole batch's gradient G, the sum of the gradients of its P prompts."""
 
     norm: float
+    """|G|."""
     std: float
+    """Square root of the trace of G's covariance, from the spread of the P terms."""
     cosine: float
+    """Mean cosine between one prompt's gradient and G, prompts without gradient left out."""
     snr: float
+    """(|G|^2 - std^2) / std^2. The numerator estimates the squared norm of G's expectation without
+    bias; it is negative where there is no signal."""
     effective: float
+    """(sum |w|)^2 / sum w^2 of the responses' weights w: how many responses of equal weight would
+    say as much."""
     silent: float
+    """Share of prompts without gradient."""
 
 
 def estimators(group_sizes: Sequence[int], updates: int) -> Iterator[Estimator]:
     """The estimators that are compared: losses, baselines and normalisations at the largest group
     size, then group sizes."""
     largest = max(group_sizes)
-    for loss, std, norm in itertools.product(
+    settings = itertools.product(
         ("no_baseline", "reinforce_with_baseline"), (False, True), NORMALIZATIONS
-    ):
-        if not std or "normalize_by_std" in LOSSES[loss].arguments:
-            yield Estimator(loss, largest, std, norm)
-    yield from (
-        Estimator("grpo_clip", largest, True, "sequence_mean", second)
-        for second in (False, True)[: updates + 1]
     )
-    # At ratio 1 all losses with a ratio are the same, so the others are looked at after an update
-    # only.
-    others = (
-        [name for name, loss in LOSSES.items() if loss.uses_ratio and name != "grpo_clip"]
-        if updates
-        else []
-    )
-    yield from (Estimator(loss, largest, True, "sequence_mean", True) for loss in others)
-    yield from (
-        Estimator("grpo_clip", size, True, "sequence_mean")
-        for size in sorted(group_sizes)
-        if size != largest
-    )
+    for loss_type, normalize_by_std, normalization in settings:
+        if not normalize_by_std or "normalize_by_std" in LOSSES[loss_type].arguments:
+            yield Estimator(loss_type, largest, normalize_by_std, normalization)
+    yield Estimator("grpo_clip", largest, True, "sequence_mean")
+    if updates:
+        yield Estimator("grpo_clip", largest, True, "sequence_mean", second_update=True)
+        # At ratio 1 all losses with a ratio are the same, so the others are computed only after an
+        # update.
+        for loss_type, loss in LOSSES.items():
+            if loss.uses_ratio and loss_type != "grpo_clip":
+                yield Estimator(loss_type, largest, True, "sequence_mean", second_update=True)
+    for size in sorted(group_sizes):
+        if size != largest:
+            yield Estimator("grpo_clip", size, True, "sequence_mean")
 
 
 def inspect(
@@ -96,48 +91,62 @@ def inspect(
 
 def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
     """Make one optimiser update of all responses, at the full learning rate."""
-    one_update = {
-        "epochs_per_rollout": 1,
-        "train_mini_batch_size": 0,
-        "warmup_steps": 0,
-        "old_log_probs": "ratio_one",
-    }
-    config = replace(config, max_sampler_mismatch=math.inf, **one_update)
+    one_update = replace(
+        config,
+        epochs_per_rollout=1,
+        train_mini_batch_size=0,
+        warmup_steps=0,
+        old_log_probs="ratio_one",
+        max_sampler_mismatch=math.inf,
+    )
     rollout = with_advantages(rollout, config.advantage)
     with deferrable_signals() as defer_signals:
-        update(policy, rollout, config, step=1, before_change=defer_signals)
+        update(policy, rollout, one_update, step=1, before_change=defer_signals)
 
 
 def arm_gradients(
     policy: Policy, arms: Mapping[str, tuple[Rollout, UpdateConfig]], updates: int
-) -> dict[str, list]:
+) -> dict[str, list[torch.Tensor]]:
     """For each arm, with its rewards of the same responses, the gradients [D] of its first
-    `updates` (1 or 2) updates of them all, between which `policy` makes one as the first arm would,
-    at the largest learning rate. `policy` as it comes is the old policy and the reference of a KL
-    penalty."""
-    (of_first, first), *_ = arms.values()
-    start_BT, found = (
-        policy.log_probs(of_first.batch, first.distribution),
-        {name: [] for name in arms},
-    )
-    old = {"policy": start_BT, "sampler": of_first.sampler_log_probs_BT, "ratio_one": None}
-    fastest = replace(first, learning_rate=max(config.learning_rate for _, config in arms.values()))
-    for done in range(updates):
-        if done:
-            update_once(policy, replace(of_first, reference_log_probs_BT=start_BT), fastest)
+    `updates` (1 or 2) updates of all responses.
+
+    Between the two `policy` makes one update as the first arm would, at the largest learning rate
+    of any arm. The initial `policy` is the old policy and the reference of a KL penalty."""
+    first_rollout, first_config = next(iter(arms.values()))
+    initial_BT = policy.log_probs(first_rollout.batch, first_config.distribution)
+    old_log_probs = {
+        "policy": initial_BT,
+        "sampler": first_rollout.sampler_log_probs_BT,
+        "ratio_one": None,
+    }
+    largest_rate = max(config.learning_rate for _, config in arms.values())
+    gradients: dict[str, list[torch.Tensor]] = {name: [] for name in arms}
+    for number in range(updates):
+        if number > 0:
+            between = replace(first_rollout, reference_log_probs_BT=initial_BT)
+            update_once(policy, between, replace(first_config, learning_rate=largest_rate))
         for name, (rollout, config) in arms.items():
-            config = replace(config, distribution=first.distribution)
-            weighted = with_advantages(rollout, config.advantage)
-            weighted = replace(
-                weighted,
-                reference_log_probs_BT=start_BT,
-                old_log_probs_BT=old[config.old_log_probs],
+            config = replace(config, distribution=first_config.distribution)
+            annotated = replace(
+                with_advantages(rollout, config.advantage),
+                reference_log_probs_BT=initial_BT,
+                old_log_probs_BT=old_log_probs[config.old_log_probs],
             )
-            rows = weighted.trained_rows
-            list(policy.accumulate(weighted.batch, rows, rollout_objective(weighted, rows, config)))
-            found[name].append(policy.gradient())
-            policy.drop_gradient()
-    return found
+            rows = annotated.trained_rows
+            objective = rollout_objective(annotated, rows, config)
+            gradients[name].append(compute_gradient(policy, annotated.batch, rows, objective))
+    return gradients
+
+
+def compute_gradient(
+    policy: Policy, batch: Batch, rows: Sequence[int], objective: Objective
+) -> torch.Tensor:
+    """The gradient [D] of some rows of a batch; the policy keeps none of it."""
+    for _ in policy.accumulate(batch, rows, objective):
+        pass  # each micro-batch adds its part
+    gradient = policy.gradient()
+    policy.drop_gradient()
+    return gradient
 
 
 def gradient_statistics(
@@ -145,8 +154,11 @@ def gradient_statistics(
 ) -> Statistics:
     """The statistics of one estimator's per-prompt gradients, over the counted responses of each of
     the run's groups."""
-    size, std = config.advantage.group_size, estimator.normalize_by_std
-    advantage = replace(config.advantage, group_size=estimator.group_size, normalize_by_std=std)
+    advantage = replace(
+        config.advantage,
+        group_size=estimator.group_size,
+        normalize_by_std=estimator.normalize_by_std,
+    )
     loss = replace(
         config.loss,
         loss=LOSSES[estimator.loss_type],
@@ -155,41 +167,45 @@ def gradient_statistics(
     weighted = with_advantages(rollout, advantage)
     rows = weighted.trained_rows
     objective = rollout_objective(weighted, rows, replace(config, loss=loss, advantage=advantage))
+    size = config.advantage.group_size  # responses of a prompt, whatever the estimator's groups
     gradients = []
     for prompt in range(len(rollout.lengths) // size):
-        list(
-            policy.accumulate(
-                rollout.batch, [row for row in rows if row // size == prompt], objective
-            )
-        )
-        gradients.append(policy.gradient())
-        policy.drop_gradient()
-    return statistics(torch.stack(gradients), getattr(weighted, f"{loss.loss.weight}_B1")[rows])
+        rows_of_prompt = [row for row in rows if row // size == prompt]
+        gradients.append(compute_gradient(policy, rollout.batch, rows_of_prompt, objective))
+    weights_B1 = getattr(weighted, f"{loss.loss.weight}_B1")
+    return statistics(torch.stack(gradients), weights_B1[rows])
 
 
 def statistics(gradients_PD: torch.Tensor, weights_B1: torch.Tensor) -> Statistics:
     """Summarise the gradients of P prompts, and the weights of their responses."""
-    prompts, total_D = gradients_PD.shape[0], gradients_PD.sum(dim=0)
-    norms_P, norm = gradients_PD.norm(dim=1), total_D.norm()
+    prompts = gradients_PD.shape[0]
+    total_D = gradients_PD.sum(dim=0)
+    norm = total_D.norm()
     # G is a sum of P independent terms: its covariance is P times theirs.
     variance = prompts * (gradients_PD - total_D / prompts).square().sum() / (prompts - 1)
-    nonzero = norms_P > 0
-    cosines = gradients_PD[nonzero] @ total_D / (norms_P[nonzero] * norm)
-    snr, effective = (
-        (norm.square() - variance) / variance,
-        weights_B1.abs().sum().square() / weights_B1.square().sum(),
+    norms_P = gradients_PD.norm(dim=1)
+    nonzero_P = norms_P > 0
+    cosines = gradients_PD[nonzero_P] @ total_D / (norms_P[nonzero_P] * norm)
+    effective = weights_B1.abs().sum().square() / weights_B1.square().sum()
+    return Statistics(
+        norm=norm.item(),
+        std=variance.sqrt().item(),
+        cosine=cosines.mean().item(),
+        snr=((norm.square() - variance) / variance).item(),
+        effective=effective.item(),
+        silent=1 - nonzero_P.float().mean().item(),
     )
-    numbers = (number.item() for number in (norm, variance.sqrt(), cosines.mean(), snr, effective))
-    return Statistics(*numbers, silent=1 - nonzero.float().mean().item())
 
 
 def refuse_too_many_gradients(flag: str, number: int, parameters: int) -> None:
     """Raise `UserError` where twice so many gradients (two an arm, or a prompt's while it is
     stacked), in float32, exceed the free memory. `flag` names what they are of."""
-    needed, free = 2 * 4 * number * parameters, psutil.virtual_memory().available
+    bytes_of_two = 2 * 4 * parameters
+    needed = number * bytes_of_two
+    free = psutil.virtual_memory().available
     if needed > free:
         fault = (
             f"their gradients take {needed / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are"
             " free"
         )
-        raise UserError(f"{flag}: {fault}; take at most {max(2, free // (8 * parameters))}")
+        raise UserError(f"{flag}: {fault}; take at most {max(2, free // bytes_of_two)}")

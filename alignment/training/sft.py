@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from alignment.core.losses import masked_normalize
-from alignment.core.records import Distribution
+from alignment.core.records import Batch, Distribution
 from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
@@ -56,30 +56,22 @@ def fine_tune(
     """Make optimiser steps `done` + 1 to `num_steps` on the mean negative log-likelihood of a
     batch's response tokens. `on_step` gets each step's record with words for the user. Each step,
     and its `on_step`, run in `step_context(step)`."""
-    words, rest = "", itertools.islice(batches(data.train, config), done, None)
-    for step, examples in zip(range(done + 1, config.num_steps + 1), rest, strict=False):
+    words = ""
+    later_batches = itertools.islice(batches(data.train, config), done, None)
+    for step, examples in zip(range(done + 1, config.num_steps + 1), later_batches, strict=False):
         with step_context(step):
             # of dropout: a resumed run draws what an undisturbed one does
             torch.manual_seed(derived_seed(config.seed, step))
-            fall = 1 - 0.9 * (step - config.warmup_steps) / max(
-                1, config.num_steps - config.warmup_steps
-            )
-            rate = config.learning_rate * (
-                step / config.warmup_steps if step <= config.warmup_steps else fall
-            )
-            batch, tokens = (
-                collate(*zip(*examples, strict=True), data.pad_token_id),
-                sum(len(response) for _, response in examples),
-            )
-            results = policy.accumulate(
-                batch, range(len(examples)), Objective(partial(batch_loss, tokens), entropy=False)
-            )
+            objective = Objective(partial(batch_loss, response_tokens(examples)), entropy=False)
+            batch = collate_examples(examples, data.pad_token_id)
+            results = policy.accumulate(batch, range(len(examples)), objective)
             loss = sum(result.sums["loss"] for result in results)
             grad_norm = policy.clip_gradient(config.max_grad_norm)
+            rate = learning_rate(config, step)
             policy.step(rate)
             record = {
                 "step": step,
-                "loss": loss.item(),
+                "loss": torch.as_tensor(loss).item(),
                 "grad_norm": grad_norm.item(),
                 "learning_rate": rate,
             }
@@ -87,19 +79,42 @@ def fine_tune(
                 record["validation_loss"] = validation_loss(
                     policy, data.validation, data.pad_token_id
                 )
-                taken = (
-                    f", after {min(1, step * config.batch_size / len(data.train)):.0%} of the"
-                    " curriculum" * config.curriculum
-                )
-                words = f"validation loss {record['validation_loss']:.3f}{taken}"
+                words = f"validation loss {record['validation_loss']:.3f}"
+                if config.curriculum:
+                    share = min(1, step * config.batch_size / len(data.train))
+                    words += f", after {share:.0%} of the curriculum"
             on_step(record, words)
+
+
+def learning_rate(config: SFTConfig, step: int) -> float:
+    """Linear warm-up over `warmup_steps`, then a linear fall to a tenth at the last step. `step`
+    starts at 1."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * (step / config.warmup_steps)
+    falling_steps = max(1, config.num_steps - config.warmup_steps)
+    return config.learning_rate * (1 - 0.9 * (step - config.warmup_steps) / falling_steps)
+
+
+def collate_examples(examples: Sequence[Example], pad_token_id: int) -> Batch:
+    """The examples as one right-padded batch."""
+    prompts = [prompt for prompt, _ in examples]
+    responses = [response for _, response in examples]
+    return collate(prompts, responses, pad_token_id)
+
+
+def response_tokens(examples: Sequence[Example]) -> int:
+    """The number of tokens that are trained."""
+    return sum(len(response) for _, response in examples)
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
     """Token ids of (prompt, response) pairs, the prompts as samplers encode them, one EOS after
-    each response; says what was repaired. Raises `UserError` for a pair beyond the context."""
-    # many come up more than once
-    prompts, responses = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
+    each response.
+
+    Prints what was repaired. Raises `UserError` for a pair beyond the context."""
+    # Each different text is encoded once: many come up more than once.
+    prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
+    responses = list(dict.fromkeys(response for _, response in pairs))
     encoded = prompt_token_ids(tokenizer, prompts)
     for line in encoded.repairs:
         say_once(line)
@@ -107,7 +122,8 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
     response_ids = dict(zip(responses, response_token_ids(tokenizer, responses), strict=True))
     examples = [(prompt_ids[prompt], response_ids[response]) for prompt, response in pairs]
     for number, (prompt, response) in enumerate(examples):
-        if (tokens := len(prompt) + len(response)) > context:
+        tokens = len(prompt) + len(response)
+        if tokens > context:
             fault = (
                 f"demonstration {number} has {tokens} tokens, more than the model's context of"
                 f" {context}"
@@ -117,16 +133,14 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
-    """Endless batches, pass after pass, shuffled unless --curriculum keeps the order: sorted, each
-    would be of one kind."""
+    """Endless batches, pass after pass, shuffled unless --curriculum keeps the order: in the order
+    of a sorted file, each batch would be of one kind."""
     for epoch in itertools.count():
-        shuffled = list(examples)
+        ordered = list(examples)
         if not config.curriculum:
-            random.Random(f"sft {config.seed} {epoch}").shuffle(shuffled)
-        yield from (
-            shuffled[start : start + config.batch_size]
-            for start in range(0, len(shuffled), config.batch_size)
-        )
+            random.Random(f"sft {config.seed} {epoch}").shuffle(ordered)
+        for start in range(0, len(ordered), config.batch_size):
+            yield ordered[start : start + config.batch_size]
 
 
 def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
@@ -139,9 +153,6 @@ def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: i
     """Mean negative log-likelihood, in nats a response token, of the first `VALIDATION_EXAMPLES`
     examples."""
     examples = examples[:VALIDATION_EXAMPLES]
-    log_probs_BT = policy.log_probs(
-        collate(*zip(*examples, strict=True), pad_token_id), Distribution()
-    )
-    return -log_probs_BT.sum(dtype=torch.float64).item() / sum(
-        len(response) for _, response in examples
-    )
+    batch = collate_examples(examples, pad_token_id)
+    log_probs_BT = policy.log_probs(batch, Distribution())
+    return -log_probs_BT.sum(dtype=torch.float64).item() / response_tokens(examples)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ LOGGED = {"ratio", "clipped", "kl", "weight"}  # what `micro_batch_loss` sums ov
 
 @dataclass(frozen=True)
 class MadeUp:
-    """Made-up responses: lengths [B] of prompts and of responses in tokens, and how far the policy
-    is from the one that sampled, in nats a token."""
+    """Made-up responses: what the user reads of them, lengths [B] of prompts and of responses in
+    tokens, and how far the policy is from the one that sampled, in nats a token."""
 
-    what: str
+    description: str
     prompts: Sequence[int]
     responses: Sequence[int]
     distance: float
@@ -54,18 +55,21 @@ def try_loss(name: str, config: LossConfig) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):
                 fault = next(faults(config, trial), "")
-            fault += definition(loss.function) if fault else ""
+            if fault:
+                fault += definition(loss.function)
         except (Exception, SystemExit) as error:  # the user's function may raise anything
             fault = in_one_line(error)
         if fault:
             raise UserError(
-                f"--loss_type {name}: {fault}. This was for {trial.what}, made up;"
+                f"--loss_type {name}: {fault}. This was for {trial.description}, made up;"
                 " docs/extending.md says what a loss returns"
             )
 
 
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
-    """What is wrong with the loss of made-up responses, as words that follow its name."""
+    """What is wrong with the loss of made-up responses, as words that follow its name.
+
+    Only the first is meant to be read: what it is of may break the tests for the others."""
     inputs = made_up_inputs(config, trial)
     before = {
         name: value.detach().clone()
@@ -77,37 +81,8 @@ def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
     for name, value in before.items():
         if not torch.equal(getattr(inputs, name), value):
             yield f"it writes into its inputs ({name}): give what it computes a tensor of its own"
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        yield (
-            f"it returns {described(returned)}, not (loss of every token, what to log of every"
-            " token)"
-        )
-    loss_BT, logged = returned
-    shape = tuple(inputs.log_probs.shape)
-    if (
-        not isinstance(loss_BT, torch.Tensor)
-        or tuple(loss_BT.shape) != shape
-        or not loss_BT.is_floating_point()
-    ):
-        yield (
-            f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for"
-            " every token"
-        )
-    if not isinstance(logged, Mapping):
-        yield f"what it logs is {described(logged)}, and must be a dict of tensors"
-    for key in LOGGED & logged.keys():
-        if not isinstance(logged[key], torch.Tensor) or tuple(logged[key].shape) != shape:
-            yield (
-                f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of"
-                f" {list(shape)}"
-            )
-    if ("ratio" in logged) != ("clipped" in logged):
-        yield "it logs one of 'ratio' and 'clipped', which go together"
-    if "clipped" in logged and logged["clipped"].dtype != torch.bool:
-        yield (
-            f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or"
-            " false for every token"
-        )
+    yield from faults_of_returned(returned, tuple(inputs.log_probs.shape))
+    loss_BT, _ = returned
     if not torch.isfinite(loss_BT[inputs.mask]).all():
         yield "its loss is not finite"
     if not loss_BT.requires_grad:
@@ -122,40 +97,73 @@ def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:
         yield "its gradient is not finite"
 
 
+def faults_of_returned(returned: Any, shape: tuple[int, ...]) -> Iterator[str]:
+    """What is wrong with the shapes and types of what a loss returned, for log-probs of `shape`."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        yield (
+            f"it returns {described(returned)}, not (loss of every token, what to log of every"
+            " token)"
+        )
+    loss_BT, logged = returned
+    if not has_shape(loss_BT, shape) or not loss_BT.is_floating_point():
+        yield (
+            f"its loss is {described(loss_BT)}, and must be a tensor of {list(shape)}, a number for"
+            " every token"
+        )
+    if not isinstance(logged, Mapping):
+        yield f"what it logs is {described(logged)}, and must be a dict of tensors"
+    for key in LOGGED & logged.keys():
+        if not has_shape(logged[key], shape):
+            yield (
+                f"what it logs as {key!r} is {described(logged[key])}, and must be a tensor of"
+                f" {list(shape)}"
+            )
+    if ("ratio" in logged) != ("clipped" in logged):
+        yield "it logs one of 'ratio' and 'clipped', which go together"
+    if "clipped" in logged and logged["clipped"].dtype != torch.bool:
+        yield (
+            f"what it logs as 'clipped' is {described(logged['clipped'])}, and must be true or"
+            " false for every token"
+        )
+
+
+def has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value is a tensor of that shape."""
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+
+
 def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
     """What a micro-batch gives a loss: log-probs are 0 outside the mask, rewards are 1 and 0 in
     turn."""
     generator = torch.Generator().manual_seed(0)
-    number, width = (
-        len(trial.responses),
-        max(map(sum, zip(trial.prompts, trial.responses, strict=True))) - 1,
-    )
+    number = len(trial.responses)
+    # The label at place t is token t + 1, so a response of a prompt of p tokens begins at p - 1.
+    prompts_B1 = torch.tensor(trial.prompts)[:, None]
+    responses_B1 = torch.tensor(trial.responses)[:, None]
+    width = int((prompts_B1 + responses_B1).max()) - 1
     place_T = torch.arange(width)
-    first_B1, length_B1 = (
-        torch.tensor(lengths)[:, None] for lengths in (trial.prompts, trial.responses)
-    )
-    mask_BT = (place_T >= first_B1 - 1) & (place_T < first_B1 - 1 + length_B1)
-    log_probs_BT = (
-        torch.empty(number, width).uniform_(0.05, 0.95, generator=generator).log().where(mask_BT, 0)
-    )
+    mask_BT = (place_T >= prompts_B1 - 1) & (place_T < prompts_B1 - 1 + responses_B1)
+    probs_BT = torch.empty(number, width).uniform_(0.05, 0.95, generator=generator)
+    log_probs_BT = probs_BT.log().where(mask_BT, 0)
 
-    def near() -> torch.Tensor:
-        """Log-probs of another policy."""
-        moved = log_probs_BT + trial.distance * torch.randn(number, width, generator=generator)
-        return moved.clamp(max=0).where(mask_BT, 0)
+    def draw_other_policy() -> torch.Tensor:
+        """Log-probs [B, T] of another policy."""
+        moved_BT = log_probs_BT + trial.distance * torch.randn(number, width, generator=generator)
+        return moved_BT.clamp(max=0).where(mask_BT, 0)
 
-    old_BT, sampler_BT = near(), near()
-    reference_BT = near() if config.beta else None
+    old_BT = draw_other_policy()
+    sampler_BT = draw_other_policy()
+    reference_BT = draw_other_policy() if config.beta else None
     rewards_B1 = (torch.arange(number)[:, None] % 2 == 0).float()
     return LossInputs(
         config,
         log_probs_BT.requires_grad_(),
         mask_BT,
-        rewards_B1,
-        rewards_B1 - 0.5,
-        old_BT,
-        reference_BT,
-        sampler_BT,
+        raw_rewards=rewards_B1,
+        advantages=rewards_B1 - 0.5,
+        old_log_probs=old_BT,
+        reference_log_probs=reference_BT,
+        sampler_log_probs=sampler_BT,
     )
 
 

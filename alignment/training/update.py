@@ -26,9 +26,11 @@ STALE_MISMATCH = 0.5
 
 @dataclass
 class UpdateResult:
-    """The metrics of the updates on one rollout. `trainer_log_probs_BT` are the trainer's log-probs
-    of `rows_with_gradient`, before the first update; `bad` the rows of each mini-batch that was
-    skipped, for a loss or gradient that was not finite."""
+    """The metrics of the updates on one rollout.
+
+    `trainer_log_probs_BT` are the trainer's log-probs of `rows_with_gradient`, before the first
+    update. `bad` are the rows of each mini-batch that was skipped, for a loss or gradient that was
+    not finite."""
 
     report: dict[str, float | None]
     trainer_log_probs_BT: torch.Tensor
@@ -55,56 +57,44 @@ def update(
     `mismatch` (`RunStopped`) compares the first mini-batch that has one with the sampler,
     `steps_old` behind. Only `is_finite` waits for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
-    compared = dict.fromkeys(("sampler_mismatch", "sampler_mismatch_max"))
     informative = rows_with_gradient(rollout, config)
-    # all micro-batch results, those of optimiser steps, norms, skipped rows
-    computed, stepped, norms, bad = (
-        [],
-        [],
-        [],
-        [],
-    )
-    made = (step - 1) * config.updates_per_rollout
-    rate = learning_rate(config, max(1, made))  # of the last update before; a rollout may have none
     has_gradient = set(informative)
-    for mini_batch in mini_batches(rollout, config, step):
+    computed: list[MicroBatchResult] = []  # of all mini-batches
+    stepped: list[MicroBatchResult] = []  # of those that an optimiser step was made on
+    norms: list[torch.Tensor] = []
+    bad: list[Sequence[int]] = []
+    comparison: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
+    previous_updates = (step - 1) * config.updates_per_rollout
+    # A rollout without any mini-batch reports the rate of the last update before it.
+    rate = learning_rate(config, max(1, previous_updates))
+    for number, mini_batch in enumerate(mini_batches(rollout, config, step), previous_updates + 1):
+        rate = learning_rate(config, number)
+        rows = [row for row in mini_batch if row in has_gradient]
         objective = rollout_objective(rollout, mini_batch, config)
-        results = list(
-            policy.accumulate(
-                rollout.batch, [row for row in mini_batch if row in has_gradient], objective
-            )
-        )
-        computed += results
+        results = list(policy.accumulate(rollout.batch, rows, objective))
         norm = policy.clip_gradient(config.max_grad_norm)
-        rate = learning_rate(config, made + len(norms) + len(bad) + 1)
-        if is_finite(norm, results):
-            # updates without a gradient have moved the weights a little, by their momentum
-            if results and not stepped:
-                rows, limit = (
-                    [row for result in results for row in result.rows],
-                    config.max_sampler_mismatch,
-                )
-                compared = mismatch(
-                    first_log_probs(results, rollout), rows, rollout, limit, steps_old + bool(norms)
-                )
-            before_change()
-            policy.step(rate)
-            norms.append(norm)
-            stepped += results
-        else:
+        computed += results
+        if not is_finite(norm, results):
             policy.drop_gradient()
             bad.append(mini_batch)
-    report = update_report(stepped, norms, rate) | {
-        "rows_with_gradient": len(informative),
-        "bad_updates": len(bad),
-    }
-    padded = rollout.batch.labels.numel() * config.epochs_per_rollout
-    report |= {"update_token_share": report["update_tokens"] / padded, **compared}
-    trainer_BT = (
-        rollout.old_log_probs_BT
-        if config.old_log_probs == "policy"
-        else first_log_probs(computed, rollout)
-    )
+            continue
+        if results and not stepped:
+            # Updates without a gradient have moved the weights a little, by their momentum.
+            behind = steps_old + 1 if norms else steps_old
+            comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
+        before_change()
+        policy.step(rate)
+        norms.append(norm)
+        stepped += results
+    report = update_report(stepped, norms, rate)
+    report["rows_with_gradient"] = len(informative)
+    report["bad_updates"] = len(bad)
+    padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
+    report["update_token_share"] = computed_tokens(stepped) / padded_tokens
+    report |= comparison
+    trainer_BT = first_log_probs(computed, rollout)
+    if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
+        trainer_BT = rollout.old_log_probs_BT
     return UpdateResult(report, trainer_BT, informative, bad)
 
 
@@ -121,21 +111,21 @@ def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
 def mini_batches(rollout: Rollout, config: UpdateConfig, step: int) -> list[list[int]]:
     """The rows of each optimiser update: every epoch shuffles the groups and cuts them into
     mini-batches."""
-    size, parts = config.train_mini_batch_size or len(rollout.lengths), []
+    size = config.train_mini_batch_size or len(rollout.lengths)
+    parts = []
     for epoch in range(config.epochs_per_rollout):
-        order = shuffled_groups(
-            rollout.trained_rows,
-            config.advantage.group_size,
-            f"update {config.data_seed} {step} {epoch}",
-        )
+        seed = f"update {config.data_seed} {step} {epoch}"
+        order = shuffled_groups(rollout.trained_rows, config.advantage.group_size, seed)
         parts += [order[start : start + size] for start in range(0, len(order), size)]
     return parts
 
 
 def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int]:
-    """Shuffle whole groups, not rows: a mini-batch computes the prompt of a whole group once."""
+    """Rows in a random order of their groups, each of which stays together: a mini-batch computes
+    the prompt of a whole group once."""
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row // group_size)]
-    return [row for group in random.Random(seed).sample(groups, len(groups)) for row in group]
+    shuffled = random.Random(seed).sample(groups, len(groups))
+    return list(itertools.chain.from_iterable(shuffled))
 
 
 def rollout_objective(
@@ -162,30 +152,32 @@ def rollout_loss(
     device of `log_probs_bt`."""
 
     def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return (
-            None
-            if tensor is None
-            else send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
-        )
+        if tensor is None:
+            return None
+        return send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
 
-    rewards_b1, advantages_b1, old_bt = map(
-        take, (rollout.raw_rewards_B1, rollout.advantages_B1, rollout.old_log_probs_BT)
-    )
-    # one update: the old policy is the current
-    old_bt = log_probs_bt.detach() if old_bt is None else old_bt
-    others = map(take, (rollout.reference_log_probs_BT, rollout.sampler_log_probs_BT))
+    old_bt = take(rollout.old_log_probs_BT)
+    if old_bt is None:  # The rollout gets one update, so the old policy is the current one.
+        old_bt = log_probs_bt.detach()
     inputs = LossInputs(
-        config.loss, log_probs_bt, mask_bt, rewards_b1, advantages_b1, old_bt, *others
+        config.loss,
+        log_probs_bt,
+        mask_bt,
+        raw_rewards=take(rollout.raw_rewards_B1),
+        advantages=take(rollout.advantages_B1),
+        old_log_probs=old_bt,
+        reference_log_probs=take(rollout.reference_log_probs_BT),
+        sampler_log_probs=take(rollout.sampler_log_probs_BT),
     )
     return micro_batch_loss(inputs, denominator)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
     """Whether a mini-batch's gradient norm and the losses of its micro-batches are finite."""
-    losses = sum(
-        (result.sums["loss"].to(norm.device) for result in results), start=torch.zeros_like(norm)
-    )
-    return bool((torch.isfinite(norm) & torch.isfinite(losses)).item())
+    loss = torch.zeros_like(norm)
+    for result in results:
+        loss = loss + torch.as_tensor(result.sums["loss"]).to(norm.device)
+    return bool((torch.isfinite(norm) & torch.isfinite(loss)).item())
 
 
 def learning_rate(config: UpdateConfig, update_number: int) -> float:
@@ -201,50 +193,59 @@ def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> t
     return log_probs_BT
 
 
-_MEANS = {
+# Metric -> sum over response tokens that it is the mean of, if the loss reports that sum.
+# "ratio_max" is a maximum over them instead.
+TOKEN_METRICS = {
     "entropy": "entropy_sum",
     "sampling_entropy": "sampling_entropy_sum",
     "clip_fraction": "clipped_tokens",
-}
-_MEANS |= {
     "ratio_mean": "ratio_sum",
     "ratio_max": "ratio_max",
     "kl": "kl_sum",
     "correction_mean": "weight_sum",
 }
-"""Metric -> sum (of "ratio_max": maximum) over response tokens, if the loss reports it."""
 
 
 def update_report(
     results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float
 ) -> dict[str, float | None]:
     """The metrics: the loss averaged over updates; entropies, ratio and clip fraction averaged over
-    response tokens with a gradient. "entropy" is of the tempered distribution, "sampling_entropy"
-    of what top-k and top-p leave of it. Metrics are None without an update or without such a token.
-    "update_tokens", and those of the "largest_micro_batch", count a shared prompt once."""
-    totals = [result.sums for result in results]
-    report = dict.fromkeys(("loss", "entropy", "sampling_entropy", "grad_norm"))
-    report |= {
+    response tokens with a gradient.
+
+    "entropy" is of the tempered distribution, "sampling_entropy" of what top-k and top-p leave of
+    it. Metrics are None without an update or without such a token. "update_tokens", and those of
+    the "largest_micro_batch", count a shared prompt once."""
+    report: dict[str, float | None] = {
+        "loss": None,
+        "entropy": None,
+        "sampling_entropy": None,
+        "grad_norm": None,
         "learning_rate": rate,
         "updates": len(norms),
-        "update_tokens": sum(sums["tokens"] for sums in totals),
+        "update_tokens": computed_tokens(results),
+        "largest_micro_batch": max((int(result.sums["tokens"]) for result in results), default=0),
     }
-    report["largest_micro_batch"] = max((sums["tokens"] for sums in totals), default=0)
     if norms:
-        report["loss"] = sum(sums["loss"].item() for sums in totals) / len(norms)
+        report["loss"] = sum(reported_sums(results, "loss")) / len(norms)
         report["grad_norm"] = sum(norm.item() for norm in norms) / len(norms)
-    if totals:
-        tokens = sum(sums["response_tokens"].item() for sums in totals)
-        values = {
-            name: [sums[key].item() for sums in totals]
-            for name, key in _MEANS.items()
-            if key in totals[0]
-        }
-        report |= {
-            name: max(several) if name == "ratio_max" else sum(several) / tokens
-            for name, several in values.items()
-        }
+    if results:
+        tokens = sum(reported_sums(results, "response_tokens"))
+        for metric, name in TOKEN_METRICS.items():
+            if name not in results[0].sums:
+                continue
+            values = reported_sums(results, name)
+            report[metric] = max(values) if metric == "ratio_max" else sum(values) / tokens
     return report
+
+
+def computed_tokens(results: Sequence[MicroBatchResult]) -> int:
+    """Tokens of some micro-batches' forward passes, a shared prompt's counted once."""
+    return sum(int(result.sums["tokens"]) for result in results)
+
+
+def reported_sums(results: Sequence[MicroBatchResult], name: str) -> list[float]:
+    """What each micro-batch's loss reported under `name`, as numbers on the CPU."""
+    return [torch.as_tensor(result.sums[name]).item() for result in results]
 
 
 def sampler_mismatch(
@@ -257,37 +258,52 @@ def sampler_mismatch(
     return mismatch(policy.log_probs(rollout.batch, distribution, rows), rows, rollout, limit)
 
 
+def compare_results(
+    results: Sequence[MicroBatchResult], rollout: Rollout, limit: float, steps_old: int
+) -> dict[str, float]:
+    """`mismatch` on the rows of some micro-batches, by the log-probs that they computed."""
+    rows = list(itertools.chain.from_iterable(result.rows for result in results))
+    return mismatch(first_log_probs(results, rollout), rows, rollout, limit, steps_old)
+
+
 def mismatch(
     trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit: float, steps_old: int = 0
 ) -> dict[str, float]:
     """Mean and largest difference, in nats a token, of the log-probs of sampler and trainer over
-    some rows, under the sampled distribution and before the weights change. Raises `RunStopped`
-    where the mean exceeds `limit` (--max_sampler_mismatch), or the larger of it and
-    `STALE_MISMATCH` for weights some `steps_old`: the gradient would be of another policy."""
-    difference = (trainer_BT - rollout.sampler_log_probs_BT)[rows][
-        rollout.batch.response_mask[rows]
-    ].abs()
-    mean, largest = difference.mean().item(), difference.max().item()
+    some rows, under the sampled distribution and before the weights change.
+
+    Raises `RunStopped` where the mean exceeds `limit` (--max_sampler_mismatch), or the larger of it
+    and `STALE_MISMATCH` for weights some `steps_old`: the gradient would be of another policy."""
+    difference_BT = (trainer_BT - rollout.sampler_log_probs_BT)[rows]
+    differences = difference_BT[rollout.batch.response_mask[rows]].abs()
+    mean = differences.mean().item()
+    largest = differences.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
-    if not mean <= bound:
-        stale = f"the {bound} that stale weights may be without a larger --max_sampler_mismatch"
-        allowed = stale if steps_old else f"--max_sampler_mismatch {bound}"
+    if not mean <= bound:  # also where it is not a number
+        allowed = f"--max_sampler_mismatch {bound}"
+        stale_cause = ""
+        if steps_old:
+            allowed = (
+                f"the {bound} that stale weights may be without a larger --max_sampler_mismatch"
+            )
+            stale_cause = ", or a --learning_rate too high for --max_staleness"
         raise RunStopped(
             f"the sampler's log-probs are {mean:.4g} nats a token from the trainer's (largest"
             f" {largest:.4g}), more than {allowed}. Likely causes: weights that did not reach the"
             " sampler, a prefix cache that outlived them, another dtype (see --dtype), or other"
-            " temperature or top-p"
-            f" handling{', or a --learning_rate too high for --max_staleness' * (steps_old > 0)}."
+            f" temperature or top-p handling{stale_cause}."
             " Nothing was trained on these samples"
         )
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
 
 class References:
-    """Adds old and reference log-probs to rollouts, where the loss needs them. `old_policy` has the
-    weights that sampled, on a device of its own; None: the policy itself, before its first update.
-    `reference(batch, distribution, micro-batch tokens)` returns the log-probs [B, T] of the model
-    that training started from, in a thread if it works `in_background`."""
+    """Adds old and reference log-probs to rollouts, where the loss needs them.
+
+    `old_policy` has the weights that sampled, on a device of its own; None: the policy itself,
+    before its first update. `reference(batch, distribution, micro-batch tokens)` returns the
+    log-probs [B, T] of the model that training started from, in a thread if it works
+    `in_background`."""
 
     def __init__(
         self,
@@ -297,23 +313,23 @@ class References:
         clock: Clock,
         in_background: bool = False,
     ):
-        self.config, self.old_policy, self.reference, self.clock = (
-            config,
-            old_policy,
-            reference,
-            clock,
-        )
+        self.config = config
+        self.old_policy = old_policy
+        self.reference = reference
+        self.clock = clock
         self.in_background = in_background
         self._answers: dict[int, Callable[[], torch.Tensor]] = {}
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
         """Have a reference that works `in_background` begin with a step's batch; any other computes
         in `annotate`."""
-        if self.reference is not None and step not in self._answers:
-            answer = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
-            self._answers[step] = (
-                start_in_background(answer).result if self.in_background else answer
-            )
+        if self.reference is None or step in self._answers:
+            return
+        compute = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
+        if self.in_background:
+            self._answers[step] = start_in_background(compute).result
+        else:
+            self._answers[step] = compute
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:
         """The rollout with `old_log_probs_BT` and `reference_log_probs_BT`, as far as the loss
@@ -322,19 +338,21 @@ class References:
         if self.config.old_log_probs == "sampler":
             rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
         elif self.config.old_log_probs == "policy":
-            rows, distribution = rows_with_gradient(rollout, self.config), self.config.distribution
             with self.clock("old_log_probs"):
-                if self.old_policy is None:
-                    old_BT = policy.log_probs(rollout.batch, distribution, rows)
-                else:
-                    self.old_policy.load_weights(policy.weights())
-                    old_BT = self.old_policy.log_probs(
-                        rollout.batch, distribution, policy.micro_batch_tokens, rows
-                    )
+                old_BT = self._old_log_probs(rollout, policy)
             rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
         if self.reference is not None:
             with self.clock("reference"):
-                rollout = dataclasses.replace(
-                    rollout, reference_log_probs_BT=self._answers.pop(step)()
-                )
+                reference_BT = self._answers.pop(step)()
+            rollout = dataclasses.replace(rollout, reference_log_probs_BT=reference_BT)
         return rollout
+
+    def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:
+        """Log-probs [B, T] of the policy's present weights, for rows with a gradient."""
+        rows = rows_with_gradient(rollout, self.config)
+        if self.old_policy is None:
+            return policy.log_probs(rollout.batch, self.config.distribution, rows)
+        self.old_policy.load_weights(policy.weights())
+        return self.old_policy.log_probs(
+            rollout.batch, self.config.distribution, policy.micro_batch_tokens, rows
+        )

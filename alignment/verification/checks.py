@@ -5,11 +5,11 @@ import dataclasses
 import functools
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -25,7 +25,7 @@ from alignment.core.losses import (
     loss_denominator,
     micro_batch_loss,
 )
-from alignment.core.records import Batch, Group, Rollout
+from alignment.core.records import Batch, Group, Rollout, flatten_completions
 from alignment.core.tokens import collate
 from alignment.model.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
@@ -48,16 +48,31 @@ from alignment.verification.papers import paper_values
 
 Pair = tuple[float, float]
 PROMPTS = 4
-GROUP, LONGEST = 3, 6  # --group_size and --max_new_tokens of responses by chance
-LIMITS = {torch.float32: (1e-3, 1e-4, 0.02), torch.bfloat16: (0.1, 0.5, 0.75)}
-"""Type of matrix products -> how far log-probs may be from the plain ones, in mean nats a token; a
-gradient, as the norm of the difference over its norm; and a step's change of weights, likewise:
-Adam's first step goes by signs, near 0 by chance."""
+GROUP = 3  # --group_size of responses by chance
+LONGEST = 6  # and their --max_new_tokens
 
 
+class Limits(NamedTuple):
+    """How far from the plain policy's a policy's numbers may be."""
+
+    log_probs: float
+    """Mean nats a token."""
+    gradient: float
+    """The norm of the difference, over the gradient's norm."""
+    step: float
+    """Likewise of a step's change of weights: Adam's first step goes by signs, which are decided by
+    chance near 0."""
+
+
+# Type of matrix products -> limits.
+LIMITS = {
+    torch.float32: Limits(log_probs=1e-3, gradient=1e-4, step=0.02),
+    torch.bfloat16: Limits(log_probs=0.1, gradient=0.5, step=0.75),
+}
+
+# Kinds of devices whose kernels give the same bits in every run. A GPU's do with --deterministic
+# only: there the order of some sums depends on timing.
 SAME_BITS = ("cpu",)
-"""Kinds of devices whose kernels give the same bits in every run. A GPU's do with --deterministic
-only: there the order of some sums depends on timing."""
 
 
 def promises_bits(devices: Iterable[str], deterministic: bool) -> bool:
@@ -67,94 +82,151 @@ def promises_bits(devices: Iterable[str], deterministic: bool) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """A quantity, or the names of what differs, whose number counts; and the limit that it may not
-    exceed, which is infinite where nothing is promised. `quantity` raises `RunStopped` where a run
-    would. Where it is not 0, a run is reproducible `at_best` "to rounding", or "statistical", in
-    the distribution of its results."""
+    """A quantity, and the limit that it may not exceed."""
 
     what: str
     limit: float
-    quantity: Callable[[], float | list[str]]
+    """Infinite where nothing is promised."""
+    quantity: Callable[[], float | torch.Tensor | list[str]]
+    """Returns the quantity, or the names of what differs, whose number is the quantity. Raises
+    `RunStopped` where a run would."""
     at_best: str = ""
-    # Whether a run's results may be others where it fails; a plan may be wrong about a run.
+    """How far a run is reproducible where the quantity is not 0: "to rounding", or "statistical",
+    in the distribution of its results."""
     of_results: bool = True
+    """Whether a run's results may be others where the check fails; a wrong plan changes none."""
 
 
-def paper_settings(seed: int) -> Iterator[tuple[str, LossConfig, AdvantageConfig]]:
+class PaperSetting(NamedTuple):
+    """The name of a loss, and the settings that it and its advantages are computed with."""
+
+    name: str
+    loss: LossConfig
+    advantage: AdvantageConfig
+
+
+def paper_settings(seed: int) -> Iterator[PaperSetting]:
     """Every loss with every normalisation and correction; the other choices take turns, in an order
     by chance."""
-    others = [
-        *product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)
-    ]
-    turns = cycle(random.Random(seed).sample(others, len(others)))
-    for choice, (high, dual_clip, kl, *advantage) in zip(
-        product(LOSSES, NORMALIZATIONS, CORRECTIONS), turns, strict=False
-    ):
-        name, *rest = choice
-        yield (
-            name,
-            LossConfig(LOSSES[name], 0.2, high, dual_clip, 0.1, kl, *rest, 1.1),
-            AdvantageConfig(GROUP, *advantage),
-        )
-
-
-def difference_from_papers(
-    settings: Iterable[tuple[str, LossConfig, AdvantageConfig]], seed: int
-) -> float:
-    """The largest difference of training's advantages, losses and gradients, on responses [B, t] by
-    chance, from papers.py."""
-    draw, double, worst = (
-        random.Random(seed),
-        functools.partial(torch.tensor, dtype=torch.float64),
-        0.0,
+    others = list(
+        product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)
     )
-    for name, config, advantage in settings:
-        lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
-        rewards = [reward for _ in range(2) for reward in draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)]
-        policies = [
-            [[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths] for _ in range(4)
-        ]
-        log_probs_BT, *others = (
-            pad_sequence([*map(double, rows)], batch_first=True) for rows in policies
+    turns = cycle(random.Random(seed).sample(others, len(others)))
+    for name, normalization, correction in product(LOSSES, NORMALIZATIONS, CORRECTIONS):
+        cliprange_high, dual_clip, kl_estimator, baseline, normalize_by_std, std_of = next(turns)
+        loss = LossConfig(
+            LOSSES[name],
+            cliprange=0.2,
+            cliprange_high=cliprange_high,
+            dual_clip=dual_clip,
+            beta=0.1,
+            kl_estimator=kl_estimator,
+            loss_normalization=normalization,
+            sampler_correction=correction,
+            correction_cap=1.1,
         )
-        mask_BT, rewards_B1 = log_probs_BT != 0, double(rewards)[:, None]
-        rows = mask_BT, rewards_B1, group_advantages(rewards_B1, advantage), *others
-        denominator = loss_denominator(config.loss_normalization, lengths, LONGEST)
-
-        def loss_of(log_probs_BT, config=config, rows=rows, denominator=denominator):
-            return micro_batch_loss(LossInputs(config, log_probs_BT, *rows), denominator)[0]
-
-        gradient_BT, loss = torch.func.grad_and_value(loss_of)(log_probs_BT)
-        values = torch.cat([rows[2][:, 0], loss[None], gradient_BT[mask_BT]])
-        setting = {**vars(config), **vars(advantage), "loss": name, "max_new_tokens": LONGEST}
-        worst = max(
-            worst, (values - double(paper_values(setting, rewards, *policies))).abs().max().item()
+        advantage = AdvantageConfig(
+            GROUP, baseline=baseline, normalize_by_std=normalize_by_std, std_of=std_of
         )
-    return worst
+        yield PaperSetting(name, loss, advantage)
+
+
+@dataclass(frozen=True)
+class RandomResponses:
+    """Responses by chance, as lists without padding: the reward of each, and its log-probs under
+    the policy, the old policy, the reference and the sampler."""
+
+    rewards: list[float]
+    policies: list[list[list[float]]]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.policies[0]]
+
+
+def draw_responses(draw: random.Random) -> RandomResponses:
+    """Two groups of responses, of up to `LONGEST` tokens each."""
+    lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
+    rewards: list[float] = []
+    for _ in range(2):
+        rewards += draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)
+    policies = []
+    for _ in range(4):
+        policies.append([[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths])
+    return RandomResponses(rewards, policies)
+
+
+def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.Tensor:
+    """What `paper_values` returns, as training computes it: advantages, the loss, and its gradient
+    by each log-prob of the policy."""
+    double = functools.partial(torch.tensor, dtype=torch.float64)
+    padded = [
+        pad_sequence(list(map(double, rows)), batch_first=True) for rows in responses.policies
+    ]
+    policy_BT, old_BT, reference_BT, sampler_BT = padded
+    mask_BT = policy_BT != 0
+    rewards_B1 = double(responses.rewards)[:, None]
+    advantages_B1 = group_advantages(rewards_B1, setting.advantage)
+    denominator = loss_denominator(setting.loss.loss_normalization, responses.lengths, LONGEST)
+
+    def compute_loss(log_probs_BT: torch.Tensor) -> torch.Tensor:
+        inputs = LossInputs(
+            setting.loss,
+            log_probs_BT,
+            mask_BT,
+            raw_rewards=rewards_B1,
+            advantages=advantages_B1,
+            old_log_probs=old_BT,
+            reference_log_probs=reference_BT,
+            sampler_log_probs=sampler_BT,
+        )
+        loss, _ = micro_batch_loss(inputs, denominator)
+        return loss
+
+    gradient_BT, loss = torch.func.grad_and_value(compute_loss)(policy_BT)
+    return torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
+
+
+def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float:
+    """The largest difference of training's advantages, losses and gradients, on responses by
+    chance, from those that the papers' formulas give."""
+    draw = random.Random(seed)
+    largest = 0.0
+    for setting in settings:
+        responses = draw_responses(draw)
+        flags = {**vars(setting.loss), **vars(setting.advantage)}
+        flags |= {"loss": setting.name, "max_new_tokens": LONGEST}
+        expected = paper_values(flags, responses.rewards, *responses.policies)
+        computed = training_values(setting, responses)
+        difference = computed - torch.tensor(expected, dtype=torch.float64)
+        largest = max(largest, difference.abs().max().item())
+    return largest
 
 
 def wrong_rewards() -> int:
     """How many responses of answers.jsonl, some of which try to deceive, get another reward than is
     stated there."""
-    rows = read_jsonl(Path(__file__).with_name("answers.jsonl"))
-    return sum(
-        find_rule(row["rule"])(row["response"], row["ground_truth"])["reward"] != row["reward"]
-        for row in rows
-    )
+    wrong = 0
+    for row in read_jsonl(Path(__file__).with_name("answers.jsonl")):
+        score = find_rule(row["rule"])(row["response"], row["ground_truth"])
+        wrong += score["reward"] != row["reward"]
+    return wrong
 
 
 def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     """The checks that are the same for all models: of a run's own loss, unless it is a function of
     the user's; of all; and of the grader."""
     advantage = dataclasses.replace(config.advantage, group_size=GROUP)
-    own = [
-        (name, config.loss, advantage) for name, loss in LOSSES.items() if loss == config.loss.loss
+    run_settings = [
+        PaperSetting(name, config.loss, advantage)
+        for name, loss in LOSSES.items()
+        if loss == config.loss.loss
     ]
-    if own:
+    if run_settings:
         yield Check(
             "this run's loss and gradient: from papers'",
             1e-9,
-            lambda: difference_from_papers(own, config.seed),
+            lambda: difference_from_papers(run_settings, config.seed),
         )
     settings = paper_settings(config.seed)
     yield Check(
@@ -171,24 +243,30 @@ def checks_of_plan(
     """The worst device and phase beside `plan`'s prediction. `peaks` are measured and predicted
     bytes by device, `seconds` the measured ones by phase, and their predicted range. Seconds have
     no limit: other work on the machine decides them, too."""
-    times = {
-        phase: max(taken / high, low / taken) for phase, (taken, (low, high)) in seconds.items()
-    }
     memory = {device: measured / predicted for device, (measured, predicted) in peaks.items()}
-    for what, limit, ratios in (
-        ("peak / plan's: ", 1.1, memory),
-        ("seconds / plan's range: ", math.inf, times),
-    ):
-        if ratios:
-            worst = max(ratios, key=ratios.get)
-            yield Check(what + worst, limit, functools.partial(ratios.get, worst), of_results=False)
+    yield from _check_of_largest("peak / plan's: ", 1.1, memory)
+    # 1 or less within the range
+    times = {
+        phase: max(measured / high, low / measured)
+        for phase, (measured, (low, high)) in seconds.items()
+    }
+    yield from _check_of_largest("seconds / plan's range: ", math.inf, times)
+
+
+def _check_of_largest(what: str, limit: float, ratios: Mapping[str, float]) -> Iterator[Check]:
+    """The check of the largest ratio, named after it; none where there are no ratios."""
+    if ratios:
+        worst = max(ratios, key=lambda name: ratios[name])
+        yield Check(what + worst, limit, lambda: ratios[worst], of_results=False)
 
 
 def plain_policy(config: PolicyConfig) -> Policy:
     """A policy that computes one padded row at a time by transformers' own model, in float32 on the
     CPU."""
-    plain = {"devices": ("cpu",), "dtype": "float32", "optimizer": "adamw", "micro_batch_tokens": 1}
-    policy = SingleDevicePolicy(dataclasses.replace(config, **plain))
+    plain = dataclasses.replace(
+        config, devices=("cpu",), dtype="float32", optimizer="adamw", micro_batch_tokens=1
+    )
+    policy = SingleDevicePolicy(plain)
     take_plain_path(policy.model)
     return policy
 
@@ -196,21 +274,23 @@ def plain_policy(config: PolicyConfig) -> Policy:
 def other_answers(groups: Sequence[Group], others: Sequence[Group]) -> int:
     """How many groups have other tokens than their counterparts."""
     pairs = zip(groups, others, strict=True)
-    return sum(
-        [c.token_ids for c in one.completions] != [c.token_ids for c in other.completions]
-        for one, other in pairs
-    )
+    return sum(_token_ids(group) != _token_ids(other) for group, other in pairs)
 
 
-def copied_weights(policy: Policy) -> dict[str, torch.Tensor]:
+def _token_ids(group: Group) -> list[tuple[int, ...]]:
+    """The tokens of each completion."""
+    return [completion.token_ids for completion in group.completions]
+
+
+def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """A policy's weights on the CPU, which later steps leave as they are."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in policy.weights()}
 
 
 def distance(policy: Policy, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The norm of the difference between a policy's weights and others."""
-    return sum(
-        (tensor.cpu() - weights[name]).square().sum() for name, tensor in policy.weights()
-    ).sqrt()
+    squares = ((tensor.cpu() - weights[name]).square().sum() for name, tensor in policy.weights())
+    return torch.as_tensor(sum(squares)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -223,19 +303,29 @@ class Verified:
     plain: Policy
     source: RolloutSource
     config: UpdateConfig
-    exact: bool  # Whether the devices are to give the same bits again.
+    exact: bool
+    """Whether the devices are to give the same bits again."""
     batch_invariant: bool = False
     """Whether the engine is to give the same bits whatever shares a batch."""
 
     def checks(self) -> Iterator[Check]:
         """Every check, to be measured before the next one is made. The last ones change the
         weights."""
-        nats, relative, after_step = LIMITS[self.policy.dtype]
-        bits, in_batches = (
-            0.0 if exact else math.inf for exact in (self.exact, self.batch_invariant)
-        )
         sampled = self.sample()
-        groups, again = sampled[:PROMPTS], sampled[PROMPTS:]
+        groups = sampled[:PROMPTS]
+        yield from self._sampling_checks(sampled)
+        rollout = self.made_up(groups)
+        yield from self._log_prob_checks(groups, rollout)
+        yield from self._gradient_checks(rollout)
+        yield from self._step_checks()
+        yield from self._transfer_checks(rollout)
+
+    def _sampling_checks(self, sampled: Sequence[Group]) -> Iterator[Check]:
+        """The checks of how answers depend on the seed and on what shares a batch. `sampled` are
+        the groups of some prompts that were asked twice."""
+        groups = sampled[:PROMPTS]
+        again = sampled[PROMPTS:]
+        limit_of_batches = 0.0 if self.batch_invariant else math.inf
         yield Check(
             "prompts asked twice: share of same answers",
             0.9,
@@ -243,84 +333,118 @@ class Verified:
         )
         yield Check(
             "same seed again: other answers",
-            bits,
+            self._limit_of_bits,
             lambda: other_answers(sampled, self.sample()),
             "statistical",
         )
         yield Check(
             "half the prompts: other answers",
-            in_batches,
+            limit_of_batches,
             lambda: other_answers(groups, self.sample(times=1)),
         )
-        rollout, completions = (
-            self.made_up(groups),
-            [completion for group in groups for completion in group.completions],
-        )
-        batch = collate(
-            [c.prompt_ids for c in completions], [c.token_ids for c in completions], pad_token_id=0
-        )
-        plain_BT, sampler_BT = self.plain_log_probs(rollout, batch), rollout.sampler_log_probs_BT
 
-        def log_probs():
+    def _log_prob_checks(self, groups: Sequence[Group], rollout: Rollout) -> Iterator[Check]:
+        """The checks of policy's and sampler's log-probs against the plain policy's."""
+        completions = flatten_completions(groups)
+        batch = collate(
+            [completion.prompt_ids for completion in completions],
+            [completion.token_ids for completion in completions],
+            pad_token_id=0,
+        )
+        plain_BT = self.plain_log_probs(rollout, batch)
+        sampler_BT = rollout.sampler_log_probs_BT
+
+        @functools.cache
+        def policy_log_probs() -> torch.Tensor:
             return self.policy.log_probs(rollout.batch, self.config.distribution)
 
-        policy_BT, synced = functools.cache(log_probs), functools.cache(self.synced)
-
-        # masks count, too
-        def from_plain(log_probs_BT):
+        def nats_from_plain(log_probs_BT: torch.Tensor) -> torch.Tensor:
+            # over the tokens of the true mask, so that a wrong one shows
             return (log_probs_BT - plain_BT).abs().sum() / batch.response_mask.sum()
 
-        yield Check("policy's log-probs: nats from plain", nats, lambda: from_plain(policy_BT()))
-        yield Check("sampler's log-probs: nats from plain", nats, lambda: from_plain(sampler_BT))
+        yield Check(
+            "policy's log-probs: nats from plain",
+            self._limits.log_probs,
+            lambda: nats_from_plain(policy_log_probs()),
+        )
+        yield Check(
+            "sampler's log-probs: nats from plain",
+            self._limits.log_probs,
+            lambda: nats_from_plain(sampler_BT),
+        )
         yield Check(
             "sampler's largest nats from policy",
             math.inf,
-            lambda: (policy_BT() - sampler_BT).abs().max(),
+            lambda: (policy_log_probs() - sampler_BT).abs().max(),
         )
-        want, gradient = self.plain.gradient(), self.gradient(rollout)
+
+    def _gradient_checks(self, rollout: Rollout) -> Iterator[Check]:
+        """The checks of the policy's gradient against the plain policy's. Both are kept for a
+        step."""
+        plain = self.plain.gradient()
+        gradient = self.gradient(rollout)
         yield Check(
             "gradient: from one row at a time",
-            relative,
-            lambda: (gradient - want).norm() / want.norm(),
+            self._limits.gradient,
+            lambda: (gradient - plain).norm() / plain.norm(),
         )
-
-        def scale():
-            return (
-                gradient @ want / want.norm() ** 2 - 1
-            ).abs()  # rounding is nearly at right angles to the gradient
-
-        yield Check("gradient: scale, off that one's", min(relative, 0.1), scale)
+        # The length along the plain gradient. Rounding is nearly at right angles to it.
+        yield Check(
+            "gradient: scale, off that one's",
+            min(self._limits.gradient, 0.1),
+            lambda: (gradient @ plain / plain.norm() ** 2 - 1).abs(),
+        )
         self.policy.drop_gradient()
         yield Check(
             "gradient again: change",
-            bits,
+            self._limit_of_bits,
             lambda: (self.gradient(rollout) - gradient).abs().max(),
             "to rounding",
         )
-        before = copied_weights(self.plain)
+
+    def _step_checks(self) -> Iterator[Check]:
+        """The check of a step with the gradients that both policies have."""
+        before = copy_weights(self.plain)
         for policy in (self.policy, self.plain):
             self.step(policy, self.config.learning_rate)
-        after, change = dict(self.plain.weights()), distance(self.plain, before)
+        after = dict(self.plain.weights())
+        change = distance(self.plain, before)
         yield Check(
             "step: from one row at a time",
-            after_step,
+            self._limits.step,
             lambda: distance(self.policy, after) / change,
         )
+
+    def _transfer_checks(self, rollout: Rollout) -> Iterator[Check]:
+        """The checks of the sampler's weights after updates, which are then made at a learning rate
+        of 0."""
+        nats = self._limits.log_probs
+        mismatch = functools.cache(self.synced)
         yield Check(
             "after updates, weights sent: tensors that differ",
             0.0,
             lambda: self.sent(rollout, 2 * nats),
         )
-        yield Check("after updates, sampler: nats from policy", nats, synced)
-        before = copied_weights(self.policy)
+        yield Check("after updates, sampler: nats from policy", nats, mismatch)
+        before = copy_weights(self.policy)
         yield Check(
             "learning rate 0: growth of mismatch in 3 steps",
             nats / 10,
-            lambda: self.growth(rollout) - synced(),
+            lambda: self.growth(rollout) - mismatch(),
         )
         yield Check(
             "learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before)
         )
+
+    @property
+    def _limits(self) -> Limits:
+        """Those of the policy's type of matrix products."""
+        return LIMITS[self.policy.dtype]
+
+    @property
+    def _limit_of_bits(self) -> float:
+        """The limit of what is 0 where the devices give the same bits again."""
+        return 0.0 if self.exact else math.inf
 
     def sample(self, times: int = 2) -> list[Group]:
         """Each problem's responses, `times` over, with made-up rewards: 0 in the first group, 0 and
@@ -329,30 +453,24 @@ class Verified:
         problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * times
         sampling = config.sampling_of_step(self.source.task.stop, step=1)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
-        rewards = [float(place % 3 == 0) for place in range(sampling.n)]
-        return [
-            Group(
-                problem,
-                tuple(completions),
-                tuple({"reward": reward * (number > 0)} for reward in rewards),
-            )
-            for number, (problem, completions) in enumerate(zip(problems, sampled, strict=True))
-        ]
+        groups = []
+        for problem, completions in zip(problems, sampled, strict=True):
+            rewards = [0.0] * sampling.n
+            if groups:
+                rewards = [float(place % 3 == 0) for place in range(sampling.n)]
+            scores = tuple({"reward": reward} for reward in rewards)
+            groups.append(Group(problem, tuple(completions), scores))
+        return groups
 
     def made_up(self, groups: Sequence[Group]) -> Rollout:
         """The rollout of some groups; its old and reference log-probs are the sampler's with some
         noise."""
-        rollout, generator = (
-            collate_groups(groups, self.source.config, pad_token_id=0),
-            torch.Generator().manual_seed(0),
-        )
+        rollout = collate_groups(groups, self.source.config, pad_token_id=0)
+        generator = torch.Generator().manual_seed(0)
         sampler_BT = rollout.sampler_log_probs_BT
-        noise = (
-            0.2
-            * torch.randn(2, *sampler_BT.shape, generator=generator)
-            * rollout.batch.response_mask
-        )
-        old_BT, reference_BT = sampler_BT + noise
+        drawn_2BT = torch.randn(2, *sampler_BT.shape, generator=generator)
+        noise_2BT = 0.2 * drawn_2BT * rollout.batch.response_mask
+        old_BT, reference_BT = sampler_BT + noise_2BT
         rollout = dataclasses.replace(
             rollout, old_log_probs_BT=old_BT, reference_log_probs_BT=reference_BT
         )
@@ -365,29 +483,23 @@ class Verified:
         denominator = loss_denominator(
             self.config.loss.loss_normalization, lengths, self.config.max_new_tokens
         )
-        objective = Objective(
-            functools.partial(rollout_loss, rollout, self.config, denominator),
-            self.config.distribution,
-        )
-        return first_log_probs(
-            list(self.plain.accumulate(batch, range(len(lengths)), objective)), rollout
-        )
+        loss = functools.partial(rollout_loss, rollout, self.config, denominator)
+        objective = Objective(loss, self.config.distribution)
+        results = list(self.plain.accumulate(batch, range(len(lengths)), objective))
+        return first_log_probs(results, rollout)
 
     def gradient(self, rollout: Rollout) -> torch.Tensor:
         """The policy's gradient [D] of the run's loss, made as in an update; it is kept for a
         step."""
-        self.accumulate(
-            rollout, rows_with_gradient(rollout, self.config), range(len(rollout.lengths))
-        )
+        rows = rows_with_gradient(rollout, self.config)
+        self.accumulate(rollout, rows, range(len(rollout.lengths)))
         return self.policy.gradient()
 
     def accumulate(self, rollout: Rollout, rows: Sequence[int], mini_batch: Sequence[int]) -> None:
-        deque(
-            self.policy.accumulate(
-                rollout.batch, rows, rollout_objective(rollout, mini_batch, self.config)
-            ),
-            maxlen=0,
-        )
+        """Add the gradient of some rows of a mini-batch to the policy's."""
+        objective = rollout_objective(rollout, mini_batch, self.config)
+        for _ in self.policy.accumulate(rollout.batch, rows, objective):
+            pass  # each micro-batch adds its part
 
     def update(self, rollout: Rollout, learning_rate: float) -> None:
         """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
@@ -396,26 +508,27 @@ class Verified:
         self.step(self.policy, learning_rate)
 
     def step(self, policy: Policy, learning_rate: float) -> None:
+        """Make an optimiser step with the gradient that a policy has."""
         policy.clip_gradient(self.config.max_grad_norm)
         policy.step(learning_rate)
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at
-        least; else `RunStopped`."""
+        least. Raises `RunStopped` where eight updates move them by less, or the sampler did not get
+        the weights."""
         # one of each prompt
-        rows, moved = (
-            range(0, len(rollout.lengths), self.source.config.sampling.n),
-            0.0,
-        )
+        rows = range(0, len(rollout.lengths), self.source.config.sampling.n)
+        tokens = sum(rollout.lengths[row] for row in rows)
 
-        def log_probs():
+        def log_probs() -> torch.Tensor:
             return self.policy.log_probs(rollout.batch, self.config.distribution, rows)
 
-        before, tokens = log_probs(), sum(rollout.lengths[row] for row in rows)
+        before_BT = log_probs()
+        moved = 0.0
         for power in range(8):
             if moved < wanted:
                 self.update(rollout, self.config.learning_rate * 2**power)
-                moved = ((log_probs() - before).abs().sum() / tokens).item()
+                moved = ((log_probs() - before_BT).abs().sum() / tokens).item()
         if not moved >= wanted:
             raise RunStopped(
                 f"eight updates moved log-probs by {moved:.2g} nats a token only: take a higher"
@@ -430,9 +543,8 @@ class Verified:
         them, would show."""
         self.sampler.load_weights(self.policy.weights(), version)
         rollout = self.made_up(self.sample(times=1))
-        return sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)[
-            "sampler_mismatch"
-        ]
+        report = sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)
+        return report["sampler_mismatch"]
 
     def growth(self, rollout: Rollout) -> float:
         """`synced` after three steps at a learning rate of 0, each with its transfer."""

@@ -2,7 +2,6 @@
 relies on."""
 
 import math
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment import args as arguments
+from alignment.config.flag import flags_of_class
 from alignment.core.advantages import (
     BASELINES,
     DEVIATIONS,
@@ -50,7 +50,7 @@ def close(actual, expected):
 
 def test_names_on_the_command_line_are_the_keys_of_the_tables():
     assert all(arguments.RLArgs(loss_type=name).loss is loss for name, loss in LOSSES.items())
-    choices = {name: get_args(hint) for name, hint in get_type_hints(arguments.RLArgs).items()}
+    choices = {name: facts.choices for name, facts in flags_of_class(arguments.RLArgs).items()}
     assert choices["loss_normalization"] == tuple(NORMALIZATIONS)
     assert choices["baseline"] == tuple(BASELINES) and choices["std_of"] == tuple(DEVIATIONS)
     assert choices["kl_estimator"] == tuple(KL_ESTIMATORS)

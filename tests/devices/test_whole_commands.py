@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from simulated_gpus import environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "--sampler",
@@ -96,7 +98,6 @@ MACHINES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "flags"), MACHINES.values(), ids=MACHINES)
 def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(
     gpus, flags, one_gpu, warm_start, tmp_path
@@ -108,7 +109,6 @@ def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(
             assert ours[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -180,7 +180,6 @@ PLANTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("file", "flags", "changes"), PLANTS.values(), ids=PLANTS)
 def test_a_planted_mixing_of_devices_is_seen(file, flags, changes, warm_start, tmp_path):
     shutil.copytree(

@@ -19,6 +19,8 @@ from alignment.system.files import read_jsonl
 from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 
+pytestmark = pytest.mark.slow
+
 ASYNC = ["--rollouts", "async"]
 STALE = [*ASYNC, "--max_staleness", "2", "--sync_every", "2", "--num_steps", "7"]
 

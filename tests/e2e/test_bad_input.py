@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -689,8 +690,12 @@ def test_a_missing_folder_of_ones_own_is_not_asked_of_the_hub(tmp_path, monkeypa
 
 def test_a_misspelt_command_is_told_with_the_nearest(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["alignment", "trian_rl"])
-    with pytest.raises(SystemExit) as stop:
-        alignment_main.main()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            alignment_main.main()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     said = capsys.readouterr().err
     assert (
         stop.value.code == 2

@@ -21,6 +21,8 @@ from alignment.system.terminal import printable
 from alignment.verify import TIMINGS
 from tests.command_line import exit_code
 
+pytestmark = pytest.mark.slow
+
 MAIN = {
     "evaluate": evaluate.main,
     "gradients": gradients.main,

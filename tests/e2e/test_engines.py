@@ -13,6 +13,8 @@ import pytest
 from alignment.system.files import read_jsonl
 from tests.e2e.conftest import NAME, SMALL
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = ["--prompts_per_rollout", "3"]  # of which two engines draw one and two
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.rewards.rules import CONTROLS, RULES, of_each
+from alignment.rewards.rules import CONTROLS, RULES, make_part
 from alignment.runs import run as run_module
 from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import run_command
@@ -28,6 +28,8 @@ from alignment.system.files import damage, lock_run_folder, read_jsonl
 from alignment.verify import digests
 from tests.command_line import exit_code
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
+
+pytestmark = pytest.mark.slow
 
 KILLS, KILLS_A_RUN = 50, 5
 
@@ -284,7 +286,7 @@ def test_steps_without_a_finite_gradient_are_skipped_kept_and_at_last_stop_the_r
     def reward(problem, text, score):
         return float("nan") if next(calls) // 8 + 1 in (2, 4, 5, 6) else float(len(text) % 2)
 
-    monkeypatch.setitem(CONTROLS, "random", of_each(reward))
+    monkeypatch.setitem(CONTROLS, "random", make_part(reward))
     flags = [
         "--num_steps",
         "9",

@@ -15,6 +15,8 @@ from alignment.verify import digests
 from tests.e2e.conftest import NAME
 from tests.e2e.test_ranked_runs import SHARDED, command, cut_after_step_2, run
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = ["--lora_rank", "2", "--beta", "0.1", "--learning_rate", "1e-2"]
 
 

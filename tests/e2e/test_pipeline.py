@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from alignment.data.tasks import arithmetic
 from alignment.system.files import read_json, read_jsonl
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STAGES = """

@@ -19,6 +19,8 @@ from alignment.system.files import read_jsonl
 from alignment.verify import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 

@@ -17,6 +17,8 @@ from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import make_console
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "--num_steps",
     "7",

@@ -3,16 +3,17 @@ continued, to a report."""
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -29,19 +30,18 @@ from alignment.ablation.schedule import (
     RayExecutor,
     SlurmExecutor,
     State,
-    make_executor,
-    next_runs,
     run_all,
 )
-from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
 from alignment.ablation.verdicts import decide
 from alignment.args import SweepArgs, parse
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
-from alignment.system.files import lock_run_folder, read_jsonl
+from alignment.system.files import read_jsonl
 from alignment.system.processes import start_command
 from tests.command_line import exit_code
+
+pytestmark = pytest.mark.slow
 
 SMALL = [
     "--prompts_per_rollout",
@@ -79,6 +79,17 @@ def runs_under(folder: Path) -> list[int]:
         for p in found
         if p.info["status"] != "zombie" and str(folder) in " ".join(p.info["cmdline"] or [])
     ]
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_ray():
+    """Ray sets variables and a handler of SIGTERM in the process that starts it, and keeps the
+    folder of a cluster that has ended."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with mock.patch.dict(os.environ):
+        yield
+    signal.signal(signal.SIGTERM, handler)
+    shutil.rmtree(Path(tempfile.gettempdir()) / "ray", ignore_errors=True)
 
 
 # --- without Ray ----------------------------------------------------------------------------------
@@ -162,50 +173,6 @@ def test_another_design_is_not_mixed_in(done, warm, monkeypatch, capsys):
     assert "holds a sweep of another design" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--preset", "huge"], "--preset huge: there is no such preset"),
-        (["--group_size", "3", "4"], "--group_size 3 --hold rollouts"),
-        (["--sweep_file", "none.toml"], "--sweep_file none.toml: there is no such file"),
-        (["--tie", "2"], "--tie 2.0: must be between 0 and 1"),
-        (["--sweep_name", "../x"], "--run_name ../x"),
-        (["--loss_type", "grpo_clip", "--strict"], "--strict: one seed cannot tell"),
-        (["--cliprange", "7"], "--cliprange 7.0"),
-        (["--group_size", "0", "4"], "--group_size 0"),
-        (["--seed", "-1", "1"], "--seed -1"),
-        (
-            ["--max_problems", "16", "32"],
-            "--max_problems 16 32: the arms would answer different questions",
-        ),
-        (["--model", "tiny", "smollm2"], "differ in task or model and cannot share a warm start"),
-        (["--preset", "smollm2_gsm8k"], "does not exist: make it with"),
-        (["--max_seeds", "1"], "--max_seeds 1"),
-        (["--cpus_per_run", "0"], "--cpus_per_run 0"),
-        (["--ray_address", "127.0.0.1:1"], "--ray_address 127.0.0.1:1"),
-        (
-            ["--ray_address", "auto", "--executor", "local"],
-            "--ray_address auto: must be with --executor ray",
-        ),
-        (
-            ["--slurm", "time=9"],
-            "--slurm time=9: must be name=value, time in minutes, and go with --executor slurm",
-        ),
-        (
-            ["--slurm", "time=1:00", "--executor", "slurm"],
-            "--slurm time=1:00: must be name=value, time in minutes",
-        ),
-        (["--executor", "slurm"], '--executor slurm: Could not detect "srun"'),
-    ],
-)
-def test_mistakes_are_one_clear_line(flags, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(monkeypatch, *flags) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
     design = make_design(
         arguments(
@@ -225,16 +192,6 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
     # a mistake stays one
     assert "grpo_clip_seed1: exit code 2" in said and "trying again" not in said
     assert "failed" in said and "logs/grpo_clip_seed1.log" in said
-
-
-def test_without_ray_a_cluster_is_refused(monkeypatch):
-    monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: None)
-    assert isinstance(make_executor("auto", "", None, None, {}, Path()), LocalExecutor)
-    for kind, address, extra in ("auto", "auto", "ray"), ("slurm", "", "slurm"):
-        with pytest.raises(
-            UserError, match=f"not installed: start with `uv run --extra {extra} ...`"
-        ):
-            make_executor(kind, address, None, None, {}, Path())
 
 
 # --- with Ray -------------------------------------------------------------------------------------
@@ -464,151 +421,6 @@ def test_a_sweep_that_stops_cancels_its_slurm_jobs(tmp_path, wait_for):
     wait_for(lambda: all((tmp_path / name).exists() for name in "ab"), 60)
     executor.close()
     wait_for(lambda: runs_under(tmp_path) == [], 20)
-
-
-def test_runs_that_wait_together_are_one_job_array(tmp_path, monkeypatch):
-    """SLURM's commands are stand-ins here, which keep the script that they are given."""
-    for name, body in {
-        "srun": "",
-        "sacct": "",
-        "scancel": "",
-        "sbatch": f"cp $1 {tmp_path}/script; echo Submitted batch job 7",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    executor = SlurmExecutor(
-        tmp_path / "sweep", {"time": 30, "partition": "gpu", "gpus_per_node": 1}, None
-    )
-    for name in ("a", "b", "c"):
-        executor.submit(name, partial(start_command, "platform", (), tmp_path / "log"))
-    assert executor.finished(0.0) == {}
-    assert {name: job.job_id for name, job in executor.under_way.items()} == {
-        "a": "7_0",
-        "b": "7_1",
-        "c": "7_2",
-    }
-    script = (tmp_path / "script").read_text()
-    options = (
-        "--array=0-2%3 --gpus-per-node=1 --job-name=sweep --open-mode=append --partition=gpu"
-        " --signal=USR2@90 --time=30"
-    )
-    assert [option for option in options.split() if f"#SBATCH {option}\n" not in script] == []
-    (tmp_path / "sbatch").write_text(
-        "#!/bin/sh\necho invalid partition specified: gpu >&2; exit 1\n"
-    )
-    executor.submit("d", partial(start_command, "platform", (), tmp_path / "log"))
-    with pytest.raises(
-        UserError, match="--slurm: sbatch refused the jobs: .*invalid partition specified: gpu"
-    ):
-        executor.finished(0.0)
-
-
-def test_an_unknown_option_of_sbatch_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--executor slurm: Unknown argument 'partitoin'"):
-        SlurmExecutor(tmp_path, {"partitoin": "gpu"}, None, cluster="local")
-
-
-def test_options_of_sbatch_are_flags(warm, tmp_path):
-    flags = [
-        "--executor",
-        "slurm",
-        "--gpus_per_run",
-        "2",
-        "--slurm",
-        "partition=gpu",
-        "mem=8G",
-        "time=30",
-    ]
-    parameters = arguments(warm, tmp_path, *flags).slurm_parameters
-    assert parameters == {"gpus_per_node": 2, "partition": "gpu", "mem": "8G", "time": 30}
-
-
-# --- until it is decided --------------------------------------------------------------------------
-
-
-def undecided(a: str, b: str, more: int | None = 3) -> Comparison:
-    kind = "undecided" if more else "greater"
-    return Comparison(
-        a,
-        b,
-        2,
-        0.1,
-        -0.1,
-        0.3,
-        0.2,
-        kind,
-        "undecided: about 3 more seeds" if more else "",
-        more,
-        (a, b),
-    )
-
-
-def test_every_undecided_pair_gets_a_seed_until_none_is_left():
-    states = [State(arm, seed, "done") for seed in (0, 1) for arm in "abc"]
-
-    def names(states, comparisons, max_seeds):
-        return [(state.arm, state.seed) for state in next_runs(states, comparisons, max_seeds)]
-
-    assert names(states, [undecided("a", "b")], 3) == [("a", 2), ("b", 2)]
-    assert names(states, [undecided("a", "b"), undecided("b", "c")], 3) == [
-        ("a", 2),
-        ("b", 2),
-        ("c", 2),
-    ]
-    assert names(states, [undecided("a", "b")], 2) == []
-    # An arm that is behind gets the seeds that it lacks and the next one, so that each look has one
-    # seed more than the last.
-    assert names([*states, State("b", 5, "done")], [undecided("a", "b")], 9) == [
-        ("a", 5),
-        ("a", 6),
-        ("b", 6),
-    ]
-    assert names([*states[:-1], State("b", 1, "failed")], [undecided("a", "b")], 9) == []
-    assert names(states, [undecided("a", "b", None)], 9) == []
-
-
-def test_there_are_no_more_looks_than_share_the_error_rate():
-    states, looks = [State(arm, seed, "done") for seed in (0, 1) for arm in "abcd"], 1
-    rng = random.Random(0)
-    while added := next_runs(states, [undecided(*rng.sample("abcd", 2))], 8):
-        states, looks = [*states, *(State(s.arm, s.seed, "done") for s in added)], looks + 1
-    assert looks == 7  # 2, 3, 4, 5, 6, 7 and 8 seeds
-
-
-def test_a_question_is_two_arms_two_values_or_an_argument(warm, tmp_path):
-    grid = ["--loss_type", "no_baseline", "grpo_clip", "--group_size", "2", "4", "--seed", "0", "1"]
-    for question in (
-        ["loss_type"],
-        ["no_baseline", "grpo_clip"],
-        ["group_size 4", "group_size 2"],
-        ["no_baseline_group_size2", "grpo_clip_group_size4"],
-    ):
-        assert make_design(arguments(warm, tmp_path, *grid, "--question", *question)).alpha == 0.05
-    for question in (["seed"], ["no_baseline", "group_size 2"], ["no_baseline", "no_baseline"]):
-        with pytest.raises(
-            UserError,
-            match=f"--question {' '.join(question)}: give loss_type, group_size or two of",
-        ):
-            make_design(arguments(warm, tmp_path, *grid, "--question", *question))
-
-
-def test_looking_again_is_paid_for(warm, tmp_path):
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1"]
-    assert make_design(arguments(warm, tmp_path, *flags)).alpha == 0.05
-    assert (
-        make_design(arguments(warm, tmp_path, *flags, "--until_decided", "--max_seeds", "6")).alpha
-        == 0.01
-    )
-
-
-def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path):
-    with (
-        lock_run_folder(tmp_path),
-        pytest.raises(UserError, match=f"in use by process {os.getpid()} on"),
-        lock_run_folder(tmp_path),
-    ):
-        pass
 
 
 def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_path):

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from alignment.system.files import read_json
 from tests.e2e.conftest import NAME, SMALL
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SKIP_A_PROMPT = """

@@ -31,6 +31,7 @@ def test_topr():
     torch.testing.assert_close(log_probs.grad, torch.tensor([[-1.0, -1.0], [0.5, 1.0]]))
 
 
+@pytest.mark.slow
 def test_runs_record_it_and_resume_to_the_same_weights(train, train_in_two_parts, weights):
     runs = {name: train("--loss_type", f"my_package.topr:{name}") for name in ("topr", "entry")}
     for name, run in runs.items():

@@ -1,6 +1,8 @@
 """A third kind of policy: one file, by its path or as an entry of `POLICIES`; the same weights to
 the bit."""
 
+import pytest
+
 from alignment.policy.policy import POLICIES, PolicyConfig, open_policy
 
 PATH = "my_package.flat_policy:FlatPolicy"
@@ -20,6 +22,7 @@ def test_parameters_are_views_into_the_buffers(tiny_folder):
     )
 
 
+@pytest.mark.slow
 def test_a_whole_run_ends_in_the_weights_of_a_policy_on_one_device(
     train, train_in_two_parts, weights, monkeypatch
 ):

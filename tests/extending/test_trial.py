@@ -178,8 +178,12 @@ def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(
         "9",
     ]
     calls = 6  # of the three trials
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # one micro-batch a step
-    assert exit_code(monkeypatch, train_rl.main, "alignment.train_rl", *rl_flags, *small) == 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one micro-batch a step
+    try:
+        assert exit_code(monkeypatch, train_rl.main, "alignment.train_rl", *rl_flags, *small) == 2
+    finally:
+        torch.set_num_threads(threads)
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1] == f"error: {said} ({file}:8)"
     (run,) = tmp_path.glob("tiny_own_*")

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from alignment import args as args_module
@@ -62,7 +64,12 @@ def compiler(monkeypatch):
     """Forgets what was compiled, and afterwards has attention and limits as they were."""
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.utils.counters.clear()
-    yield
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which the compiler adds its cache
+    with mock.patch.dict(os.environ):
+        yield
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown()
+        AsyncCompile.pool.cache_clear()
     AttentionInterface.register(packing.ATTENTION, packing.attention)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.reset()
@@ -101,6 +108,7 @@ def log_probs(policy, rows) -> torch.Tensor:
     return policy.log_probs(collate(*zip(*rows, strict=True), 0), Distribution())
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_the_log_probs_and_gradients_of_the_models_own(folder):
     policies = own, compiled = open_pair(folder)
     assert_same(policies, FIRST, SECOND)
@@ -141,8 +149,13 @@ def test_adapters_and_the_weights_without_them(tmp_path, without_code):
     assert (log_probs(own, FIRST) - base).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_sharded_policy(folder, without_code):
-    assert_same(open_pair(folder, "sharded"))
+    policies = own, _ = open_pair(folder, "sharded")
+    try:
+        assert_same(policies)
+    finally:
+        own.ranks.close()
 
 
 def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, monkeypatch):
@@ -155,6 +168,7 @@ def test_compiled_layers_are_one_threads_and_no_samplers(folder, without_code, m
     )
 
 
+@pytest.mark.slow
 def test_ligers_kernels_have_the_gradients_of_the_models_own(tmp_path):
     script, environment = (
         Path(__file__).with_name("liger_in_interpreter.py"),

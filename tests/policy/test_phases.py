@@ -267,6 +267,7 @@ def test_layers_that_are_computed_twice_keep_their_inputs_only():
     assert twice["update"]["activations"] % (4 * 5 * 64 + layer) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["tiny, single", "tiny, sharded, 2 ranks"])
 def test_a_real_run_takes_no_more_than_was_predicted(setting, tmp_path):
     """And not much less. How many pages of libraries are resident differs from machine to machine,

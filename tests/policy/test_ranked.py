@@ -105,6 +105,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
     """Four ranks on one host have a quarter of its memory each. One needs 12 bytes for each
     parameter of its quarter (gradient and moments), and 8 for those outside the layers and in two
     of them, which it gathers; under autocast 2 for all layers'."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, seconds=60.0)
@@ -134,6 +135,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [[], ["--lora_rank", "4", "--kinds", "layer_split", "replicated", "sharded"]]
 )
@@ -148,6 +150,7 @@ def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks():
     """Number and bytes of every kind of collective, counted on a fake process group."""
     command = [sys.executable, "-m", "benchmarks.collectives"]

@@ -19,6 +19,8 @@ from alignment.sampling.transformers import open_transformers
 from alignment.system.errors import UserError
 from alignment.system.processes import ChildProcess
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60
 
 

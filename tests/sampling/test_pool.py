@@ -19,6 +19,8 @@ from alignment.sampling.transformers import TransformersSampler, open_transforme
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.remote import host_processes
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [f"User: What is {i} + {i * i}?\nAssistant: <think>" for i in range(7)]
 SAMPLING = SamplingConfig(n=3, max_new_tokens=12, seed=3, stop=())
 
@@ -127,6 +129,7 @@ def test_no_two_prompts_share_random_numbers(three):
     assert len({c.token_ids for group in drawn for c in group}) == 21
 
 
+@pytest.mark.replaces_processes
 def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(
     three, moved, tiny_folder, capfd
 ):

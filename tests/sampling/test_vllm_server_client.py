@@ -209,6 +209,7 @@ def test_the_text_has_special_tokens_and_no_end(connect, server, tokenizer):
     assert body["skip_special_tokens"] is False and body["stop_token_ids"] == [end]
 
 
+@pytest.mark.slow
 def test_two_servers_share_the_prompts_and_both_get_the_weights(
     server, tiny_folder, tokenizer, tmp_path
 ):

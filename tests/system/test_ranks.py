@@ -14,6 +14,8 @@ import torch
 
 from alignment.system.signals import Interrupted, deferred_signals, interruptible
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,

@@ -3,7 +3,6 @@ share."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -14,10 +13,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.sampling.pool import SamplerPool
-
-# GiB of keys and values, which an engine fills with zeros when it starts. Set before any engine
-# gets the environment.
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 512
@@ -52,6 +47,14 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_cache():
+    """Engines get one GiB for keys and values, which they fill with zeros when they start."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

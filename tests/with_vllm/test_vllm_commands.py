@@ -20,7 +20,7 @@ def engines() -> list[psutil.Process]:
     ]
 
 
-def test_reinforcement_learning_and_evaluation(warm_start, tmp_path, monkeypatch, capsys):
+def test_reinforcement_learning_and_evaluation(tiny_folder, tmp_path, monkeypatch, capsys):
     shared = ["--output_dir", str(tmp_path), "--sampler", "vllm", "--max_problems", "16"]
     small = [
         "--prompts_per_rollout",
@@ -37,7 +37,7 @@ def test_reinforcement_learning_and_evaluation(warm_start, tmp_path, monkeypatch
         "--reward",
         "random",
     ]
-    flags = [*shared, *small, "--sft_base", str(warm_start / "sft"), "--learning_rate", "1e-3"]
+    flags = [*shared, *small, "--sft_base", str(tiny_folder), "--learning_rate", "1e-3"]
     monkeypatch.setattr(sys, "argv", ["alignment.train_rl", *flags])
     train_rl.main()
     assert engines() == [], "a process is left behind"

@@ -8,8 +8,9 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import overload
 
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Endless, Problem, Problems
 from alignment.core.text import added_ids
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
@@ -22,23 +23,24 @@ OPENING_TAG = re.compile(r"<\|?[A-Za-z]\w*\|?>|\[[A-Za-z]\w*\]|\u25c1\w+\u25b7")
 LONGEST_REPETITION = 200  # characters of a prompt's end
 
 
-def _files(kind):
-    return sorted(Path(__file__).parent.glob(f"*.{kind}"))
+def _read_templates(kind: str) -> dict[str, str]:
+    """The templates beside this module, by their names."""
+    files = sorted(Path(__file__).parent.glob(f"*.{kind}"))
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
-PROMPTS, CHATS = (
-    {file.stem: file.read_text(encoding="utf-8") for file in _files(kind)}
-    for kind in ("prompt", "chat")
-)
+PROMPTS = _read_templates("prompt")
+CHATS = _read_templates("chat")
 
 
 def read_template(name: str) -> str:
     """The template `name`, or that file's text less its last line break. Raises `UserError` for
     neither, or no {question}."""
-    if name in PROMPTS | CHATS:
-        return (PROMPTS | CHATS)[name]
+    templates = PROMPTS | CHATS
+    if name in templates:
+        return templates[name]
     if not Path(name).is_file():
-        choices = ", ".join(sorted(PROMPTS | CHATS))
+        choices = ", ".join(sorted(templates))
         raise UserError(
             f"--prompt {name}: there is no such template; choose one of {choices}, a file"
         )
@@ -51,35 +53,37 @@ def read_template(name: str) -> str:
     return text
 
 
-def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]:
+@overload
+def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]: ...
+@overload
+def prompted(problems: Problems, name: str, tokenizer) -> Problems: ...
+
+
+def prompted(problems: Problems, name: str, tokenizer) -> Problems:
     """The problems with prompts by the template `name`; of conversations by the tokenizer's chat
-    template; those without a question have theirs. Raises `UserError` for an unknown template, or a
-    chat if the tokenizer has no chat template."""
+    template. Those without a question have theirs already.
+
+    Raises `UserError` for an unknown template, or a chat if the tokenizer has no chat template."""
     if name in CHATS:
         *turns, (_, beginning) = chat_turns(name)
         messages = [{"role": role, "content": text} for role, text in turns]
         remedy = f"; choose one of {', '.join(PROMPTS)}"
-        template = _chat_text(f"--prompt {name}", messages, tokenizer, remedy) + beginning
+        template = _render_prompt(f"--prompt {name}", messages, tokenizer, remedy) + beginning
     else:
         template = read_template(name)
 
     def fill(problem: Problem) -> Problem:
         if problem.turns:
-            prompt = _chat_text(problem.id, _messages(problem), tokenizer)
+            prompt = _render_prompt(problem.id, _prompt_messages(problem), tokenizer)
             return dataclasses.replace(problem, prompt=prompt)
         if not problem.question:
             return problem
-        prompt, turns = (
-            template.replace("{question}", problem.question),
-            chat_turns(name, problem.question),
-        )
-        return dataclasses.replace(problem, prompt=prompt, turns=turns)
+        prompt = template.replace("{question}", problem.question)
+        return dataclasses.replace(problem, prompt=prompt, turns=chat_turns(name, problem.question))
 
-    return (
-        Endless(lambda i: fill(problems[i]))
-        if isinstance(problems, Endless)
-        else list(map(fill, problems))
-    )
+    if isinstance(problems, Endless):
+        return Endless(lambda index: fill(problems[index]))
+    return list(map(fill, problems))
 
 
 def fill_prompt(name: str, question: str) -> str:
@@ -99,71 +103,82 @@ def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str]
 def trained_response(problem: Problem, response: str, tokenizer) -> str:
     """What follows the problem's prompt where a demonstration gives this response: without an
     opening tag that the prompt ends with already; and with the thoughts that the response's own
-    message holds apart from its content, as the chat template renders them. Raises `UserError`
-    where it renders them elsewhere or not at all."""
-    messages = problem.columns.get("messages", ()) if problem.turns else ()
-    message = messages[len(problem.turns)] if len(messages) > len(problem.turns) else {}
-    thoughts = [name for name in message if name not in ("role", "content")]
-    if thoughts:
-        response = _rendered_response(problem, thoughts, tokenizer)
+    message holds apart from its content, as the chat template renders them.
+
+    Raises `UserError` where the template renders them elsewhere or not at all."""
+    messages = _row_messages(problem)
+    if problem.turns and len(messages) > len(problem.turns):
+        message = messages[len(problem.turns)]
+        thoughts = [name for name in message if name not in ("role", "content")]
+        if thoughts:
+            response = _render_response(problem, thoughts, tokenizer)
     return without_repeated_tag(problem.prompt, response)
 
 
 def without_repeated_tag(prompt: str, response: str) -> str:
     """The response without its beginning where that repeats the prompt's end from an opening tag
     on, such as <think>, or an empty thought, <think></think>."""
-    begun = response.lstrip()
+    stripped = response.lstrip()
     for tag in OPENING_TAG.finditer(prompt, max(0, len(prompt) - LONGEST_REPETITION)):
         ending = prompt[tag.start() :]
         words = ending.rstrip()
-        if begun.startswith(words):
-            return begun.removeprefix(words).removeprefix(ending[len(words) :])
+        if stripped.startswith(words):
+            return stripped.removeprefix(words).removeprefix(ending[len(words) :])
     return response
 
 
-def _rendered_response(problem: Problem, thoughts: Sequence[str], tokenizer) -> str:
+def _render_response(problem: Problem, thoughts: Sequence[str], tokenizer) -> str:
     """The message after the problem's prompt as the chat template renders it, up to the end of its
     content."""
-    messages = problem.columns["messages"][: len(problem.turns) + 1]
-    text = _rendered(problem.id, messages, tokenizer, add_generation_prompt=False)
+    messages = _row_messages(problem)[: len(problem.turns) + 1]
+    text = _render(problem.id, messages, tokenizer, add_generation_prompt=False)
     rendered = text.removeprefix(problem.prompt)
-    content = messages[-1]["content"].strip()
-    whole = all(messages[-1][name].strip() in rendered for name in thoughts) and content in rendered
-    if rendered == text or not whole:
-        where = "after its own generation prompt" if whole else "at all"
+    response = messages[-1]
+    content = response["content"].strip()
+    parts = [response[name].strip() for name in thoughts] + [content]
+    is_complete = all(part in rendered for part in parts)
+    if rendered == text or not is_complete:
+        where = "after its own generation prompt" if is_complete else "at all"
         fault = f'the chat template of this model does not render "{thoughts[0]}" {where}'
         remedy = 'write it into "content", as the model is to say it'
         raise UserError(f"{problem.id}: {fault}: {remedy}")
     return rendered[: rendered.rindex(content) + len(content)]
 
 
-def _messages(problem: Problem) -> list[dict[str, str]]:
-    """The messages of a conversation up to the one that is asked for; with thoughts, where a row
-    has them."""
+def _row_messages(problem: Problem) -> list[dict[str, str]]:
+    """The messages of the problem's own row; none where it has no such column."""
+    messages = problem.columns.get("messages")
+    return messages if isinstance(messages, list) else []
+
+
+def _prompt_messages(problem: Problem) -> list[dict[str, str]]:
+    """The messages of a conversation before the one to be answered with; with thoughts, where its
+    row has them."""
     if "messages" in problem.columns:
-        return problem.columns["messages"][: len(problem.turns)]
+        return _row_messages(problem)[: len(problem.turns)]
     return [{"role": role, "content": text} for role, text in problem.turns]
 
 
-def _chat_text(place: str, messages: Messages, tokenizer, remedy: str = "") -> str:
+def _render_prompt(place: str, messages: Messages, tokenizer, remedy: str = "") -> str:
     """The messages as one text, up to where the assistant's next one begins. Errors name the
     `place`, and one the `remedy`."""
-    text = _rendered(place, messages, tokenizer, add_generation_prompt=True, remedy=remedy)
-    if text == _rendered(place, messages, tokenizer, add_generation_prompt=False):
+    text = _render(place, messages, tokenizer, add_generation_prompt=True, remedy=remedy)
+    if text == _render(place, messages, tokenizer, add_generation_prompt=False):
         text += _header_of_answers(place, messages, text, tokenizer)
     return text
 
 
 def _header_of_answers(place: str, messages: Messages, text: str, tokenizer) -> str:
     """What the chat template puts between these messages, rendered as `text`, and an answer to
-    them; "" where this is nothing but white space, as after [/INST]. A template without a
-    generation prompt leaves it out, and a prompt must end with it. Raises `UserError` where it
-    cannot be told."""
+    them; "" where this is nothing but white space, as after [/INST].
+
+    A template without a generation prompt leaves it out, and a prompt must end with it. Raises
+    `UserError` where it cannot be told."""
     answer = "An answer, 4711."
     with_answer = [*messages, {"role": "assistant", "content": answer}]
-    answered = _rendered(place, with_answer, tokenizer, add_generation_prompt=False)
-    header, found, _ = answered.removeprefix(text).partition(answer)
-    if not found or not answered.startswith(text):
+    answered = _render(place, with_answer, tokenizer, add_generation_prompt=False)
+    header, rendered_answer, _ = answered.removeprefix(text).partition(answer)
+    if not rendered_answer or not answered.startswith(text):
         fault = "the chat template of this model has no generation prompt"
         remedy = "what begins an answer cannot be told from its answers: give it one"
         raise UserError(f"{place}: {fault}, and {remedy}, for add_generation_prompt")
@@ -174,7 +189,7 @@ def _header_of_answers(place: str, messages: Messages, text: str, tokenizer) -> 
     return header
 
 
-def _rendered(
+def _render(
     place: str, messages: Messages, tokenizer, *, add_generation_prompt: bool, remedy: str = ""
 ) -> str:
     """The messages as the chat template writes them, less a BOS token that encoding adds again."""

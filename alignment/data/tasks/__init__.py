@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Endless, Problem, Problems
 from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
@@ -17,69 +17,80 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class Task:
-    """One source of verifiable problems. `problems(split, dataset_path)` returns a split's
-    problems, the same ones every time; training problems may be `Endless`. `demonstrations(split,
-    dataset_path, seed)` returns its (problem, response) pairs, for SFT. `prompt` names the prompt
-    template, `rules` the rules that can grade a response, each of `RULES` or a function of the
-    user's own, package.module:function; evaluations are by the first. `stop` are the strings that
-    end a response. Problems with equal `key` ask the same question: evaluations ask it once, and
-    training leaves it to the test split."""
+    """One source of verifiable problems."""
 
     name: str
-    problems: Callable[[Split, str], Sequence[Problem]]
+    problems: Callable[[Split, str], Problems]
+    """`problems(split, dataset_path)` returns a split's problems, the same ones every time. Only
+    training problems may be `Endless`."""
     demonstrations: Callable[[Split, str, int], list[tuple[Problem, str]]]
+    """`demonstrations(split, dataset_path, seed)` returns (problem, response) pairs, for SFT."""
     prompt: str
+    """The name of the prompt template."""
     rules: tuple[str, ...] = ("r1_zero", "r1_zero_strict")
+    """The rules that can grade a response, each of `RULES` or a function of the user's own,
+    package.module:function. Evaluations are by the first."""
     stop: tuple[str, ...] = ("</answer>",)
+    """The strings that end a response."""
     key: Key = question_text
+    """Problems with equal `key` ask the same question: evaluations ask it once, and training leaves
+    it to the test split."""
+
+    def test_split(self, dataset_path: str) -> Sequence[Problem]:
+        """The problems of the test split, of which several may ask the same question. Raises
+        `UserError` where they are `Endless`."""
+        problems = self.problems("test", dataset_path)
+        if isinstance(problems, Endless):
+            raise UserError(f"--task {self.name}: its test problems must be a list, not Endless")
+        return problems
 
     def test_problems(self, dataset_path: str, max_problems: int = 0) -> list[Problem]:
         """The first `max_problems` (0: all) distinct questions of the test split: intervals count
         each as one observation."""
-        return distinct(self.problems("test", dataset_path), self.key, max_problems or None)
+        return distinct(self.test_split(dataset_path), self.key, max_problems or None)
 
-    def training_problems(self, dataset_path: str) -> Sequence[Problem]:
+    def training_problems(self, dataset_path: str) -> Problems:
         """The training split without the questions of the test split."""
-        return without(self.problems("train", dataset_path), self._tested(dataset_path), self.key)
+        tested = self._tested_keys(dataset_path)
+        return without(self.problems("train", dataset_path), tested, self.key)
 
     def untested(
         self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str
     ) -> list[tuple[Problem, str]]:
         """The (problem, response) pairs without the questions of the test split. A problem that has
         its prompt already, and no question, asks what the test problem of that prompt asks."""
-        tested = self._tested(dataset_path) | {
-            plain(problem.prompt) for problem in self.problems("test", dataset_path)
-        }
-
-        def asked(problem):
-            return map(
-                self.key, (problem, *(replace(problem, question=text) for _, text in problem.turns))
-            )
-
+        test_prompts = {plain(problem.prompt) for problem in self.test_split(dataset_path)}
+        tested = self._tested_keys(dataset_path) | test_prompts
         return [
             (problem, response)
             for problem, response in demonstrations
-            if tested.isdisjoint(asked(problem))
+            if tested.isdisjoint(self._keys(problem))
         ]
 
-    def _tested(self, dataset_path: str) -> frozenset[str]:
-        return frozenset(map(self.key, self.problems("test", dataset_path)))
+    def _keys(self, problem: Problem) -> list[str]:
+        """The keys of a problem, and of each turn of its conversation as a question."""
+        as_questions = [replace(problem, question=text) for _, text in problem.turns]
+        return [self.key(question) for question in (problem, *as_questions)]
+
+    def _tested_keys(self, dataset_path: str) -> frozenset[str]:
+        """The keys of the problems of the test split."""
+        return frozenset(map(self.key, self.test_split(dataset_path)))
 
 
-_SMALL = partial(countdown.problems, size=countdown.SMALL), countdown.small_demonstrations
-
-
-def _published(name):
-    return (
+def _published_task(name: str, prompt: str) -> Task:
+    """The task of a data set of published files."""
+    return Task(
+        name,
         partial(published.problems, name),
         partial(published.demonstrations, name),
+        prompt,
     )
 
 
-_ALL = (
+_TASKS = (
     Task("arithmetic", arithmetic.problems, arithmetic.demonstrations, "tiny", key=arithmetic.key),
-    Task("gsm8k", *_published("gsm8k"), "r1_zero"),
-    Task("svamp", *_published("svamp"), "tiny"),
+    _published_task("gsm8k", "r1_zero"),
+    _published_task("svamp", "tiny"),
     Task(
         "countdown",
         countdown.problems,
@@ -88,9 +99,16 @@ _ALL = (
         ("countdown",),
         key=countdown.key,
     ),
-    Task("countdown_small", *_SMALL, "tiny", ("countdown",), key=countdown.key),
+    Task(
+        "countdown_small",
+        partial(countdown.problems, size=countdown.SMALL),
+        countdown.small_demonstrations,
+        "tiny",
+        ("countdown",),
+        key=countdown.key,
+    ),
 )
-TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
+TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
 
 
 def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008, it is frozen
@@ -116,22 +134,29 @@ def check_fields(task: Task) -> None:
     of one text alone, each letter would be one, and an empty one ends every response."""
     for field in ("rules", "stop"):
         value = getattr(task, field)
-        listed = isinstance(value, tuple | list) and all(
-            isinstance(text, str) and text for text in value
-        )
-        if not listed or field == "rules" and not value:
+        is_missing = field == "rules" and not value
+        if is_missing or not _are_texts(value):
             raise UserError(
                 f"--task {task.name}: its {field} are {value!r}, and must be a tuple of texts, none"
                 " of them empty"
             )
 
 
+def _are_texts(value: object) -> bool:
+    """Whether a value is a tuple or list of texts, none of them empty."""
+    if not isinstance(value, tuple | list):
+        return False
+    return all(isinstance(text, str) and text for text in value)
+
+
 def try_rows(
     task: Task, kind: Literal["problems", "demonstrations"], split: Split, *arguments
 ) -> None:
-    """Ask a task for its rows of a split. Raises `UserError` where the user's own function fails,
-    and where what it gives is no list of `Problem`, or of (`Problem`, response). Of our own tasks
-    and readers nothing is asked."""
+    """Call a task of the user's own for its rows of a split; do nothing for our own tasks and
+    readers.
+
+    Raises `UserError` where the user's function fails, and where it returns no list of `Problem`,
+    or of (`Problem`, response)."""
     if TASKS.get(task.name) is task or task.name.startswith(("file:", "hf:")):
         return
     try:

@@ -15,6 +15,7 @@ import operator
 import random
 import re
 from functools import lru_cache
+from typing import NamedTuple
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
@@ -26,75 +27,88 @@ LARGEST = 20  # absolute value of any intermediate result
 DEMONSTRATIONS = {"train": 30_000, "test": 512}
 CAREFUL_SHARE = 0.6  # of the demonstrations, the first ones
 # probabilities that the careless teacher ignores precedence, skips work, breaks the format
-BAD_HABITS = (
-    0.5,
-    0.6,
-    0.5,
-)
+BAD_HABITS = (0.5, 0.6, 0.5)
 
 Expression = tuple[int | str, ...]  # number, sign, number, ...
+
+
+class Step(NamedTuple):
+    """One operation of a calculation."""
+
+    left: int
+    sign: str
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.result}"
 
 
 @lru_cache
 def problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
     """Every problem of the split, in a fixed shuffled order; of test problems with one `key` the
     first."""
-    made = tuple(map(as_problem, _expressions(split)))
-    return tuple(distinct(made, key)) if split == "test" else made
+    every = tuple(map(as_problem, _expressions(split)))
+    return tuple(distinct(every, key)) if split == "test" else every
 
 
 def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
-    """(problem, response) pairs of this split, short problems as often as long ones. Training pairs
-    first show how to calculate, then what a careless teacher does, whose habits the policy keeps.
-    Test pairs are all careless."""
+    """(problem, response) pairs of this split, short problems as often as long ones.
+
+    Training pairs first show how to calculate, then what a careless teacher does, whose habits the
+    policy keeps. Test pairs are all careless."""
     rng = random.Random(f"{split} {seed}")
-    by_length = [[e for e in _expressions(split) if len(e) == length] for length in (3, 5, 7)]
-    chosen = [rng.choice(rng.choice(by_length)) for _ in range(DEMONSTRATIONS[split])]
+    by_length: dict[int, list[Expression]] = {3: [], 5: [], 7: []}
+    for expression in _expressions(split):
+        by_length[len(expression)].append(expression)
+    lengths = list(by_length.values())
+    chosen = [rng.choice(rng.choice(lengths)) for _ in range(DEMONSTRATIONS[split])]
     careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
-    habits = (
-        [rng.random() >= probability for probability in BAD_HABITS] if i >= careful else ()
-        for i in range(len(chosen))
-    )
-    return [
-        (as_problem(expression), solution(expression, *good))
-        for expression, good in zip(chosen, habits, strict=True)
-    ]
+    pairs = []
+    for number, expression in enumerate(chosen):
+        habits = []
+        if number >= careful:
+            habits = [rng.random() >= probability for probability in BAD_HABITS]
+        pairs.append((as_problem(expression), solution(expression, *habits)))
+    return pairs
 
 
 def as_problem(expression: Expression) -> Problem:
+    """The problem that asks for the value of an expression."""
     text = " ".join(map(str, expression))
     question = f"What is {text}?"
-    answer = str(solve(expression, by_precedence=True)[-1][-1])
+    last = solve(expression, by_precedence=True)[-1]
     return Problem(
         id=f"arithmetic/{text}",
         question=question,
         prompt=fill_prompt("tiny", question),
-        ground_truth=answer,
+        ground_truth=str(last.result),
     )
 
 
-def solve(expression: Expression, by_precedence: bool) -> list[tuple[int, str, int, int]]:
-    """One (left, sign, right, result) for each operation, in the order of precedence or strictly
-    from the left."""
+def solve(expression: Expression, by_precedence: bool) -> list[Step]:
+    """The steps of a calculation, in the order of precedence or strictly from the left."""
+    numbers = [part for part in expression if isinstance(part, int)]
+    signs = [part for part in expression if isinstance(part, str)]
     steps = []
-    while len(expression) > 1:
-        place = (
-            next((i for i, part in enumerate(expression) if part == "*"), 1) if by_precedence else 1
-        )
-        left, sign, right = expression[place - 1 : place + 2]
+    while signs:
+        place = signs.index("*") if by_precedence and "*" in signs else 0
+        sign = signs.pop(place)
+        left, right = numbers[place : place + 2]
         result = OPERATIONS[sign](left, right)
-        steps.append((left, sign, right, result))
-        expression = (*expression[: place - 1], result, *expression[place + 2 :])
+        numbers[place : place + 2] = [result]
+        steps.append(Step(left, sign, right, result))
     return steps
 
 
 def terms(expression: str) -> str:
     """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and
     4 * 3 - 1 + 2."""
-    products = re.findall(r"([-+]) (\d+(?: \* \d+)*)", f"+ {expression}")
-    return " ".join(
-        sorted(f"{sign} {sorted(map(int, factors.split(' * ')))}" for sign, factors in products)
-    )
+    ordered = []
+    for sign, product in re.findall(r"([-+]) (\d+(?: \* \d+)*)", f"+ {expression}"):
+        factors = sorted(map(int, product.split(" * ")))
+        ordered.append(f"{sign} {factors}")
+    return " ".join(sorted(ordered))
 
 
 @lru_cache(maxsize=2**16)
@@ -113,13 +127,11 @@ def solution(
 ) -> str:
     """A worked response: a careful one by default."""
     steps = solve(expression, by_precedence)
-    work = (
-        [f"{left} {sign} {right} = {result}" for left, sign, right, result in steps]
-        if shows_work
-        else []
-    )
-    shape = "</think> <answer> {} </answer>" if in_format else "</think> {} ."
-    return "".join(f" {part}" for part in (" ; ".join(work), shape.format(steps[-1][-1])) if part)
+    answer = steps[-1].result
+    ending = f" </think> <answer> {answer} </answer>" if in_format else f" </think> {answer} ."
+    if not shows_work:
+        return ending
+    return " " + " ; ".join(map(str, steps)) + ending
 
 
 @lru_cache
@@ -129,8 +141,10 @@ def _expressions(split: str) -> tuple[Expression, ...]:
     by_hash = []
     for operations in (1, 2, 3):
         for expression in itertools.product(OPERANDS, *(OPERATIONS, OPERANDS) * operations):
-            if all(abs(result) <= LARGEST for *_, result in solve(expression, by_precedence=True)):
-                text = " ".join(map(str, expression))
-                if split_of(terms(text)) == split:
-                    by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
+            steps = solve(expression, by_precedence=True)
+            if any(abs(step.result) > LARGEST for step in steps):
+                continue
+            text = " ".join(map(str, expression))
+            if split_of(terms(text)) == split:
+                by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
     return tuple(expression for _, expression in sorted(by_hash))

@@ -15,13 +15,13 @@ at the target."""
 import operator
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from alignment.core.records import Endless, Problem
+from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import distinct, question_text, split_of
 from alignment.data.rows import parquet_rows
@@ -44,7 +44,8 @@ class Size(NamedTuple):
     target: int
 
 
-FULL, SMALL = Size((3, 4), 99, 100), Size((3,), 9, 30)
+FULL = Size((3, 4), 99, 100)
+SMALL = Size((3,), 9, 30)
 
 
 class Attempt(NamedTuple):
@@ -55,16 +56,21 @@ class Attempt(NamedTuple):
     value: Fraction
 
 
-def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Sequence[Problem]:
+class Row(NamedTuple):
+    """The numbers and the target of one problem."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+
+def problems(split: str, dataset_path: str = "", size: Size = FULL) -> Problems:
     """The problems of `dataset_path`; if that is empty, generated ones: distinct ones for testing,
     `Endless` for training."""
     if dataset_path:
         return _read(split, Path(dataset_path))
-    return (
-        list(_test_problems(size))
-        if split == "test"
-        else Endless(lambda i: _problem(i, "train", size))
-    )
+    if split == "test":
+        return list(_test_problems(size))
+    return Endless(lambda index: _problem(index, "train", size))
 
 
 def small_demonstrations(
@@ -79,13 +85,11 @@ def small_demonstrations(
         problem = _problem(rng.getrandbits(40), split, SMALL)
         target, _, listed = problem.ground_truth.partition(" = ")
         numbers = list(map(int, listed.split()))
-        shown = _solution(tuple(sorted(numbers)), int(target))
+        attempt = _solution(tuple(sorted(numbers)), int(target))
         if i >= careful and rng.random() < IGNORES_TARGET:
-            while (shown := random_attempt(numbers, rng)) is None or abs(shown.value) > 100:
-                pass
-        pairs.append(
-            (problem, f" {' ; '.join(shown.steps)} </think>\n<answer>{shown.text}</answer>")
-        )
+            attempt = _careless_attempt(numbers, rng)
+        steps = " ; ".join(attempt.steps)
+        pairs.append((problem, f" {steps} </think>\n<answer>{attempt.text}</answer>"))
     return pairs
 
 
@@ -99,6 +103,7 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
 
 
 def as_problem(numbers: Sequence[int], target: int) -> Problem:
+    """The problem that asks for an expression of these numbers with the target as its value."""
     listed = " ".join(map(str, numbers))
     question = f"{listed} -> {target}"
     return Problem(
@@ -109,9 +114,11 @@ def as_problem(numbers: Sequence[int], target: int) -> Problem:
 def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None:
     """A random expression of all numbers, combined two at a time; None if a quotient is not a whole
     number."""
-    parts, steps = [(str(n), Fraction(n)) for n in numbers], []
+    parts = [(str(number), Fraction(number)) for number in numbers]
+    steps = []
     while len(parts) > 1:
-        (a, x), (b, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        a, x = parts.pop(rng.randrange(len(parts)))
+        b, y = parts.pop(rng.randrange(len(parts)))
         sign = rng.choice("+-*/")
         if sign == "/" and (y == 0 or (x / y).denominator != 1):
             return None
@@ -126,16 +133,17 @@ def key(problem: Problem) -> str:
     """The target and the numbers in one order (`Task.key`); the text of a question of another
     kind."""
     match = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
-    return (
-        f"{sorted(map(int, match[1].split()))} -> {int(match[2])}"
-        if match
-        else question_text(problem)
-    )
+    if match is None:
+        return question_text(problem)
+    numbers = sorted(map(int, match[1].split()))
+    return f"{numbers} -> {int(match[2])}"
 
 
 @cache
 def _test_problems(size: Size) -> list[Problem]:
-    return distinct((_problem(i, "test", size) for i in range(TEST_DRAWS)), key, TEST_PROBLEMS)
+    """The problems to test on: the first distinct ones."""
+    drawn = (_problem(index, "test", size) for index in range(TEST_DRAWS))
+    return distinct(drawn, key, TEST_PROBLEMS)
 
 
 def _problem(index: int, split: str, size: Size) -> Problem:
@@ -143,7 +151,8 @@ def _problem(index: int, split: str, size: Size) -> Problem:
     rng = random.Random(f"countdown {split} {index}")
     while True:
         numbers = [rng.randint(1, size.largest) for _ in range(rng.choice(size.counts))]
-        target = int(attempt.value) if (attempt := random_attempt(numbers, rng)) else 0
+        attempt = random_attempt(numbers, rng)
+        target = int(attempt.value) if attempt else 0
         if 1 <= target <= size.target and _split_of(numbers, target) == split:
             return as_problem(numbers, target)
 
@@ -157,48 +166,61 @@ def _split_of(numbers: Sequence[int], target: int) -> str:
 def _solution(numbers: tuple[int, ...], target: int) -> Attempt:
     """The first random expression that reaches the target; the same one every time."""
     rng = random.Random(f"solution {numbers} {target}")
-    while (attempt := random_attempt(numbers, rng)) is None or attempt.value != target:
-        pass
-    return attempt
+    while True:
+        attempt = random_attempt(numbers, rng)
+        if attempt is not None and attempt.value == target:
+            return attempt
+
+
+def _careless_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt:
+    """A random expression whose value is at most 100, whatever the target."""
+    while True:
+        attempt = random_attempt(numbers, rng)
+        if attempt is not None and abs(attempt.value) <= 100:
+            return attempt
 
 
 def _read(split: str, folder: Path) -> list[Problem]:
     """The problems of a split in all Parquet files of a folder. Raises `UserError`, naming file and
     row, for other content."""
-    if not (files := sorted(folder.glob("**/*.parquet"))):
+    files = sorted(folder.glob("**/*.parquet"))
+    if not files:
         raise UserError(
             f"--dataset_path {folder}: holds no .parquet file with the columns nums and target"
         )
-    named = {
-        name: [file for file in files if name in re.split(r"[^a-z]+", file.stem)]
-        for name in ("train", "test")
-    }
-    by_name = all(named.values())  # files of one split alone would leave the other split empty
-    rows = [
-        row
-        for file in (named[split] if by_name else files)
-        for row in _rows(file)
-        if by_name or _split_of(*row) == split
-    ]
+    train_files = [file for file in files if _has_word(file, "train")]
+    test_files = [file for file in files if _has_word(file, "test")]
+    rows: list[Row] = []
+    if train_files and test_files:
+        files = train_files if split == "train" else test_files
+        for file in files:
+            rows += _rows(file)
+    else:  # files of one split alone would leave the other split empty
+        for file in files:
+            rows += [row for row in _rows(file) if _split_of(row.numbers, row.target) == split]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
-    return [as_problem(*row) for row in rows]
+    return [as_problem(row.numbers, row.target) for row in rows]
+
+
+def _has_word(file: Path, word: str) -> bool:
+    """Whether a file is named with a word, between signs that are no letters."""
+    return word in re.split(r"[^a-z]+", file.stem)
 
 
 @lru_cache
-def _rows(file: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
-    rows = []
-    for place, row in parquet_rows(file):
-        nums, target = row.get("nums"), row.get("target")
-        whole = (
-            isinstance(nums, list)
-            and nums
-            and all(isinstance(n, int) for n in nums)
-            and isinstance(target, int)
-        )
-        if not whole or len(nums) > 10:
-            raise UserError(
-                f"{place}: nums must be whole numbers, ten at most, and target a whole number"
-            )
-        rows.append((tuple(nums), target))
-    return tuple(rows)
+def _rows(file: Path) -> tuple[Row, ...]:
+    """The rows of a file."""
+    return tuple(_checked_row(place, row) for place, row in parquet_rows(file))
+
+
+def _checked_row(place: str, row: Mapping[str, Any]) -> Row:
+    """A row of a file. Raises `UserError`, naming the place, where it is no problem."""
+    numbers = row.get("nums")
+    target = row.get("target")
+    wanted = "nums must be whole numbers, ten at most, and target a whole number"
+    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+        raise UserError(f"{place}: {wanted}")
+    if not 1 <= len(numbers) <= 10 or not isinstance(target, int):
+        raise UserError(f"{place}: {wanted}")
+    return Row(tuple(numbers), target)

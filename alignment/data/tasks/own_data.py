@@ -15,15 +15,22 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
-from alignment.data.row_warnings import stripped, warn_of_answers, warn_of_misread_latex
-from alignment.data.rows import Rows, cell_text, hub_splits, numbered, read_rows
+from alignment.data.row_warnings import (
+    PlacedText,
+    stripped,
+    warn_of_answers,
+    warn_of_misread_latex,
+)
+from alignment.data.rows import Row, Rows, cell_text, hub_splits, numbered, read_rows
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -37,14 +44,15 @@ Demonstration = tuple[Problem, str]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE = ("tool_calls", "function_call")
 # All keys of messages that are read.
-OF_MESSAGES = ("role", "content", "weight", *THOUGHTS, *UNTRAINABLE)
+MESSAGE_KEYS = ("role", "content", "weight", *THOUGHTS, *UNTRAINABLE)
 # Keys of rows that say something of what is to be trained, if they stand in messages.
 MISPLACED = ("weight", *THOUGHTS)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is where in the user's own rows. The fields are those of the flags of the same names."""
+    """The columns and splits of the user's own rows. The fields are those of the flags of the same
+    names."""
 
     question_column: str = "question"
     answer_column: str = "answer"
@@ -67,80 +75,102 @@ def demonstrations(
     return of_split([pair for pair in _pairs(name, data)["train"] if pair[1]], split, seed)
 
 
+@dataclass(frozen=True)
+class _SplitRows:
+    """The rows of a training split, and of a test split where there is one."""
+
+    train: Rows
+    test: Rows | None
+
+
 @lru_cache(maxsize=2)
 def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     """The pairs of each split. Without test rows, a hash of the question decides."""
     kind, _, source = name.partition(":")
     if kind == "hf":
-        splits = hub_splits(f"--task {name}", "hf:FOLDER", *source.split(":", maxsplit=1))
-        chosen = "train" if "train" in splits else next(iter(splits)), data.test_split or "test"
-        train, test = (
-            numbered(f"{source} {split}", splits[split]) if split in splits else None
-            for split in chosen
-        )
-        if data.test_split and not test:
-            raise UserError(
-                f"--test_split {data.test_split}: --task {name} has the splits {', '.join(splits)}"
-            )
+        rows = _rows_of_data_set(name, source, data.test_split)
     else:
-        train, test = read_rows(Path(source)), data.test_split and read_rows(Path(data.test_split))
-    pairs = worked_problems(train, data)
-    if test:
-        return {"train": pairs, "test": worked_problems(test, data)}
-    by_split = {
-        split: [p for p in pairs if split_of(question_text(p[0])) == split]
-        for split in ("train", "test")
-    }
+        train_rows = read_rows(Path(source))
+        test_rows = read_rows(Path(data.test_split)) if data.test_split else None
+        rows = _SplitRows(train_rows, test_rows)
+    pairs = worked_problems(rows.train, data)
+    if rows.test is not None:
+        return {"train": pairs, "test": worked_problems(rows.test, data)}
+    by_split: dict[str, list[Demonstration]] = {"train": [], "test": []}
+    for problem, response in pairs:
+        by_split[split_of(question_text(problem))].append((problem, response))
     if not all(by_split.values()):
         questions = len({question_text(problem) for problem, _ in pairs})
-        rows = f"{len(pairs)} rows"
+        number = f"{len(pairs)} rows"
         if questions < len(pairs):
-            rows += f" that ask {questions} question{'s' * (questions > 1)}"
-        fault = f"{rows} are too few to hold some out for tests"
+            noun = "question" if questions == 1 else "questions"
+            number += f" that ask {questions} {noun}"
+        fault = f"{number} are too few to hold some out for tests"
         raise UserError(f"--task {name}: {fault}; name --test_split")
     return by_split
 
 
+def _rows_of_data_set(name: str, source: str, test_split: str) -> _SplitRows:
+    """The rows of a data set of the hub, or of a folder, that --task `name` names. Its split
+    "train", or its first one, is for training; `test_split`, or "test", for tests."""
+    splits = hub_splits(f"--task {name}", "hf:FOLDER", *source.split(":", maxsplit=1))
+    if test_split and test_split not in splits:
+        raise UserError(
+            f"--test_split {test_split}: --task {name} has the splits {', '.join(splits)}"
+        )
+    train_split = "train" if "train" in splits else next(iter(splits))
+    test_split = test_split or "test"
+    test_rows = None
+    if test_split in splits:
+        test_rows = numbered(f"{source} {test_split}", splits[test_split])
+    return _SplitRows(numbered(f"{source} {train_split}", splits[train_split]), test_rows)
+
+
 def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
     """Each row's problem, with the response that its worked solution teaches: what stands before
-    the answer in its cell, else the column "solution"; "" where there is none. Says what of text
-    and answers looks wrong. Raises `UserError`, naming the row, where question or answer is not
-    there."""
+    the answer in its cell, else the column "solution"; "" where there is none.
+
+    Prints what looks wrong in texts and answers. Raises `UserError`, naming the row, where it has
+    no question or answer."""
     pattern = _with_group(data.answer_pattern) if data.answer_pattern else None
     rows = list(rows)
-    # a row has None where it lacks what others have
-    names = dict.fromkeys(name for _, row in rows for name in row)
+    # A problem has the columns of all rows, None where its own row lacks one.
+    all_columns = dict.fromkeys(chain.from_iterable(row for _, row in rows))
     pairs = []
     for place, row in rows:
-        columns = (data.question_column, data.answer_column)
-        remedy = ": name --question_column and --answer_column"
-        question, cell = (stripped(cell_text(place, row, column, remedy)) for column in columns)
-        before, answer = split_answer(cell, pattern)
-        if not answer:
-            where = "after its last ####"
-            if pattern:
-                where = f"where --answer_pattern {pattern.pattern} looks"
-            raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
-        steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
-        response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
+        problem, response = _worked_problem(place, row, data, pattern)
         # dates as text: checkpoints are JSON
-        columns = json.loads(json.dumps(dict.fromkeys(names) | row, default=str))
-        pairs.append(
-            (
-                Problem(place, question, fill_prompt("r1_zero", question), answer, columns=columns),
-                response,
-            )
-        )
+        columns = json.loads(json.dumps(all_columns | row, default=str))
+        pairs.append((replace(problem, columns=columns), response))
     warn_of_misread_latex(_texts(rows, (data.question_column, data.answer_column, "solution")))
     warn_of_answers([problem for problem, _ in pairs])
     return pairs
 
 
+def _worked_problem(
+    place: str, row: Row, data: DataConfig, pattern: re.Pattern | None
+) -> Demonstration:
+    """One row's problem and response, as `worked_problems`."""
+    remedy = ": name --question_column and --answer_column"
+    question = stripped(cell_text(place, row, data.question_column, remedy))
+    cell = stripped(cell_text(place, row, data.answer_column, remedy))
+    before, answer = split_answer(cell, pattern)
+    if not answer:
+        where = "after its last ####"
+        if pattern:
+            where = f"where --answer_pattern {pattern.pattern} looks"
+        raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
+    steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
+    response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
+    return Problem(place, question, fill_prompt("r1_zero", question), answer), response
+
+
 def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str]:
-    """What stands before a cell's final answer, and the answer, "" where there is none. The answer
-    is the line of the last #### (the next line, where nothing else is on its own), and the whole
-    cell where there is no such mark; by a pattern, the first group of its last match in which that
-    is not blank."""
+    """What stands before a cell's final answer, and the answer, "" where there is none.
+
+    The answer is the line of the last #### (the next line, where nothing else is on its own), and
+    the whole cell where there is no such mark; by a pattern, the first group of its last match in
+    which that is not blank."""
     if pattern is None:
         marks = list(MARKER.finditer(cell))
         if not marks:
@@ -153,17 +183,20 @@ def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str
     return cell[: matches[-1].start()], stripped(matches[-1][1])
 
 
-def _texts(rows: Rows, columns: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Place, column and text of the rows' cells of text in some columns."""
+def _texts(rows: Rows, columns: Sequence[str]) -> Iterator[PlacedText]:
+    """The rows' cells of text in some columns."""
     for place, row in rows:
         for column in columns:
-            if isinstance(row.get(column), str):
-                yield place, column, row[column]
+            text = row.get(column)
+            if isinstance(text, str):
+                yield PlacedText(place, column, text)
 
 
 def _with_group(pattern: str) -> re.Pattern:
+    """The compiled pattern. Raises `UserError` where it is none, or has no group."""
     with suppress(re.error):
-        if (compiled := re.compile(pattern)).groups:
+        compiled = re.compile(pattern)
+        if compiled.groups:
             return compiled
     raise UserError(
         f"--answer_pattern {pattern}: must be a regular expression with a group, the answer, such"
@@ -172,118 +205,148 @@ def _with_group(pattern: str) -> re.Pattern:
 
 
 def of_split(
-    rows: list[Demonstration], split: str, seed: int, key: Key = question_text
+    rows: Sequence[Demonstration], split: str, seed: int, key: Key = question_text
 ) -> list[Demonstration]:
-    """The demonstrations of a split; shuffles `rows` by `seed`. No question, as `key` tells them
-    apart, is in both splits, unless there is only one. Raises `UserError` where there are fewer
-    than two demonstrations."""
+    """The demonstrations of a split, shuffled by `seed`.
+
+    No question, as `key` tells them apart, is in both splits, unless there is only one. Raises
+    `UserError` where there are fewer than two demonstrations."""
     if len(rows) < 2:
         raise UserError(
             f"{len(rows)} rows are too few to train on: SFT needs --demonstrations, or rows with"
             " worked solutions"
         )
-    random.Random(f"demonstrations {seed}").shuffle(rows)
-    # a conversation is in one split
-    asked = [problem.id if problem.turns else key(problem) for problem, _ in rows]
-    questions = list(dict.fromkeys(asked))
-    tested = (
-        set(questions[: max(1, len(questions) // VALIDATION_SHARE)])
-        if len(questions) > 1
-        else set()
-    )
+    shuffled = list(rows)
+    random.Random(f"demonstrations {seed}").shuffle(shuffled)
+
+    def question_key(problem: Problem) -> str:
+        # all turns of a conversation are in one split
+        return problem.id if problem.turns else key(problem)
+
+    keys = [question_key(problem) for problem, _ in shuffled]
+    questions = list(dict.fromkeys(keys))
+    if len(questions) == 1:
+        return shuffled
+    test_keys = set(questions[: max(1, len(questions) // VALIDATION_SHARE)])
+    is_test = split == "test"
     return [
         row
-        for row, question in zip(rows, asked, strict=True)
-        if (question in tested) == (split == "test")
-    ] or rows
+        for row, row_key in zip(shuffled, keys, strict=True)
+        if (row_key in test_keys) == is_test
+    ]
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
-    """The demonstrations of the files. Says what text looks wrong, and how many messages of weight
-    0 are left out. Raises `UserError`, naming file and line, for a malformed row."""
-    shown: list[Demonstration] = []
+    """The demonstrations of the files.
+
+    Prints what looks wrong in texts, and how many messages of weight 0 are left out. Raises
+    `UserError`, naming file and line, for a malformed row."""
+    demonstrations: list[Demonstration] = []
     for file in files:
         rows = read_rows(Path(file))
         weightless = 0
         for place, row in rows:
-            kept, left_out = _demonstrations(place, row)
-            shown += kept
-            weightless += left_out
+            shown = _demonstrations(place, row)
+            demonstrations += shown.demonstrations
+            weightless += shown.weightless
         _warn_of_keys(file, [row for _, row in rows])
         if weightless:
             messages = "1 message" if weightless == 1 else f"{weightless} messages"
             say_once(f"{file}: {messages} of weight 0: context only, not trained")
-        texts = (text for place, row in rows for text in _demonstrated_texts(place, row))
-        warn_of_misread_latex(texts)
-    return shown
+        texts = (_demonstrated_texts(place, row) for place, row in rows)
+        warn_of_misread_latex(chain.from_iterable(texts))
+    return demonstrations
 
 
-def _warn_of_keys(file: str, rows: Sequence[Mapping[str, object]]) -> None:
+def _messages(row: Row) -> Iterator[Row]:
+    """The messages in a row, of all the columns that may hold some."""
+    for column in ("messages", "prompt", "completion"):
+        messages = row.get(column)
+        if isinstance(messages, list):
+            yield from (message for message in messages if isinstance(message, dict))
+
+
+def _warn_of_keys(file: str, rows: Sequence[Row]) -> None:
     """Say which keys of messages are not read, as one may mean what is trained; and which of rows
     would be read in a message."""
-    unread = {}
+    unread: set[str] = set()
     for row in rows:
-        for column in ("messages", "prompt", "completion"):
-            for message in row[column] if isinstance(row.get(column), list) else ():
-                unread |= dict.fromkeys(set(message) - {*OF_MESSAGES})
+        for message in _messages(row):
+            unread |= set(message) - set(MESSAGE_KEYS)
     if unread:
         names = ", ".join(f'"{name}"' for name in sorted(unread))
         say_once(f"{file}: messages have {names}: not read, and no message is left out for it")
-    misplaced = [name for name in MISPLACED if any(row.get(name) is not None for row in rows)]
+    misplaced = [name for name in MISPLACED if _has_column(rows, name)]
     if misplaced:
         names = ", ".join(f'"{name}"' for name in misplaced)
         remedy = "the response is trained as it stands; messages can have thoughts and weights"
         say_once(f"{file}: rows have {names}: not read, {remedy}")
 
 
-def _demonstrated_texts(place: str, row: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
+def _has_column(rows: Sequence[Row], name: str) -> bool:
+    """Whether a row has a cell of that name that is not empty."""
+    return any(row.get(name) is not None for row in rows)
+
+
+def _demonstrated_texts(place: str, row: Row) -> Iterator[PlacedText]:
+    """The texts of a row, and those of its messages."""
     yield from _texts([(place, row)], ("question", "prompt", "response", "completion"))
-    for column in ("messages", "prompt", "completion"):
-        for message in row[column] if isinstance(row.get(column), list) else ():
-            yield from _texts([(place, message)], ("content", *THOUGHTS))
+    for message in _messages(row):
+        yield from _texts([(place, message)], ("content", *THOUGHTS))
 
 
-def _demonstrations(place: str, row: Mapping[str, object]) -> tuple[list[Demonstration], int]:
-    """A row's demonstration, and the number of messages of weight 0, which are not trained. Of a
-    conversation one for each turn of the assistant after those that are a "prompt"."""
-    given, shown = (
-        ([], row["messages"]) if "messages" in row else (row.get("prompt"), row.get("completion"))
-    )
-    if isinstance(given, list) and isinstance(shown, list) and shown:
-        return _conversation(place, given + shown, len(given))
-    return [_plain_demonstration(place, row)], 0
+class _RowsDemonstrations(NamedTuple):
+    """The demonstrations of a row, and the number of its messages of weight 0, which are not
+    trained."""
+
+    demonstrations: list[Demonstration]
+    weightless: int
 
 
-def _conversation(
-    place: str, messages: Sequence[object], given: int
-) -> tuple[list[Demonstration], int]:
-    """The demonstrations of messages, of which so many are `given` as the prompt, and the number of
-    those of weight 0. One question and its answer go into the run's template, like a row of these;
-    unless the answer has thoughts, which only the tokenizer's chat template can place. Problems
-    have the `messages` as their columns."""
+def _demonstrations(place: str, row: Row) -> _RowsDemonstrations:
+    """A row's demonstration; of a conversation one for each turn of the assistant after those that
+    are a "prompt"."""
+    if "messages" in row:
+        prompt = []
+        completion = row["messages"]
+    else:
+        prompt = row.get("prompt")
+        completion = row.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list) and completion:
+        return _conversation(place, prompt + completion, len(prompt))
+    return _RowsDemonstrations([_plain_demonstration(place, row)], 0)
+
+
+def _conversation(place: str, messages: Sequence[Any], prompt_messages: int) -> _RowsDemonstrations:
+    """The demonstrations of messages, of which the first `prompt_messages` are the prompt.
+
+    One question and its answer go into the run's template, like a row of these; unless the answer
+    has thoughts, which only the tokenizer's chat template can place. Problems have the `messages`
+    as their columns."""
     roles = [str(isinstance(message, dict) and message.get("role")) for message in messages]
     if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
         wanted = "turns must be of user and assistant in turn, after one of system or none"
         raise UserError(f"{place}: {wanted}, not {roles}")
-    kept = [_message(place, message) for message in messages]
-    turns = tuple((message["role"], message["content"]) for message in kept)
-    answers = [number for number in range(given, len(turns)) if roles[number] == "assistant"]
+    checked = [_checked_message(place, message) for message in messages]
+    later = range(prompt_messages, len(messages))
+    answers = [number for number in later if roles[number] == "assistant"]
     trained = [number for number in answers if _is_trained(place, messages[number])]
     weightless = len(answers) - len(trained)
-    thoughtful = any(len(message) > len(("role", "content")) for message in kept)
-    if not (given or len(turns) > 2 or thoughtful):
-        row = {"question": turns[0][1], "response": turns[1][1]}
-        return [_plain_demonstration(place, row) for _ in trained], weightless
-    columns = {"messages": kept}
-    shown = []
+    has_thoughts = any(set(message) - {"role", "content"} for message in checked)
+    if not prompt_messages and len(checked) == 2 and not has_thoughts:
+        row = {"question": checked[0]["content"], "response": checked[1]["content"]}
+        return _RowsDemonstrations([_plain_demonstration(place, row) for _ in trained], weightless)
+    turns = tuple((message["role"], message["content"]) for message in checked)
+    columns: dict[str, object] = {"messages": checked}
+    demonstrations = []
     for number in trained:
-        question = turns[number - 1][1]
+        question = checked[number - 1]["content"]
         problem = Problem(place, question, "", "", turns[:number], columns)
-        shown.append((problem, turns[number][1]))
-    return shown, weightless
+        demonstrations.append((problem, checked[number]["content"]))
+    return _RowsDemonstrations(demonstrations, weightless)
 
 
-def _message(place: str, message: Mapping[str, object]) -> dict[str, str]:
+def _checked_message(place: str, message: Row) -> dict[str, str]:
     """The role and the texts of a message, as a chat template takes them. Raises `UserError` for
     what would be lost."""
     kept = {"role": message["role"], "content": cell_text(place, message, "content")}
@@ -301,7 +364,7 @@ def _message(place: str, message: Mapping[str, object]) -> dict[str, str]:
     return kept
 
 
-def _is_trained(place: str, message: Mapping[str, object]) -> bool:
+def _is_trained(place: str, message: Row) -> bool:
     """Whether a message of the assistant is trained: by its "weight", 0 or 1, where it has one."""
     weight = message.get("weight")
     if weight is None:
@@ -312,11 +375,12 @@ def _is_trained(place: str, message: Mapping[str, object]) -> bool:
     return bool(weight)
 
 
-def _plain_demonstration(place: str, row: Mapping[str, object]) -> Demonstration:
+def _plain_demonstration(place: str, row: Row) -> Demonstration:
     """A question for the run's template, or a whole prompt, with its response."""
     pairs = 'a "question" or "prompt" and a "response" or "completion"'
     remedy = f'; a demonstration has {pairs}, or "messages"'
-    response = cell_text(place, row, "completion" if "completion" in row else "response", remedy)
+    response_column = "completion" if "completion" in row else "response"
+    response = cell_text(place, row, response_column, remedy)
     if row.get("question"):
         return Problem(place, cell_text(place, row, "question", remedy), "", ""), response
     return Problem(place, "", cell_text(place, row, "prompt", remedy), ""), response

@@ -4,14 +4,14 @@
 import random
 import re
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from alignment.core.records import Problem
-from alignment.data.rows import cell_text, read_rows
+from alignment.data.rows import Row, cell_text, read_rows
 from alignment.data.tasks.countdown import OPERATIONS
 from alignment.data.tasks.own_data import DataConfig, worked_problems
 from alignment.system.errors import UserError, os_error
@@ -23,8 +23,8 @@ PUBLISHED = read_toml(Path(__file__).with_name("published.toml"), "--task")
 
 
 def problems(name: str, split: str, dataset_path: str = "") -> list[Problem]:
-    """The problems of a split of the data set `name`, in file order. `UserError`, with file and
-    line, where they are bad."""
+    """The problems of a split of the data set `name`, in file order. Raises `UserError`, with file
+    and line, where they are bad."""
     return [problem for problem, _ in _pairs(name, split, dataset_path)]
 
 
@@ -32,13 +32,14 @@ def demonstrations(
     name: str, split: str, dataset_path: str = "", seed: int = 0
 ) -> list[tuple[Problem, str]]:
     """(problem, response) pairs of worked solutions, less calculator annotations, shuffled by
-    `seed`; raises as `problems`."""
+    `seed`. Raises `UserError` as `problems` does."""
     pairs = [pair for pair in _pairs(name, split, dataset_path) if pair[1]]
     random.Random(seed).shuffle(pairs)
     return pairs
 
 
 def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]]:
+    """The problems of a split, with the responses that their worked solutions teach."""
     files = PUBLISHED[name]
     path = Path(dataset_path or FOLDER.format(name)) / files[split]["file"]
     if not path.is_file():
@@ -49,10 +50,9 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
         raise UserError(
             f"{path} does not exist: download {files['title']} with {command} with {wanted}"
         )
-    rows = (
-        (place, svamp_row(place, row) if "equation" in files else row)
-        for place, row in read_rows(path)
-    )
+    rows = read_rows(path)
+    if "equation" in files:
+        rows = [(place, svamp_row(place, row)) for place, row in rows]
     pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
     return [
         (replace(problem, id=f"{name}/{split}/{index}"), response)
@@ -60,54 +60,57 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
     ]
 
 
-def svamp_row(place: str, cells: dict) -> dict[str, str]:
+def svamp_row(place: str, cells: Row) -> Row:
     """A row's question, answer and solution, which is "" where the equation has another value than
-    the answer; published.toml shows rows. Numbers have four decimals at most. Raises `UserError`,
-    naming the place, for a malformed row."""
-    question, equation, answer = (
-        cell_text(place, cells, column).strip() for column in ("Question", "Equation", "Answer")
-    )
+    the answer; published.toml shows rows.
+
+    Numbers have four decimals at most. Raises `UserError`, naming the place, for a malformed
+    row."""
+    question = cell_text(place, cells, "Question").strip()
+    equation = cell_text(place, cells, "Equation").strip()
+    answer = cell_text(place, cells, "Answer").strip()
     steps: list[str] = []
     try:
         if "Numbers" in cells:
             numbers = [number(text) for text in cell_text(place, cells, "Numbers").split()]
-            question, equation = (
-                re.sub(r"number(\d+)", lambda m: numbers[int(m[1])], text)
-                for text in (question, equation)
-            )
+            question = _fill_numbers(question, numbers)
+            equation = _fill_numbers(equation, numbers)
             question = re.sub(r" (?=[.,?])", "", question)
         else:
             body = cell_text(place, cells, "Body").strip()
-            question = (
-                f"{body} {question}"
-                if body[-1] in ".,?!"
-                else f"{body}, {question[0].lower()}{question[1:]}"
-            )
-        answer, value = number(answer), calculate(iter(equation.split()), steps)
+            if body[-1] in ".,?!":
+                question = f"{body} {question}"
+            else:
+                question = f"{body}, {question[0].lower()}{question[1:]}"
+        answer = number(answer)
+        value = calculate(iter(equation.split()), steps)
     except (ValueError, LookupError, StopIteration, ArithmeticError, RecursionError) as error:
         reason = str(error) or "it breaks off"
         raise UserError(
             f"{place}: Numbers, Equation and Answer make no calculation ({reason})"
         ) from None
-    return {
-        "question": question,
-        "answer": answer,
-        "solution": " ; ".join(steps) if value == answer else "",
-    }
+    solution = " ; ".join(steps) if value == answer else ""
+    return {"question": question, "answer": answer, "solution": solution}
+
+
+def _fill_numbers(text: str, numbers: Sequence[str]) -> str:
+    """A text with its numbers in place of the words number0, number1 and so on."""
+    return re.sub(r"number(\d+)", lambda match: numbers[int(match[1])], text)
 
 
 def calculate(tokens: Iterator[str], steps: list[str]) -> str:
     """The value of the equation that `tokens` begin, in prefix form or in parentheses; appends its
     calculations to `steps`."""
-    if (token := next(tokens)) == "(":
-        left, sign, right, _ = (
-            calculate(tokens, steps),
-            next(tokens),
-            calculate(tokens, steps),
-            next(tokens),
-        )
+    token = next(tokens)
+    if token == "(":
+        left = calculate(tokens, steps)
+        sign = next(tokens)
+        right = calculate(tokens, steps)
+        next(tokens)  # the closing parenthesis
     elif token in OPERATIONS:
-        left, sign, right = calculate(tokens, steps), token, calculate(tokens, steps)
+        sign = token
+        left = calculate(tokens, steps)
+        right = calculate(tokens, steps)
     else:
         return number(token)
     result = number(OPERATIONS[sign](float(left), float(right)))
@@ -122,15 +125,16 @@ def number(value: float | str) -> str:
 
 def download(name: str, folder: Path, source: str = "") -> None:
     """Fetch both files of the data set `name` into `folder`; a broken transfer goes on where it
-    stopped. A file takes its name only once its SHA-256 is right. Raises `UserError` where it is
-    not, or without a connection."""
+    stopped.
+
+    A file takes its name only once its SHA-256 is right. Raises `UserError` where it is not, or
+    without a connection."""
     folder.mkdir(parents=True, exist_ok=True)
+    address = source or PUBLISHED[name]["source"]
     for split in ("train", "test"):
         published = PUBLISHED[name][split]
-        file, url = (
-            folder / published["file"],
-            f"{source or PUBLISHED[name]['source']}/{published['path']}",
-        )
+        file = folder / published["file"]
+        url = f"{address}/{published['path']}"
         if file.exists() and sha256(file) == published["sha256"]:
             print(f"{file}: already there and whole")
             continue
@@ -146,27 +150,35 @@ def download(name: str, folder: Path, source: str = "") -> None:
 
 
 def _fetch(url: str, part: Path) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    options = {"timeout": 30, "follow_redirects": True, "verify": ssl.create_default_context()}
+    """Write what a server sends to the file `part`, or append what it still lacks."""
+    size = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"}
+    if size:
+        headers["Range"] = f"bytes={size}-"
     try:
-        with httpx.stream("GET", url, headers=headers, **options) as response:
+        with httpx.stream(
+            "GET",
+            url,
+            headers=headers,
+            timeout=30,
+            follow_redirects=True,
+            verify=ssl.create_default_context(),
+        ) as response:
             if response.status_code == 416:  # nothing is left to send, the part is already complete
                 return
             if not response.is_success:
                 raise UserError(
                     f"{url}: the server answered {response.status_code} {response.reason_phrase}"
                 )
-            resumed = response.status_code == 206
-            expected = int(response.headers.get("Content-Length") or 0) + have * resumed
-            file, line = (
-                part.open("ab" if resumed else "wb"),
-                progress_line(part.stem, expected, make_console(), "byte"),
-            )
-            with file, line as advance:
-                for (
-                    block
-                ) in response.iter_raw():  # raises an HTTPError where the connection breaks off
+            expected = int(response.headers.get("Content-Length") or 0)
+            mode = "wb"
+            if response.status_code == 206:  # the server sends the rest of the file only
+                expected += size
+                mode = "ab"
+            line = progress_line(part.stem, expected, make_console(), "byte")
+            with part.open(mode) as file, line as advance:
+                # iter_raw raises an HTTPError where the connection breaks off
+                for block in response.iter_raw():
                     file.write(block)
                     advance(file.tell(), "")
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:

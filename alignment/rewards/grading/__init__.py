@@ -1,8 +1,10 @@
-"""The grader: whether a final answer equals the ground truth.
+"""The grader: whether a final answer equals the ground truth. None of it evaluates text.
 
     text.py -> reading.py -> compare.py -> (notation that reading.py refuses) math-verify
 
-`text.py` brings spelling to one form by the tables of `notation.toml`, `answers.py` holds the kinds
-of answers, `reading.py` reads their structure, `quantities.py` and `expressions.py` the rest, all
-three by `patterns.toml`; `values.py` evaluates, `compare.py` decides, `cascade.py` orders the
-stages and asks math-verify. None evaluates text."""
+`text.py` brings spelling to one form by the rules of `rewrites.py`; `answers.py` holds the kinds of
+answers; `reading.py` reads their structure, `quantities.py` and `expressions.py` the rest, by the
+regular expressions of `patterns.py` and the names of `notation.toml`; `values.py` evaluates;
+`boxes.py` finds what a text with boxes states; `compare.py` decides; `cascade.py` orders the stages
+and asks math-verify.
+"""

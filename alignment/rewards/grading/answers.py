@@ -3,20 +3,23 @@ of regions of the line."""
 
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.values import rounded_value
 
 
-# an answer in words, or a sign that is no number: ∅, ∞
 class Words(NamedTuple):
+    """An answer in words, or a sign that is no number: ∅, ∞."""
+
     text: str
 
 
 class Quantity(NamedTuple):
-    """A value with its unit, or "". `decimals` and `digits` (significant) are a decimal number's as
-    it was written, else 0."""
+    """A value with its unit, or "".
+
+    `decimals` and `digits` (significant) are a decimal number's as it was written, else 0.
+    """
 
     value: Node
     unit: str = ""
@@ -24,35 +27,45 @@ class Quantity(NamedTuple):
     digits: int = 0
 
 
-# an answer marked as an approximation: ≈ 3.14, about 5
 class About(NamedTuple):
+    """An answer marked as an approximation: ≈ 3.14, about 5."""
+
     answer: "Answer"
 
 
 class Labelled(NamedTuple):
+    """`label = answer`."""
+
     label: str
-    answer: "Answer"  # `label = answer`
+    answer: "Answer"
 
 
 class Listing(NamedTuple):
-    """Several answers. `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in
-    any order, "=" for values of several labels, ":" for a ratio, "+" for a measure in two units."""
+    """Several answers.
+
+    `kind` is the pair of brackets; "" for a bare list, "or" for alternatives in any order, "=" for
+    values of several labels, ":" for a ratio, "+" for a measure in two units.
+    """
 
     kind: str
     parts: tuple["Answer", ...]
 
 
 class Matrix(NamedTuple):
-    rows: tuple[tuple["Answer", ...], ...]  # rows of cells
+    """Rows of cells, all of one length."""
+
+    rows: tuple[tuple["Answer", ...], ...]
 
 
-# a place between the real numbers: before the point, or with True after it
+# A place between the real numbers: before the point, or with True after it.
 Cut = tuple[Decimal, bool]
 
 
 class Region(NamedTuple):
-    """A union of intervals. Its cuts are in order; it begins at the first, ends at the second,
-    begins at the third, ..."""
+    """A union of intervals.
+
+    Its cuts are in order; it begins at the first, ends at the second, begins at the third, ...
+    """
 
     cuts: tuple[Cut, ...]
 
@@ -66,8 +79,10 @@ class Relation(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A time of day: seconds since midnight; `half` is "am", "pm", "24" for an hour past twelve or
-    below one, else ""."""
+    """A time of day: seconds since midnight.
+
+    `half` is "am", "pm", "24" for an hour past twelve or below one, else "".
+    """
 
     seconds: int
     half: str
@@ -77,15 +92,22 @@ Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relat
 
 
 def unlabelled(answer: Answer) -> Answer:
-    return answer.answer if isinstance(answer, Labelled) else answer
+    if isinstance(answer, Labelled):
+        return answer.answer
+    return answer
+
+
+def are_quantities(parts: Iterable[Answer]) -> TypeGuard[tuple[Quantity, ...]]:
+    return all(isinstance(part, Quantity) for part in parts)
 
 
 _INFINITY = Decimal("Infinity")
-_LOWEST, _HIGHEST = (-_INFINITY, True), (_INFINITY, False)
+_LOWEST: Cut = (-_INFINITY, True)
+_HIGHEST: Cut = (_INFINITY, False)
 EVERYWHERE = Region((_LOWEST, _HIGHEST))
 
 
-def is_interval(answer: Answer) -> bool:
+def is_interval(answer: Answer) -> TypeGuard[Listing]:
     return (
         isinstance(answer, Listing)
         and answer.kind in ("()", "(]", "[)", "[]")
@@ -94,8 +116,11 @@ def is_interval(answer: Answer) -> bool:
 
 
 def edge(answer: Answer) -> Decimal:
-    if isinstance(answer, Words) and answer.text in ("∞", "-∞"):
-        return _INFINITY if answer.text == "∞" else -_INFINITY
+    """The number at an end of an interval, or an infinity. Raises `Refused` for anything else."""
+    if answer == Words("∞"):
+        return _INFINITY
+    if answer == Words("-∞"):
+        return -_INFINITY
     if isinstance(answer, Quantity) and answer.unit in ("", "degree"):
         return rounded_value(answer.value)
     raise Refused("no end of an interval")
@@ -103,19 +128,24 @@ def edge(answer: Answer) -> Decimal:
 
 def interval(low: Decimal, low_closed: bool, high: Decimal, high_closed: bool) -> Region:
     """The region between two ends; nothing where they are in the wrong order."""
-    cuts = (low, not low_closed), (high, high_closed)
-    return Region(cuts if cuts[0] < cuts[1] else ())
+    start: Cut = (low, not low_closed)
+    end: Cut = (high, high_closed)
+    if start < end:
+        return Region((start, end))
+    return Region(())
+
+
+def single_point(point: Decimal) -> Region:
+    return interval(point, True, point, True)
 
 
 def half_line(sign: str, end: Decimal) -> Region:
     """The numbers that stand in the relation `sign`, one of < ≤ > ≥ ≠, to `end`."""
     if sign == "≠":
-        return complement(interval(end, True, end, True))
-    return (
-        interval(-_INFINITY, False, end, sign == "≤")
-        if sign in "<≤"
-        else interval(end, sign == "≥", _INFINITY, False)
-    )
+        return complement(single_point(end))
+    if sign in "<≤":
+        return interval(-_INFINITY, False, end, sign == "≤")
+    return interval(end, sign == "≥", _INFINITY, False)
 
 
 def as_region(answer: Answer) -> Region:
@@ -126,9 +156,7 @@ def as_region(answer: Answer) -> Region:
     if answer == Words("∅"):
         return Region(())
     if isinstance(answer, Listing) and answer.kind == "{}":
-        return combine(
-            any, (interval(point, True, point, True) for point in map(edge, answer.parts))
-        )
+        return combine(any, [single_point(edge(part)) for part in answer.parts])
     if is_interval(answer):
         low, high = map(edge, answer.parts)
         return interval(low, answer.kind[0] == "[", high, answer.kind[1] == "]")
@@ -136,17 +164,31 @@ def as_region(answer: Answer) -> Region:
 
 
 def combine(holds: Callable[[list[bool]], bool], regions: Iterable[Region]) -> Region:
-    """The numbers for which `holds`, told which regions contain each: `any` gives the union, `all`
-    the intersection."""
+    """The numbers for which `holds`, which gets for each region whether it contains the number.
+
+    `any` gives the union, `all` the intersection.
+    """
     regions = list(regions)
-    places = [_LOWEST, *(cut for region in regions for cut in region.cuts)]
+    places = [_LOWEST]
+    for region in regions:
+        places += region.cuts
     cuts: list[Cut] = []
     for place in sorted(places):
-        inside = [sum(cut <= place for cut in region.cuts) % 2 == 1 for region in regions]
-        if (place < _HIGHEST and holds(inside)) != len(cuts) % 2:
+        membership = [_is_inside(region, place) for region in regions]
+        # After an odd number of cuts the result contains the numbers up to this place.
+        is_open = len(cuts) % 2 == 1
+        if (place < _HIGHEST and holds(membership)) != is_open:
             cuts.append(place)
-    return Region((*cuts, _HIGHEST) if len(cuts) % 2 else tuple(cuts))
+    if len(cuts) % 2 == 1:
+        cuts.append(_HIGHEST)
+    return Region(tuple(cuts))
+
+
+def _is_inside(region: Region, place: Cut) -> bool:
+    """Whether the region contains the numbers just after a place."""
+    cuts_before = [cut for cut in region.cuts if cut <= place]
+    return len(cuts_before) % 2 == 1
 
 
 def complement(region: Region) -> Region:
-    return combine(lambda inside: not inside[0], [region])
+    return combine(lambda membership: not membership[0], [region])

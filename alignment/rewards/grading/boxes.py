@@ -1,6 +1,9 @@
-r"""What a text with boxes states. One \boxed or \fbox holds the answer, unless it is a part of a
-larger one: `3, \boxed{5}` states two values and `\frac{1}{\boxed{5}}` states one fifth. Several
-boxes state all that they hold, unless the text takes one back."""
+r"""What a text with boxes states.
+
+One \boxed or \fbox holds the answer, unless it is a part of a larger one: `3, \boxed{5}` states
+two values and `\frac{1}{\boxed{5}}` states one fifth. Several boxes state all that they hold,
+unless the text takes one back.
+"""
 
 import re
 from contextlib import suppress
@@ -18,8 +21,9 @@ from alignment.rewards.grading.answers import (
 )
 from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.expressions import Refused
+from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.reading import MAX_PARTS, read
-from alignment.rewards.grading.text import TABLES, normalise
+from alignment.rewards.grading.text import normalise
 
 # A longer text is not read but compared as it stands, for reading takes the square of its length.
 READ_CHARS = 400
@@ -29,15 +33,23 @@ _SIGN = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<braced>\{)?|\\.|[{}
 _WORD = re.compile(
     r"\\[A-Za-z]+|(?P<word>[A-Za-z]{2,}|[\u3040-\u30ff\u4e00-\u9fff]|[.,:;?!](?=\s)|\n)"
 )
+# Words of a sentence around a formula, but not commands.
+_SENTENCE_WORD = re.compile("[A-Za-z]{2,}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+# A digit or a letter that touches a box.
+_TOUCHES_BEFORE = re.compile("[0-9]$|(?<![A-Za-z])[a-z]$")
+_TOUCHES_AFTER = re.compile("[0-9]")
 _CONDITION = re.compile(r"(?i:for|when|if|where|with|since|because|as|at) ")
 _TURNING = frozenset(TABLES["turning_words"].split())
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A text with its outermost boxes: `opened` is the text without the signs of boxes, `contents`
-    what each box holds, and `outside` the text before each, back to the one before, and the text
-    behind the last."""
+    """A text with its outermost boxes.
+
+    `opened` is the text without the signs of boxes, `contents` what each box holds, and `outside`
+    the text before each, back to the one before, and the text behind the last.
+    """
 
     opened: str
     contents: tuple[str, ...] = ()
@@ -58,37 +70,52 @@ def has_box(text: str) -> bool:
     return r"\boxed" in text or r"\fbox" in text
 
 
+# In the stack of open braces: a brace that opens no box.
+_PLAIN_BRACE = -1
+
+
 def find_boxes(text: str) -> Boxes:
     """The boxes of a text, in linear time. A text with a box that never closes has none."""
-    characters = list(text)  # those of boxes' signs and braces become empty
+    characters = list(text)  # the ones of boxes' signs and braces become empty
     contents: list[slice] = []
-    braces: list[
-        int
-    ] = []  # for each open brace where its box's content begins, or -1 without a box
-    open_boxes = line_end = 0
+    content_starts: list[int] = []  # for each open brace, where its box's content begins
+    open_boxes = 0
+    line_end = 0  # of the last box without braces, which holds all that follows on its line
     for match in _SIGN.finditer(text):
         start, end = match.span()
+        is_outermost = open_boxes == 0 and start >= line_end
         if match["box"]:
             characters[start:end] = [" ", *[""] * (end - start - 1)]
             if match["braced"]:
-                braces.append(end)
+                content_starts.append(end)
                 open_boxes += 1
-            elif not open_boxes and start >= line_end:
+            elif is_outermost:
                 # `\boxed 5` holds the rest of its line or formula.
                 line_end = end + len(text[end:].partition("$")[0].partition("\n")[0])
                 contents.append(slice(end, line_end))
         elif match[0] == "{":
-            braces.append(-1)
-        elif match[0] == "}" and braces and (content := braces.pop()) >= 0:
+            content_starts.append(_PLAIN_BRACE)
+        elif match[0] == "}" and content_starts:
+            content_start = content_starts.pop()
+            if content_start == _PLAIN_BRACE:
+                continue
             characters[start] = " "
             open_boxes -= 1
-            if not open_boxes and start >= line_end:
-                contents.append(slice(content, start))
+            if open_boxes == 0 and start >= line_end:
+                contents.append(slice(content_start, start))
     if open_boxes or not contents:
         return Boxes(text)
-    starts = [*(content.start for content in contents), len(text)]
+    return Boxes(
+        "".join(characters).strip(),
+        tuple("".join(characters[content]).strip() for content in contents),
+        _outside(characters, contents),
+    )
+
+
+def _outside(characters: list[str], contents: list[slice]) -> tuple[str, ...]:
+    """The text before each box, back to the one before, and behind the last."""
+    starts = [*(content.start for content in contents), len(characters)]
     ends = [0, *(content.stop for content in contents)]
-    held = tuple("".join(characters[content]).strip() for content in contents)
     outside = []
     for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
         between = "".join(characters[end:start])
@@ -97,7 +124,7 @@ def find_boxes(text: str) -> Boxes:
         if k < len(contents):
             between = between.removesuffix(" ")  # which stands for the sign that opens one
         outside.append(between)
-    return Boxes("".join(characters).strip(), held, tuple(outside))
+    return tuple(outside)
 
 
 @lru_cache(maxsize=10_000)
@@ -110,53 +137,60 @@ def stated(text: str) -> str:
     if not boxes.contents:
         return text
     if len(boxes.contents) > 1:
-        return _of_several(boxes)
-    return boxes.opened if _is_one_answer(boxes) else _in_formula(boxes, 0)
+        return _join_boxes(boxes)
+    if _is_one_answer(boxes):
+        return boxes.opened
+    return _value_of_box(boxes, 0)
 
 
 def boxed_answer(text: str) -> str:
     """The content of a text's box, or what its several boxes state together; the text itself
     without a box."""
-    boxes = find_boxes(text) if has_box(text) else Boxes(text)
+    if not has_box(text):
+        return text
+    boxes = find_boxes(text)
+    if not boxes.contents:
+        return text
     if len(boxes.contents) == 1:
         return boxes.contents[0]
-    return _of_several(boxes) if boxes.contents else text
+    return _join_boxes(boxes)
 
 
-def _of_several(boxes: Boxes) -> str:
+def _join_boxes(boxes: Boxes) -> str:
     """The last of several boxes where all hold one value, or where the words before it take back
     those before; else all."""
     values = list(boxes.contents)
     if len(values) <= MAX_PARTS:
-        values = [_in_formula(boxes, k) for k in range(len(values))]
+        values = [_value_of_box(boxes, k) for k in range(len(values))]
     *others, last = values
     if len(others) < MAX_PARTS and all(_same_value(other, last) for other in others):
         return last
     if _is_one_answer(boxes):
         return boxes.opened
-    start = 0
+    first_that_counts = 0
     for k, gap in enumerate(boxes.gaps):
         words = re.findall("[a-z]+", gap.lower())
         if k > 0 and not _TURNING.isdisjoint(words):
-            start = k
-    return ", ".join(values[start:])
+            first_that_counts = k
+    return ", ".join(values[first_that_counts:])
 
 
-def _in_formula(boxes: Boxes, k: int) -> str:
-    r"""The value that box `k` states: its content, or the formula around it, up to the next word,
-    where the box is a part of a single value, as in `the answer is -\boxed{5}`. A digit or a letter
-    that touches the box is a part of it, too, whatever both state together."""
+def _value_of_box(boxes: Boxes, k: int) -> str:
+    r"""The value that box `k` states: its content, or the formula around it.
+
+    The formula reaches up to the next word, and counts where the box is a part of a single value,
+    as in `the answer is -\boxed{5}`. A digit or a letter that touches the box is a part of it, too,
+    whatever both state together.
+    """
     content = boxes.contents[k]
-    ends = [match.end() for match in _WORD.finditer(boxes.outside[k]) if match["word"]]
-    starts = [match.start() for match in _WORD.finditer(boxes.outside[k + 1]) if match["word"]]
-    before = boxes.outside[k][max(ends, default=0) :]
-    after = boxes.outside[k + 1][: min(starts, default=None)]
-    if re.search("[0-9]$|(?<![A-Za-z])[a-z]$", before) or re.match("[0-9]", after):
+    before = _text_after_words(boxes.outside[k])
+    after = _text_before_words(boxes.outside[k + 1])
+    if _TOUCHES_BEFORE.search(before) or _TOUCHES_AFTER.match(after):
         return f"{before}{content}{after}"
-    before = before.lstrip(" }$*:=")  # of \\text{The answer is}
+    before = before.lstrip(" }$*:=")  # of \text{The answer is}
     after = after.rstrip(" $*.,;:!?")
-    dash = before.rstrip() in ("-", "–", "—") and before.endswith(" ")  # of a sentence
-    if dash or re.search(r"\w\s*$", before) or not f"{before}{after}".strip(" $"):
+    is_dash = before.rstrip() in ("-", "–", "—") and before.endswith(" ")  # of a sentence
+    if is_dash or re.search(r"\w\s*$", before) or not f"{before}{after}".strip(" $"):
         return content
     formula = f"{before} {content} {after}"
     if len(formula) > READ_CHARS:
@@ -167,18 +201,31 @@ def _in_formula(boxes: Boxes, k: int) -> str:
     return content
 
 
+def _text_after_words(text: str) -> str:
+    ends = [match.end() for match in _WORD.finditer(text) if match["word"]]
+    return text[max(ends, default=0) :]
+
+
+def _text_before_words(text: str) -> str:
+    starts = [match.start() for match in _WORD.finditer(text) if match["word"]]
+    return text[: min(starts, default=None)]
+
+
 def _same_value(a: str, b: str) -> bool:
     if a == b:
         return True
     if max(len(a), len(b)) > READ_CHARS:
         return False
-    return Comparison().texts(normalise(a), normalise(b)) is True
+    return Comparison().compare_texts(normalise(a), normalise(b)) is True
 
 
 def _is_one_answer(boxes: Boxes) -> bool:
     r"""Whether the whole text around the boxes reads as one answer, of which a single box is a
-    part, and not as a sentence. The values of other names, as in `a = 3, c = \boxed{5}`, are no
-    part of one answer, and neither is the condition of `For n = 4, \boxed{5}`."""
+    part, and not as a sentence.
+
+    The values of other names, as in `a = 3, c = \boxed{5}`, are no part of one answer, and neither
+    is the condition of `For n = 4, \boxed{5}`.
+    """
     if not boxes.rest.strip(" .$") or len(boxes.opened) > READ_CHARS:
         return False
     if _CONDITION.match(boxes.rest):
@@ -186,8 +233,8 @@ def _is_one_answer(boxes: Boxes) -> bool:
     with suppress(Refused):
         answer = unlabelled(read(normalise(boxes.opened)))
         if isinstance(answer, Quantity):
-            words = re.search("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", boxes.rest))
-            return bool(answer.unit) or not words
+            has_words = _SENTENCE_WORD.search(_COMMAND.sub(" ", boxes.rest))
+            return bool(answer.unit) or not has_words
         if isinstance(answer, Listing) and answer.kind == "=":
             return len(boxes.contents) > 1
         return isinstance(answer, Listing | Matrix | Region) and not _has_words(answer)
@@ -198,5 +245,7 @@ def _has_words(answer: Answer) -> bool:
     """Whether a list without brackets holds words, as "4, no, 5" does."""
     if not isinstance(answer, Listing) or answer.kind not in ("", "or"):
         return False
-    parts = map(unlabelled, answer.parts)
-    return any(isinstance(part, Words) and part.text not in ("∞", "-∞", "∅") for part in parts)
+    for part in map(unlabelled, answer.parts):
+        if isinstance(part, Words) and part.text not in ("∞", "-∞", "∅"):
+            return True
+    return False

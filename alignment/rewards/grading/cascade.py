@@ -1,7 +1,9 @@
 """The stages of grading, cheapest first: whether an answer equals a ground truth, and which stage
-decided it (docs/grading.md). The last one is the library math-verify, for notation that our own
-grammar does not read. It parses LaTeX and lets sympy compute, for any time and in any memory: it
-runs in workers that limit both."""
+decided it (docs/grading.md).
+
+The last one is the library math-verify, for notation that our own grammar does not read. It parses
+LaTeX and lets sympy compute, for any time and in any memory: it runs in workers that limit both.
+"""
 
 import itertools
 import math
@@ -11,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
+from alignment.rewards.grading import patterns
 from alignment.rewards.grading.boxes import READ_CHARS, stated
 from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.expressions import CAPITALS, FUNCTIONS, GREEK
+from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.reading import is_label
 from alignment.rewards.grading.text import (
-    PATTERNS,
     RELATIONS,
-    TABLES,
     normalise,
     split,
     split_with_signs,
@@ -28,10 +30,13 @@ from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
 CACHED = 100_000  # verdicts kept
-ASKED_CHARS = 200  # of a text that math-verify gets
-MAX_EXPONENT = 10_000  # the product of all exponents in such a text
-ASKED_SIDES = 3  # of a chain of equal values that math-verify gets
-# of Python functions for one pair that math-verify gets; a second has about two million of them
+
+# What math-verify gets, and its limits.
+FOREIGN_CHARS = 200  # of a text
+FOREIGN_SIDES = 3  # of a chain of equal values
+MAX_POWERS = 6  # in a text
+MAX_EXPONENT = 10_000  # the product of all exponents in a text
+# Calls of Python functions for one pair; a second has about two million of them.
 CALLS = 3_000_000
 SECONDS = 15.0  # of CPU time, a guard against computations in C that make no such calls
 
@@ -44,36 +49,40 @@ hangs."""
 
 
 class Verdict(NamedTuple):
-    """Whether the answer is right, and the stage that decided: one of the cascade's, "bounds"
-    (empty or too long), "unread" (no stage could read both texts), or one of `FAILURES` ("error" is
-    a defect of the grader)."""
+    """Whether the answer is right, and the stage that decided.
+
+    The stage is one of the cascade's, "bounds" (empty or too long), "unread" (no stage could read
+    both texts), or one of `FAILURES` ("error" is a defect of the grader).
+    """
 
     equal: bool
     stage: str
 
 
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
-    """Whether `answer` equals `ground_truth`. Never raises; what is unread is wrong. `fast` leaves
-    out the last two stages."""
+    """Whether `answer` equals `ground_truth`.
+
+    Never raises; what is unread is wrong. `fast` leaves out the last two stages.
+    """
     return grade_detail(answer, ground_truth, fast).equal
 
 
 def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
-    """The verdict with the stage that decided it. Verdicts are cached, except those of failed
-    gradings."""
+    """The verdict with the stage that decided it.
+
+    Verdicts are cached, except those of failed gradings.
+    """
     if max(len(answer), len(ground_truth)) > MAX_CHARS:
         return Verdict(False, "bounds")
     verdict = _decide(answer, ground_truth, fast)
     if fast or verdict.stage not in ("symbolic", "unread"):
         return verdict
-    # a task with expressions in its answers will have some that only math-verify reads
+    # A task with expressions in its answers will have some that only math-verify reads.
     WORKERS.warm_up()
+    if verdict.stage == "symbolic":
+        return verdict
     try:
-        return (
-            _ask_once(_normalised(answer), _normalised(ground_truth))
-            if verdict.stage == "unread"
-            else verdict
-        )
+        return _ask_once(normalise_answer(answer), normalise_answer(ground_truth))
     except CallFailed as failure:
         return Verdict(False, str(failure))
 
@@ -81,29 +90,32 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
 @lru_cache(maxsize=CACHED)
 def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     """The stages that run in this process, which are bounded by construction."""
-    answer, truth = stated(answer).strip(), stated(truth).strip()
-    if not answer or not truth:
+    stated_answer = stated(answer).strip()
+    stated_truth = stated(truth).strip()
+    if not stated_answer or not stated_truth:
         return Verdict(False, "bounds")
-    if answer == truth:
+    if stated_answer == stated_truth:
         return Verdict(True, "literal")
-    answer, truth = _normalised(answer), _normalised(truth)
+    answer = normalise_answer(stated_answer)
+    truth = normalise_answer(stated_truth)
     if max(len(answer), len(truth)) > READ_CHARS:
-        return (
-            Verdict(True, "normalised")
-            if squeeze(answer) == squeeze(truth)
-            else Verdict(False, "bounds")
-        )
+        if squeeze(answer) == squeeze(truth):
+            return Verdict(True, "normalised")
+        return Verdict(False, "bounds")
     comparison = Comparison(fast)
     try:
-        equal = comparison.texts(answer, truth)
+        equal = comparison.compare_texts(answer, truth)
     except Exception:
-        # no text is known to come here, but a defect of the grader must not end a run of days
+        # No text is known to come here, but a defect of the grader must not end a run of days.
         return Verdict(False, "error")
-    return Verdict(bool(equal), "unread" if equal is None else comparison.stage)
+    if equal is None:
+        return Verdict(False, "unread")
+    return Verdict(equal, comparison.stage)
 
 
 @lru_cache(maxsize=CACHED)
-def _normalised(text: str) -> str:
+def normalise_answer(text: str) -> str:
+    """The answer that a text states, in one spelling."""
     return normalise(stated(text))
 
 
@@ -111,84 +123,78 @@ def grade_many(
     answers: Sequence[str], ground_truths: Sequence[str], fast: bool = False
 ) -> list[Verdict]:
     """The verdict on each pair, in order. Raises ValueError where the two lengths differ."""
-    with ThreadPoolExecutor(
-        WORKERS.size
-    ) as threads:  # each thread may wait for a worker that runs math-verify
-        return list(
-            threads.map(
-                lambda pair: grade_detail(*pair, fast), zip(answers, ground_truths, strict=True)
-            )
-        )
+    pairs = zip(answers, ground_truths, strict=True)
+    # Each thread may wait for a worker that runs math-verify.
+    with ThreadPoolExecutor(WORKERS.size) as threads:
+        return list(threads.map(lambda pair: grade_detail(pair[0], pair[1], fast), pairs))
 
 
-_KNOWN = {
-    *GREEK,
-    *CAPITALS,
-    *FUNCTIONS,
-    *[
-        "frac",
-        "sqrt",
-        "pi",
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "binom",
-        "begin",
-        "end",
-        "overline",
-        "log",
-        "ln",
-        "degree",
-        "angle",
-    ],
-}
-_TO_LATEX = str.maketrans(
-    {sign: rf"\{TABLES['signs'][sign].split()[0]} " for sign in "≤≥≠∪∩∖∞±∈→*"}
-)
+# --- math-verify ----------------------------------------------------------------------------------
+
+_OTHER_COMMANDS = "frac sqrt pi sum prod int lim binom begin end overline log ln degree angle"
+_KNOWN_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_OTHER_COMMANDS.split()}
+
+
+def _commands_of_signs() -> dict[int, str]:
+    r"""The usual LaTeX command of each sign, for `str.translate`: ≤ is \le."""
+    commands = {}
+    for sign in "≤≥≠∪∩∖∞±∈→*":
+        usual_command = TABLES["signs"][sign].split()[0]
+        commands[sign] = rf"\{usual_command} "
+    return str.maketrans(commands)
+
+
+_TO_LATEX = _commands_of_signs()
 
 
 def ask_math_verify(answer: str, truth: str) -> Verdict:
-    """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get. It
-    gets single expressions: of a chain, a = b = c, every side must equal every side of the other,
-    and lists and other relations it gets never. Raises `CallFailed`."""
-    sides, truths = _sides(answer), _sides(truth)
-    if not sides or not truths:
+    """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get.
+
+    It gets single expressions: of a chain, a = b = c, every side must equal every side of the
+    other, and lists and other relations it gets never. Raises `CallFailed`.
+    """
+    answer_sides = _sides(answer)
+    truth_sides = _sides(truth)
+    if not answer_sides or not truth_sides:
         return Verdict(False, "unread")
-    if len(sides) == len(truths) == 1:
-        return _ask_of_one(sides[0], truths[0])
-    for side, one_truth in itertools.product(sides, truths):
-        verdict = _of_one(side, one_truth)
+    if len(answer_sides) == len(truth_sides) == 1:
+        return _ask_about_expressions(answer_sides[0], truth_sides[0])
+    for answer_side, truth_side in itertools.product(answer_sides, truth_sides):
+        verdict = _decide(answer_side, truth_side, False)
+        if verdict.stage == "unread":
+            verdict = _ask_about_expressions(answer_side, truth_side)
         if not verdict.equal:
             return verdict
     return Verdict(True, "math-verify")
 
 
+# A failure raises, so it is not cached.
+_ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)
+
+
 def _sides(text: str) -> list[str]:
-    """The equal sides of a normalised text, without a label before them; [] for a list, another
-    relation, or a long chain."""
+    """The equal sides of a normalised text, without a label before them.
+
+    [] for a list, another relation, or a long chain.
+    """
     sides, signs = split_with_signs(text, RELATIONS)
     if set(signs) - {"="} or not all(sides) or len(split(text, ",;")) != 1:
         return []
     if len(sides) > 1 and is_label(sides[0]):
         sides = sides[1:]
-    return sides if len(sides) <= ASKED_SIDES else []
+    return sides if len(sides) <= FOREIGN_SIDES else []
 
 
-def _of_one(answer: str, truth: str) -> Verdict:
-    """The verdict of all stages on two single expressions."""
-    verdict = _decide(answer, truth, False)
-    return _ask_of_one(answer, truth) if verdict.stage == "unread" else verdict
+def _ask_about_expressions(answer: str, truth: str) -> Verdict:
+    """math-verify's verdict on two single expressions.
 
-
-def _ask_of_one(answer: str, truth: str) -> Verdict:
-    """math-verify's verdict on two single expressions. Raises `CallFailed`, but for a limit that
-    they would meet again."""
-    if not PATTERNS.for_math_verify.search(f"{answer} {truth}") or not (
-        _harmless(answer) and _harmless(truth)
-    ):
+    Raises `CallFailed`, but for a limit that they would meet again.
+    """
+    if not patterns.FOREIGN.search(f"{answer} {truth}"):
         return Verdict(False, "unread")
-    pair = answer.translate(_TO_LATEX), truth.translate(_TO_LATEX)
+    if not (_is_harmless(answer) and _is_harmless(truth)):
+        return Verdict(False, "unread")
+    pair = (answer.translate(_TO_LATEX), truth.translate(_TO_LATEX))
     try:
         equal, _ = WORKERS.submit(f"{__name__}:math_verify_reading", pair, SECONDS, CALLS).result()
     except CallFailed as failure:
@@ -198,41 +204,61 @@ def _ask_of_one(answer: str, truth: str) -> Verdict:
     return Verdict(equal, "math-verify")
 
 
-_ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)  # a failure raises, so it is not cached
-
-
-def _harmless(text: str) -> bool:
+def _is_harmless(text: str) -> bool:
     """Whether a normalised text is short, complete, of known commands, and without words or large
-    numbers. No equation is: math-verify reads `7 = 5` as 5, and takes unsolvable ones for equal.
-    Nor is a relation of numbers: it is no answer."""
-    if len(text) > ASKED_CHARS or not set(re.findall(r"\\([A-Za-z]+)", text)) <= _KNOWN:
+    numbers.
+
+    No equation is: math-verify reads `7 = 5` as 5, and takes unsolvable ones for equal. Nor is a
+    relation of numbers: it is no answer.
+    """
+    commands = set(re.findall(r"\\([A-Za-z]+)", text))
+    if len(text) > FOREIGN_CHARS or not commands <= _KNOWN_COMMANDS:
         return False
-    # Brackets match and nothing is missing: no \frac without its two parts, no sign at an end.
-    ended = re.findall(r"\\begin ?\{(\w+)\}", text) == re.findall(r"\\end ?\{(\w+)\}", text)
-    if not split(text) or not ended or PATTERNS.incomplete.search(text):
+    if not _is_complete(text):
         return False
-    bare = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
-    signs = re.sub(r"\\[A-Za-z]+", " ", bare)
-    if r"\int" in bare:
+    formula = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
+    if not _is_bounded(formula):
+        return False
+    signs = re.sub(r"\\[A-Za-z]+", " ", formula)
+    if r"\int" in formula:
         signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
-    powers, small = (
-        len(pattern.findall(bare)) for pattern in (PATTERNS.power, PATTERNS.small_power)
-    )
-    if not powers == small <= 6 or PATTERNS.large.search(bare) or PATTERNS.unclear.search(signs):
+    if patterns.UNCLEAR.search(signs):
+        return False
+    # The only equation is the one under a sum, a product, an integral or a limit.
+    if "=" in signs and not re.search(r"\\(?:sum|prod|int|lim)", formula):
+        return False
+    has_variable = re.search("[A-Za-z]", signs) is not None
+    return has_variable or not re.search("[<>≤≥≠]", formula)
+
+
+def _is_complete(text: str) -> bool:
+    r"""Whether brackets match and nothing is missing: no \frac without its two parts, no sign at an
+    end."""
+    begun = re.findall(r"\\begin ?\{(\w+)\}", text)
+    ended = re.findall(r"\\end ?\{(\w+)\}", text)
+    return bool(split(text)) and begun == ended and not patterns.INCOMPLETE.search(text)
+
+
+def _is_bounded(formula: str) -> bool:
+    """Whether numbers and powers are so small that computing with them takes no time."""
+    powers = len(patterns.POWER.findall(formula))
+    small_powers = len(patterns.SMALL_POWER.findall(formula))
+    if powers != small_powers or powers > MAX_POWERS or patterns.LARGE.search(formula):
         return False
     # Powers inside each other multiply their exponents, which C would compute for minutes without a
     # call that is counted.
-    if math.prod(int(exponent) or 1 for exponent in PATTERNS.exponent.findall(bare)) > MAX_EXPONENT:
-        return False
-    equation = "=" in signs and not re.search(r"\\(?:sum|prod|int|lim)", bare)
-    return not equation and bool(re.search("[A-Za-z]", signs) or not re.search("[<>≤≥≠]", bare))
+    exponents = [int(exponent) or 1 for exponent in patterns.EXPONENT.findall(formula)]
+    return math.prod(exponents) <= MAX_EXPONENT
 
 
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
-    """math-verify's verdict on two texts in LaTeX, and how it read the answer. May take any time
-    and memory; an error means no. Only its LaTeX extraction is safe: the one for plain expressions
-    calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives sympy no text but
-    number tokens. Its time-out by `signal.alarm` is off: the worker limits its work."""
+    """math-verify's verdict on two texts in LaTeX, and how it read the answer.
+
+    May take any time and memory; an error means no. Only its LaTeX extraction is safe: the one for
+    plain expressions calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives
+    sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker limits its
+    work.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.core.random import seed
 
@@ -243,13 +269,16 @@ def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
         "parsing_timeout": None,
     }
     try:
-        gold, target = (parse(f"${text}$", **options) for text in (truth, answer))
+        gold = parse(f"${truth}$", **options)
+        target = parse(f"${answer}$", **options)
+        if not target:
+            return False, "not read"
         # Rounding starts beyond the digits that a decimal has here, so that 0.33 is not 1/3 inside
         # a matrix either.
-        equal = bool(gold and target) and verify(
+        equal = bool(gold) and verify(
             gold, target, float_rounding=15, numeric_precision=30, timeout_seconds=None
         )
-        return equal, f"read as {str(target[0])[:40]}" if target else "not read"
+        return equal, f"read as {str(target[0])[:40]}"
     except MemoryError:
         raise
     except Exception as error:

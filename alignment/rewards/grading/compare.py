@@ -1,7 +1,10 @@
 """The comparison of an answer with the ground truth, which sets the precision, by the conventions
-of a careful teacher."""
+of a careful teacher.
 
-from collections.abc import Sequence
+Comparisons are three-valued: True, False, or None where nothing can decide.
+"""
+
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +21,7 @@ from alignment.rewards.grading.answers import (
     Region,
     Relation,
     Words,
+    are_quantities,
 )
 from alignment.rewards.grading.expressions import (
     NoAnswer,
@@ -43,314 +47,368 @@ STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-v
 # A decimal number with this many decimals may be rounded: with two significant digits, from a value
 # without an end (0.67 from 2/3); with three, also from a longer decimal number (3.14 from 3.1416,
 # but not 0.18 from 0.184).
-_ROUNDED_DECIMALS, _ROUNDED_DIGITS, _SHORTENED_DIGITS = 2, 2, 3
+_ROUNDED_DECIMALS = 2
+_ROUNDED_DIGITS = 2
+_SHORTENED_DIGITS = 3
 _ROUND_NUMBER = 25  # a truth with a smaller denominator, such as 0.25 or 2.50, counts as exact
 
-_HATS = (r"\ihat", r"\jhat", r"\khat")
+_PERCENT = Fraction(1, 100)
+_DEGREE: Node = ("/", r"\pi", Fraction(180))
+_HALF_DAY = 12 * 60 * 60  # in seconds
+_UNIT_VECTORS = (r"\ihat", r"\jhat", r"\khat")
 
 
 @dataclass
 class Comparison:
-    """Compares normalised texts; `stage` becomes the last stage that a comparison needed. `fast`
-    omits the symbolic stage."""
+    """Compares normalised texts; `stage` becomes the last stage that a comparison needed.
+
+    `fast` omits the symbolic stage.
+    """
 
     fast: bool = False
     stage: str = "normalised"
 
-    def texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
+    def compare_texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
         """Whether two normalised texts state the same answer; None if `read` refuses one.
-        `extracted`: from a sentence."""
+
+        `extracted`: the answer is a part of a sentence, which is not taken apart once more.
+        """
         if not answer or not truth:
             return False
         same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")
-        if (
-            squeeze(answer) == squeeze(truth)
-            or same_digits
-            or quantities.same_options(answer, truth)
-        ):
+        if same_digits or squeeze(answer) == squeeze(truth):
             return True
-        words_a, words_t = quantities.plain_words(answer), quantities.plain_words(truth)
-        if words_a and words_t and words_t in (words_a, quantities.words_in_sentence(words_a)):
+        if quantities.same_options(answer, truth):
             return True
-        truth_read = None
+        answer_words = quantities.plain_words(answer)
+        truth_words = quantities.plain_words(truth)
+        if answer_words and truth_words:
+            predicate = quantities.words_in_sentence(answer_words)
+            if truth_words in (answer_words, predicate):
+                return True
+        # Words that are read as nothing else differ from any other answer.
+        unread = False if answer_words or truth_words else None
         try:
             truth_read = read(truth)
-            # both are read, so math-verify is not needed
-            return self.answers(read(answer), truth_read) or False
         except NoAnswer:
             return False
         except Refused:
-            if truth_read and not extracted and (inner := quantities.answer_in_sentence(answer)):
-                return self.texts(inner, truth, extracted=True)
-            if truth_read and not extracted and (forms := quantities.two_forms(answer)):
-                return self.texts(*forms, extracted=True) and self.texts(
-                    forms[0], truth, extracted=True
-                )
-            return False if words_a or words_t else None
+            return unread
+        try:
+            # Both are read, so that math-verify is not needed: undecided is unequal.
+            return self.compare_answers(read(answer), truth_read) or False
+        except NoAnswer:
+            return False
+        except Refused:
+            if extracted:
+                return unread
+        if inner := quantities.answer_in_sentence(answer):
+            return self.compare_texts(inner, truth, extracted=True)
+        if forms := quantities.two_forms(answer):
+            agree = self.compare_texts(*forms, extracted=True)
+            return agree and self.compare_texts(forms[0], truth, extracted=True)
+        return unread
 
-    def answers(self, a: Answer, t: Answer) -> bool | None:
-        """Whether answer `a` equals the truth `t`; None where that cannot be decided."""
-        if isinstance(a, Labelled) and isinstance(t, Relation):
-            return self._relations(_as_relation(a), t)
-        if isinstance(t, Labelled) and isinstance(a, Relation):
-            # y = 2x + 1, not a solution, x = 5
-            formula = isinstance(t.answer, Quantity) and variables(t.answer.value)
-            return bool(formula) and self._relations(a, _as_relation(t))
-        if isinstance(a, Labelled) or isinstance(t, Labelled):
-            labels = {x.label for x in (a, t) if isinstance(x, Labelled)}
-            # or one is in words
-            agree = len(labels) == 1 or any(
-                len(label) > 2 and label[:3].isalpha() for label in labels
-            )
-            return agree and self.answers(answers.unlabelled(a), answers.unlabelled(t))
-        approximate = isinstance(a, About), isinstance(t, About)
-        a, t = (x.answer if isinstance(x, About) else x for x in (a, t))
-        numbers = isinstance(a, Quantity) and isinstance(t, Quantity)
-        if approximate == (True, False) and not (numbers and t.decimals > 0):
-            return False  # an approximation is right only where the truth may be one as well
-        if any(approximate) and not numbers:
-            return self.answers(a, t)
-        if numbers:
-            equal = self._quantities(a, t)
-            exact = equal or not approximate[1]
-            return (
-                equal
-                if exact
-                else _units_agree(a, t) and self._rounds_to(a.value, t.value, t.decimals)
-            )
-        if isinstance(a, Words) and isinstance(t, Words):
-            return a.text == t.text
-        self._reaches("structured")
-        if isinstance(a, Clock) and isinstance(t, Clock):
-            return _same_time(a, t)
-        if isinstance(a, Relation) and isinstance(t, Relation):
-            return self._relations(a, t)
-        if isinstance(a, Relation) and isinstance(t, Quantity) and _names_a_sum(a):
-            return self._quantities(Quantity(a.right), t)  # m + n = 113
-        if isinstance(a, Region) or isinstance(t, Region):
-            return _same_region(a, t)
-        if isinstance(a, Listing | Matrix) or isinstance(t, Listing | Matrix):
-            return self._structures(a, t)
+    def compare_answers(self, answer: Answer, truth: Answer) -> bool | None:
+        """Whether an answer equals the truth; None where that cannot be decided."""
+        if isinstance(answer, Labelled) or isinstance(truth, Labelled):
+            return self._compare_labelled(answer, truth)
+        if isinstance(answer, About) or isinstance(truth, About):
+            return self._compare_approximations(answer, truth)
+        if isinstance(answer, Quantity) and isinstance(truth, Quantity):
+            return self._compare_quantities(answer, truth)
+        if isinstance(answer, Words) and isinstance(truth, Words):
+            return answer.text == truth.text
+        self._reach("structured")
+        if isinstance(answer, Clock) and isinstance(truth, Clock):
+            return _same_time(answer, truth)
+        if isinstance(answer, Relation) and isinstance(truth, Relation):
+            return self._compare_relations(answer, truth)
+        if isinstance(answer, Relation) and isinstance(truth, Quantity) and _names_a_sum(answer):
+            return self._compare_quantities(Quantity(answer.right), truth)  # m + n = 113
+        if isinstance(answer, Region) or isinstance(truth, Region):
+            return _same_region(answer, truth)
+        if isinstance(answer, Listing | Matrix) or isinstance(truth, Listing | Matrix):
+            return self._compare_structures(answer, truth)
         return False
 
-    def _reaches(self, stage: str) -> None:
+    def compare_values(self, a: Node, b: Node) -> bool | None:
+        """Whether two trees have equal values.
+
+        The comparison is exact where both are rational, else by evaluation at points.
+        """
+        if is_rational(a) and is_rational(b):
+            self._reach("rational")
+            return equal_values(a, b) is True
+        self._reach("symbolic")
+        if "i" in subtrees(b):
+            # Code writes the imaginary unit as I or j.
+            spellings = {"I", "j"} - variables(b)
+            a = substitute(a, dict.fromkeys(spellings, "i"))
+        return None if self.fast else equal_values(a, b)
+
+    def _reach(self, stage: str) -> None:
         self.stage = max(self.stage, stage, key=STAGES.index)
 
-    def _rounds_to(self, value: Node, truth: Node, decimals: int) -> bool:
+    def _rounds_to(self, value: Node, truth: Quantity) -> bool:
         """Whether a value is within half a unit of the last place of a decimal number."""
-        self._reaches("rational" if is_rational(value) else "symbolic")
-        with suppress(Refused):
-            return (is_rational(value) or not self.fast) and rounds_to(value, truth, decimals)
-        return False
-
-    def values(self, a: Node, t: Node) -> bool | None:
-        """Whether two trees have equal values: exactly where both are rational, else by evaluation
-        at points."""
-        if is_rational(a) and is_rational(t):
-            self._reaches("rational")
-            return equal_values(a, t) is True
-        self._reaches("symbolic")
-        if "i" in subtrees(t):  # as code writes the imaginary unit
-            a = substitute(a, dict.fromkeys({*"Ij"} - variables(t), "i"))
-        return None if self.fast else equal_values(a, t)
-
-    def _quantities(self, a: Quantity, t: Quantity) -> bool | None:
-        """Exactly equal values; a unit may be missing on one side but must not differ. 50% is 50%
-        and 0.5, and also 50: the sign may be missing on one side, the factor may not. An angle in
-        degrees equals its value in radians. A ground truth such as 3.14 may be rounded: a value
-        with more digits, or without an end, that rounds to it is right."""
-        if not _units_agree(a, t):
-            return self._symbol_as_unit(a, t)
-        equal = self.values(a.value, t.value)
-        if equal and {a.unit, t.unit} == {"", "%"} and _below_one(t.value):
-            return False  # 0.25 may be 25 %, so no sign is missing
-        if equal or a.unit == t.unit:
-            return equal or self._more_exact(a, t) or equal
-        for unit, factor in (("%", Fraction(1, 100)), ("degree", ("/", r"\pi", Fraction(180)))):
-            if unit in (a.unit, t.unit) and (
-                unit == "%" or r"\pi" in subtrees(("+", a.value, t.value))
-            ):
-                return self.values(
-                    *(("*", q.value, factor) if q.unit == unit else q.value for q in (a, t))
-                )
-        return self._symbol_as_unit(a, t) or self._more_exact(a, t) or equal
-
-    def _more_exact(self, a: Quantity, t: Quantity) -> bool:
-        """Whether the answer is the more exact value of a truth that may be rounded."""
-        endless = not isinstance(a.value, Fraction) and not terminates(a.value)
-        longer = a.decimals > t.decimals and t.digits >= _SHORTENED_DIGITS
-        rounded = (
-            t.decimals >= _ROUNDED_DECIMALS and t.digits >= _ROUNDED_DIGITS and (endless or longer)
-        )
-        round_number = isinstance(t.value, Fraction) and t.value.denominator < _ROUND_NUMBER
-        return rounded and not round_number and self._rounds_to(a.value, t.value, t.decimals)
-
-    def _symbol_as_unit(self, a: Quantity, t: Quantity) -> bool:
-        """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
-        for one, other in ((a, t), (t, a)):
-            match one.value:
-                case ("*", Fraction() as number, str(symbol)) if (
-                    symbol in quantities.SYMBOLS and not one.unit
-                ):
-                    return (
-                        quantities.read_unit(symbol) == other.unit
-                        and self.values(number, other.value) is True
-                    )
-        return False
-
-    def _relations(self, a: Relation | None, t: Relation | None) -> bool | None:
-        """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
-        if a is None or t is None or a.sign != t.sign:
+        exact = is_rational(value)
+        self._reach("rational" if exact else "symbolic")
+        if self.fast and not exact:
             return False
-        self._reaches("symbolic")
+        with suppress(Refused):
+            return rounds_to(value, truth.value, truth.decimals)
+        return False
+
+    # --- labels and approximations ----------------------------------------------------------------
+
+    def _compare_labelled(self, answer: Answer, truth: Answer) -> bool | None:
+        """One side at least is labelled; the other may lack the label, or be an equation."""
+        if isinstance(answer, Labelled) and isinstance(truth, Relation):
+            return self._compare_relations(_as_relation(answer), truth)
+        if isinstance(truth, Labelled) and isinstance(answer, Relation):
+            # The truth must be a formula, y = 2x + 1, and not a solution, x = 5.
+            is_formula = isinstance(truth.answer, Quantity) and variables(truth.answer.value)
+            return bool(is_formula) and self._compare_relations(answer, _as_relation(truth))
+        labels = {side.label for side in (answer, truth) if isinstance(side, Labelled)}
+        # Labels in words may differ: "the answer", "total cost".
+        if len(labels) > 1 and not any(map(_is_word, labels)):
+            return False
+        return self.compare_answers(answers.unlabelled(answer), answers.unlabelled(truth))
+
+    def _compare_approximations(self, answer: Answer, truth: Answer) -> bool | None:
+        """One side at least is marked as an approximation.
+
+        An approximate answer is right only where the truth may be one as well.
+        """
+        truth_is_rounded = isinstance(truth, About)
+        answer = _without_about(answer)
+        truth = _without_about(truth)
+        if not (isinstance(answer, Quantity) and isinstance(truth, Quantity)):
+            return truth_is_rounded and self.compare_answers(answer, truth)
+        if not truth_is_rounded:
+            return truth.decimals > 0 and self._compare_quantities(answer, truth)
+        if self._compare_quantities(answer, truth):
+            return True
+        return _units_agree(answer, truth) and self._rounds_to(answer.value, truth)
+
+    # --- quantities and relations -----------------------------------------------------------------
+
+    def _compare_quantities(self, answer: Quantity, truth: Quantity) -> bool | None:
+        """Whether two quantities are equal: exactly equal values, of units that agree.
+
+        A unit may be missing on one side but must not differ. 50% is 50% and 0.5, and also 50: the
+        sign may be missing on one side, the factor may not. An angle in degrees equals its value in
+        radians. A ground truth such as 3.14 may be rounded: a value with more digits, or without an
+        end, that rounds to it is right.
+        """
+        if not _units_agree(answer, truth):
+            return self._is_symbol_for_unit(answer, truth)
+        equal = self.compare_values(answer.value, truth.value)
+        units = (answer.unit, truth.unit)
+        if equal and set(units) == {"", "%"} and _is_below_one(truth.value):
+            return False  # 0.25 may be 25 %, so no sign is missing
+        if equal:
+            return True
+        if answer.unit == truth.unit:
+            return self._is_more_exact(answer, truth) or equal
+        if "%" in units:
+            return self._compare_in_unit("%", _PERCENT, answer, truth)
+        if "degree" in units and r"\pi" in subtrees(("+", answer.value, truth.value)):
+            return self._compare_in_unit("degree", _DEGREE, answer, truth)
+        if self._is_symbol_for_unit(answer, truth) or self._is_more_exact(answer, truth):
+            return True
+        return equal
+
+    def _compare_in_unit(
+        self, unit: str, factor: Node, answer: Quantity, truth: Quantity
+    ) -> bool | None:
+        """Whether the values are equal after those in `unit` are multiplied by its factor."""
+
+        def convert(quantity: Quantity) -> Node:
+            if quantity.unit == unit:
+                return ("*", quantity.value, factor)
+            return quantity.value
+
+        return self.compare_values(convert(answer), convert(truth))
+
+    def _is_more_exact(self, answer: Quantity, truth: Quantity) -> bool:
+        """Whether the answer is the more exact value of a truth that may be rounded."""
+        if truth.decimals < _ROUNDED_DECIMALS or truth.digits < _ROUNDED_DIGITS:
+            return False
+        is_endless = not isinstance(answer.value, Fraction) and not terminates(answer.value)
+        is_longer = answer.decimals > truth.decimals and truth.digits >= _SHORTENED_DIGITS
+        if not (is_endless or is_longer):
+            return False
+        if isinstance(truth.value, Fraction) and truth.value.denominator < _ROUND_NUMBER:
+            return False
+        return self._rounds_to(answer.value, truth)
+
+    def _is_symbol_for_unit(self, answer: Quantity, truth: Quantity) -> bool:
+        """Whether 5m, which is read as algebra, means the 5 metres of the other side."""
+        for algebra, measure in ((answer, truth), (truth, answer)):
+            match algebra.value:
+                case ("*", Fraction() as number, str(symbol)) if (
+                    symbol in quantities.SYMBOLS and not algebra.unit
+                ):
+                    if quantities.read_unit(symbol) != measure.unit:
+                        return False
+                    return self.compare_values(number, measure.value) is True
+        return False
+
+    def _compare_relations(self, answer: Relation | None, truth: Relation | None) -> bool | None:
+        """Whether one is the other multiplied by a constant, and for < and ≤ by a positive one."""
+        if answer is None or truth is None or answer.sign != truth.sign:
+            return False
+        self._reach("symbolic")
         if self.fast:
             return None
-        return proportional(("-", a.left, a.right), ("-", t.left, t.right), positive=a.sign in "<≤")
+        answer_difference = ("-", answer.left, answer.right)
+        truth_difference = ("-", truth.left, truth.right)
+        return proportional(answer_difference, truth_difference, positive=answer.sign in "<≤")
 
-    def _structures(self, a: Answer, t: Answer) -> bool | None:
-        for one, other in ((a, t), (t, a)):
-            if isinstance(one, Quantity) and not variables(one.value).isdisjoint(_HATS):
-                size = (
-                    len(other.parts)
-                    if isinstance(other, Listing)
-                    else max(map(len, (other.rows, other.rows[0])))
-                )
-                return size in (2, 3) and self._structures(
-                    *(_as_vector(x, size) if x is one else x for x in (a, t))
-                )
-        if isinstance(a, Matrix) or isinstance(t, Matrix):
-            return self._matrices(a, t)
-        kind_a, kind_t = (x.kind if isinstance(x, Listing) else None for x in (a, t))
-        if kind_a is None or kind_t is None:
-            return self._single(a, t)
-        if kind_a == kind_t == ":":
-            (a_1, *rest_a), (t_1, *rest_t) = ([part.value for part in x.parts] for x in (a, t))
-            products = (
-                (("*", x, t_1), ("*", y, a_1)) for x, y in zip(rest_a, rest_t, strict=False)
-            )
-            return len(rest_a) == len(rest_t) and _all(self.values(*pair) for pair in products)
-        if kind_a == "=" or kind_t == "=":
-            return self._assignments(a, t)
-        if {kind_a, kind_t} <= {"{}", "or", ""} and not (
-            kind_a == kind_t == "" and len(t.parts) > 2
-        ):
-            # but a longer bare list may be an arrangement
-            return self._in_any_order(a.parts, t.parts)
-        return (kind_a == kind_t or {kind_a, kind_t} == {"⟨⟩", "()"}) and self._in_order(
-            a.parts, t.parts
-        )
+    # --- listings and matrices --------------------------------------------------------------------
 
-    def _single(self, a: Answer, t: Answer) -> bool | None:
-        """One of the two is a listing: {5} is 5, 3:4 is 3/4, `1/2 or 0.5` is 1/2, but a list of
-        guesses is not one answer."""
-        listing, other = (a, t) if isinstance(a, Listing) else (t, a)
-        if listing is a and listing.kind == "or" and isinstance(t, Quantity):
-            return self._is_one_value(listing.parts) and self.answers(listing.parts[0], t)
-        if listing.kind == "{}" and len(listing.parts) == 1:
-            a, t = (x.parts[0] if x is listing else x for x in (a, t))
-            return isinstance(listing.parts[0], Quantity) and self.answers(a, t)  # but {∅} is not ∅
-        if (
-            listing.kind == ":"
-            and len(listing.parts) == 2
-            and isinstance(other, Quantity)
-            and not other.unit
-        ):
-            return self.values(("/", listing.parts[0].value, listing.parts[1].value), other.value)
+    def _compare_structures(self, answer: Answer, truth: Answer) -> bool | None:
+        """One side at least is a listing or a matrix."""
+        if isinstance(answer, Quantity) and _has_unit_vectors(answer):
+            vector = _as_vector(answer, _vector_size(truth))
+            return vector is not None and self._compare_structures(vector, truth)
+        if isinstance(truth, Quantity) and _has_unit_vectors(truth):
+            vector = _as_vector(truth, _vector_size(answer))
+            return vector is not None and self._compare_structures(answer, vector)
+        if isinstance(answer, Matrix) or isinstance(truth, Matrix):
+            return self._compare_matrices(answer, truth)
+        if isinstance(answer, Listing) and isinstance(truth, Listing):
+            return self._compare_listings(answer, truth)
+        if isinstance(answer, Listing):
+            if answer.kind == "or" and isinstance(truth, Quantity):
+                # `1/2 or 0.5` is 1/2, but a list of guesses is not one answer.
+                is_one_value = self._is_one_value(answer.parts)
+                return is_one_value and self.compare_answers(answer.parts[0], truth)
+            if member := _only_member(answer):
+                return self.compare_answers(member, truth)
+            return self._compare_ratio_with_number(answer, truth)
+        if isinstance(truth, Listing):
+            if member := _only_member(truth):
+                return self.compare_answers(answer, member)
+            return self._compare_ratio_with_number(truth, answer)
         return False
+
+    def _compare_ratio_with_number(self, listing: Listing, number: Answer) -> bool | None:
+        """Whether 3:4 is 3/4."""
+        if not (isinstance(number, Quantity) and not number.unit):
+            return False
+        if listing.kind != ":" or len(listing.parts) != 2 or not are_quantities(listing.parts):
+            return False
+        top, bottom = listing.parts
+        return self.compare_values(("/", top.value, bottom.value), number.value)
 
     def _is_one_value(self, parts: Sequence[Answer]) -> bool:
         """Whether all parts are the same quantity in different forms."""
-        first = parts[0]
-        if not all(isinstance(part, Quantity) and part.unit == first.unit for part in parts):
+        if not are_quantities(parts):
             return False
-        return all(self.values(part.value, first.value) is True for part in parts[1:])
+        first, *others = parts
+        if any(part.unit != first.unit for part in others):
+            return False
+        return all(self.compare_values(part.value, first.value) is True for part in others)
 
-    def _assignments(self, a: Listing, t: Listing) -> bool | None:
+    def _compare_listings(self, answer: Listing, truth: Listing) -> bool | None:
+        kinds = {answer.kind, truth.kind}
+        if kinds == {":"}:
+            return self._compare_ratios(answer.parts, truth.parts)
+        if "=" in kinds:
+            return self._compare_assignments(answer, truth)
+        # A longer list without brackets may be an arrangement.
+        may_be_arrangement = kinds == {""} and len(truth.parts) > 2
+        if kinds <= {"{}", "or", ""} and not may_be_arrangement:
+            return self._compare_in_any_order(answer.parts, truth.parts)
+        same_kind = len(kinds) == 1 or kinds == {"⟨⟩", "()"}
+        return same_kind and self._compare_in_order(answer.parts, truth.parts)
+
+    def _compare_ratios(self, answer: Sequence[Answer], truth: Sequence[Answer]) -> bool | None:
+        """a : b : ... is c : d : ... where b c = d a, and so on."""
+        if len(answer) != len(truth) or not are_quantities(answer) or not are_quantities(truth):
+            return False
+        first_answer, *answer_rest = (part.value for part in answer)
+        first_truth, *truth_rest = (part.value for part in truth)
+        return _all(
+            self.compare_values(("*", a, first_truth), ("*", t, first_answer))
+            for a, t in zip(answer_rest, truth_rest, strict=True)
+        )
+
+    def _compare_assignments(self, answer: Listing, truth: Listing) -> bool | None:
         """`x = 1, y = 2` is itself in any order, and (1, 2), the values in the order of the
         names."""
-        if a.kind == t.kind:
-            if {part.label for part in a.parts} != {part.label for part in t.parts} or len(
-                a.parts
-            ) != len(t.parts):
-                return False
-            given = {part.label: part.answer for part in a.parts}
-            in_order = _all(self.answers(given[part.label], part.answer) for part in t.parts)
-            # x_1 and x_2 number the solutions
-            numbered = all(part.label.startswith("x_") for part in t.parts)
-            return (
-                self._in_any_order([*given.values()], [part.answer for part in t.parts])
-                if numbered
-                else in_order
-            )
-        labelled, other = (a, t) if a.kind == "=" else (t, a)
-        if len({part.label.partition("_")[0] for part in labelled.parts}) == 1 and other.kind in (
-            "{}",
-            "or",
-            "",
-        ):
-            return self._in_any_order(a.parts, t.parts)
-        ordered = sorted(labelled.parts, key=lambda part: part.label)
-        return other.kind in ("()", "") and self._in_order(
-            *(ordered if x is labelled else x.parts for x in (a, t))
-        )
+        if answer.kind == truth.kind:
+            return self._compare_labelled_parts(_labelled_parts(answer), _labelled_parts(truth))
+        labelled, other = (answer, truth) if answer.kind == "=" else (truth, answer)
+        stems = {part.label.partition("_")[0] for part in _labelled_parts(labelled)}
+        if len(stems) == 1 and other.kind in ("{}", "or", ""):
+            return self._compare_in_any_order(answer.parts, truth.parts)
+        if other.kind not in ("()", ""):
+            return False
+        ordered = sorted(_labelled_parts(labelled), key=lambda part: part.label)
+        if labelled is answer:
+            return self._compare_in_order(ordered, truth.parts)
+        return self._compare_in_order(answer.parts, ordered)
 
-    def _matrices(self, a: Answer, t: Answer) -> bool | None:
+    def _compare_labelled_parts(
+        self, answer: Sequence[Labelled], truth: Sequence[Labelled]
+    ) -> bool | None:
+        """Whether every label has the same value; x_1, x_2, ... only number the values."""
+        values = {part.label: part.answer for part in answer}
+        if len(answer) != len(truth) or values.keys() != {part.label for part in truth}:
+            return False
+        if all(part.label.startswith("x_") for part in truth):
+            truths = [part.answer for part in truth]
+            return self._compare_in_any_order(list(values.values()), truths)
+        return _all(self.compare_answers(values[part.label], part.answer) for part in truth)
+
+    def _compare_matrices(self, answer: Answer, truth: Answer) -> bool | None:
         """Cell by cell; a vector also as a tuple, a matrix also as a list of lists."""
-        rows_a, rows_t = _rows(a), _rows(t)
-        if rows_a is None or rows_t is None:
+        answer_rows = _rows(answer)
+        truth_rows = _rows(truth)
+        if answer_rows is None or truth_rows is None:
             return False
-        if not (isinstance(a, Matrix) and isinstance(t, Matrix)):
-            rows_a, rows_t = (
-                rows if len(rows) == 1 or len(rows[0]) > 1 else [*zip(*rows, strict=True)]
-                for rows in (rows_a, rows_t)
-            )
-        return [*map(len, rows_a)] == [*map(len, rows_t)] and _all(
-            map(self._in_order, rows_a, rows_t)
-        )
-
-    def _in_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
-        return len(a) == len(t) and _all(map(self.answers, a, t))
-
-    def _in_any_order(self, a: Sequence[Answer], t: Sequence[Answer]) -> bool | None:
-        if len(a) != len(t):
+        if not (isinstance(answer, Matrix) and isinstance(truth, Matrix)):
+            answer_rows = _as_row(answer_rows)
+            truth_rows = _as_row(truth_rows)
+        if [len(row) for row in answer_rows] != [len(row) for row in truth_rows]:
             return False
-        if (
-            any(isinstance(part, Listing) and part.kind in ("{}", "or") for part in (*a, *t))
-            and len(a) > 4
-        ):
+        return _all(map(self._compare_in_order, answer_rows, truth_rows))
+
+    def _compare_in_order(self, answer: Sequence[Answer], truth: Sequence[Answer]) -> bool | None:
+        return len(answer) == len(truth) and _all(map(self.compare_answers, answer, truth))
+
+    def _compare_in_any_order(
+        self, answer: Sequence[Answer], truth: Sequence[Answer]
+    ) -> bool | None:
+        if len(answer) != len(truth):
+            return False
+        if len(answer) > 4 and any(map(_is_unordered, (*answer, *truth))):
             return None  # matching a set of sets takes a power of their sizes
-        left = list(t)
-        for part in a:
-            match = next((i for i, truth in enumerate(left) if self.answers(part, truth)), None)
-            if match is None:
+        unmatched = list(truth)
+        for part in answer:
+            index = self._first_equal(part, unmatched)
+            if index is None:
                 return False
-            del left[match]
+            del unmatched[index]
         return True
 
-
-def _names_a_sum(equation: Relation) -> bool:
-    """Whether the left side adds different variables up and the right one is their sum."""
-    terms = subtrees(equation.left)
-    names = [term for term in terms if isinstance(term, str)]
-    plain = all(
-        isinstance(term, str) or isinstance(term, tuple) and term[0] == "+" for term in terms
-    )
-    return (
-        equation.sign == "="
-        and plain
-        and len(set(names)) == len(names) > 1
-        and is_rational(equation.right)
-    )
+    def _first_equal(self, part: Answer, truths: Sequence[Answer]) -> int | None:
+        """The index of the first truth that an answer equals."""
+        for index, truth in enumerate(truths):
+            if self.compare_answers(part, truth):
+                return index
+        return None
 
 
-def _as_relation(answer: Labelled) -> Relation | None:
-    """`y = 2x + 1` as an equation of its two sides."""
-    equation = isinstance(answer.answer, Quantity) and len(answer.label) == 1
-    return Relation("=", answer.label, answer.answer.value) if equation else None
+# --- three-valued logic ---------------------------------------------------------------------------
 
 
-def _all(verdicts) -> bool | None:
-    """Three-valued: false if any is, else unknown if any is; stops at the first that is false."""
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    """False if any verdict is, else None if any is; stops at the first that is False."""
     result: bool | None = True
     for verdict in verdicts:
         if verdict is False:
@@ -359,51 +417,136 @@ def _all(verdicts) -> bool | None:
     return result
 
 
-def _units_agree(a: Quantity, t: Quantity) -> bool:
-    """The same unit, or one is missing; but a remainder modulo n equals a number only if the truth
-    has that unit."""
-    if a.unit.startswith("mod ") and a.unit != t.unit:
+# --- labels, approximations and relations ---------------------------------------------------------
+
+
+def _is_word(label: str) -> bool:
+    return len(label) > 2 and label[:3].isalpha()
+
+
+def _without_about(answer: Answer) -> Answer:
+    return answer.answer if isinstance(answer, About) else answer
+
+
+def _names_a_sum(equation: Relation) -> bool:
+    """Whether the left side adds different variables up and the right one is their sum."""
+    names = []
+    for tree in subtrees(equation.left):
+        if isinstance(tree, str):
+            names.append(tree)
+        elif not (isinstance(tree, tuple) and tree[0] == "+"):
+            return False
+    are_different = len(set(names)) == len(names) > 1
+    return equation.sign == "=" and are_different and is_rational(equation.right)
+
+
+def _as_relation(answer: Labelled) -> Relation | None:
+    """`y = 2x + 1` as an equation of its two sides."""
+    if isinstance(answer.answer, Quantity) and len(answer.label) == 1:
+        return Relation("=", answer.label, answer.answer.value)
+    return None
+
+
+# --- units, times and regions ---------------------------------------------------------------------
+
+
+def _units_agree(answer: Quantity, truth: Quantity) -> bool:
+    """Whether the units are the same, or one is missing.
+
+    A remainder modulo n equals a number only if the truth has that unit.
+    """
+    if answer.unit.startswith("mod ") and answer.unit != truth.unit:
         return False
-    return not a.unit or not t.unit or quantities.same_unit(a.unit, t.unit)
+    return not answer.unit or not truth.unit or quantities.same_unit(answer.unit, truth.unit)
 
 
-def _below_one(value: Node) -> bool:
+def _is_below_one(value: Node) -> bool:
     with suppress(Refused):
         return bool(0 < abs(real_value(value)) < 1)
     return False
 
 
-def _same_time(a: Clock, t: Clock) -> bool:
+def _same_time(answer: Clock, truth: Clock) -> bool:
     """The same time of day; without am or pm the same position on the dial, unless the other counts
     to 24."""
-    if a.half == t.half or (a.half and t.half):
-        return a.seconds == t.seconds
-    return "24" not in (a.half, t.half) and a.seconds % 43200 == t.seconds % 43200
+    if answer.half == truth.half or (answer.half and truth.half):
+        return answer.seconds == truth.seconds
+    if "24" in (answer.half, truth.half):
+        return False
+    return answer.seconds % _HALF_DAY == truth.seconds % _HALF_DAY
 
 
-def _same_region(a: Answer, t: Answer) -> bool:
+def _same_region(answer: Answer, truth: Answer) -> bool:
     with suppress(Refused):
-        return answers.as_region(a) == answers.as_region(t)
+        return answers.as_region(answer) == answers.as_region(truth)
     return False
 
 
-def _rows(answer: Answer) -> tuple[tuple[Answer, ...], ...] | None:
+# --- structures -----------------------------------------------------------------------------------
+
+_Rows = Sequence[Sequence[Answer]]
+
+
+def _labelled_parts(listing: Listing) -> list[Labelled]:
+    """The parts of a listing of the kind "=", which are all labelled."""
+    return [part for part in listing.parts if isinstance(part, Labelled)]
+
+
+def _only_member(listing: Listing) -> Quantity | None:
+    """The 5 of {5}; None for other listings: {∅} is not ∅."""
+    if listing.kind != "{}" or len(listing.parts) != 1:
+        return None
+    member = listing.parts[0]
+    return member if isinstance(member, Quantity) else None
+
+
+def _is_unordered(answer: Answer) -> bool:
+    return isinstance(answer, Listing) and answer.kind in ("{}", "or")
+
+
+def _rows(answer: Answer) -> _Rows | None:
     """The rows of a matrix, of a list of lists, or of a vector written as a tuple."""
     if isinstance(answer, Matrix):
         return answer.rows
     if not isinstance(answer, Listing) or answer.kind not in ("()", "[]", "⟨⟩", "{}"):
         return None
-    nested = [isinstance(part, Listing) for part in answer.parts]
-    if all(nested) and len({(part.kind, len(part.parts)) for part in answer.parts}) == 1:
-        return tuple(part.parts for part in answer.parts)
-    return None if any(nested) or answer.kind == "{}" else (answer.parts,)
+    rows = [part for part in answer.parts if isinstance(part, Listing)]
+    if not rows:
+        return None if answer.kind == "{}" else (answer.parts,)
+    shapes = {(row.kind, len(row.parts)) for row in rows}
+    if len(rows) != len(answer.parts) or len(shapes) != 1:
+        return None
+    return [row.parts for row in rows]
 
 
-def _as_vector(answer: Quantity, size: int) -> Listing:
-    """The components of `2i + 3j` in unit vectors."""
-    zero = dict.fromkeys(_HATS, Fraction(0))
-    parts = (
-        ("-", substitute(answer.value, zero | {hat: Fraction(1)}), substitute(answer.value, zero))
-        for hat in _HATS[:size]
-    )
-    return Listing("⟨⟩", tuple(map(Quantity, parts)))
+def _as_row(rows: _Rows) -> _Rows:
+    """A column as a row; other rows as they are."""
+    if len(rows) == 1 or len(rows[0]) > 1:
+        return rows
+    return list(zip(*rows, strict=True))
+
+
+def _has_unit_vectors(quantity: Quantity) -> bool:
+    return not variables(quantity.value).isdisjoint(_UNIT_VECTORS)
+
+
+def _vector_size(answer: Answer) -> int:
+    """The number of components that a vector must have to equal an answer; 0 if none can."""
+    if isinstance(answer, Listing):
+        return len(answer.parts)
+    if isinstance(answer, Matrix):
+        return max(len(answer.rows), len(answer.rows[0]))
+    return 0
+
+
+def _as_vector(answer: Quantity, size: int) -> Listing | None:
+    """The components of `2i + 3j` in two or three unit vectors; None for other sizes."""
+    if size not in (2, 3):
+        return None
+    zero: dict[str, Node] = dict.fromkeys(_UNIT_VECTORS, Fraction(0))
+    origin = substitute(answer.value, zero)
+    components = []
+    for unit_vector in _UNIT_VECTORS[:size]:
+        end = substitute(answer.value, zero | {unit_vector: Fraction(1)})
+        components.append(Quantity(("-", end, origin)))
+    return Listing("⟨⟩", tuple(components))

@@ -1,12 +1,15 @@
-"""The parser of expressions in a subset of maths and LaTeX. The text is hostile: it is never
-evaluated as Python nor handed to sympy, which computes eagerly (`Integer(9)**Integer(9)**...`). Its
-size is bounded here, that of its values in `values.py`."""
+"""The parser of expressions in a subset of maths and LaTeX.
+
+The text is hostile: it is never evaluated as Python nor handed to sympy, which computes eagerly
+(`Integer(9)**Integer(9)**...`). Its size is bounded here, that of its values in `values.py`.
+"""
 
 import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from alignment.rewards.grading.text import PATTERNS, TABLES
+from alignment.rewards.grading import patterns
+from alignment.rewards.grading.notation import TABLES
 
 MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
 MAX_DEPTH = 30  # of brackets, powers and signs inside each other
@@ -18,75 +21,68 @@ class Refused(ValueError):
 
 
 class NoAnswer(Refused):
-    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap, so
-    math-verify is not needed."""
+    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap.
+
+    So math-verify is not needed.
+    """
 
 
 def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fraction:
-    """The value of a decimal number with a power of ten, or of one whose last digits `period`
-    repeat without end."""
+    """The value of a decimal number with a power of ten.
+
+    The digits of `period`, where given, follow those of `number` without end.
+    """
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
         raise Refused("too many digits")
     value = Fraction(digits.rstrip(".") or 0)
     if period:
-        value += Fraction(
-            int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2])
-        )
-    value = -value if sign == "-" else value
-    return value * Fraction(10) ** int(exponent) if exponent else value
+        # 0.1(6) = 0.1 + 6 / (9 * 10^1)
+        decimals = len(digits.partition(".")[2])
+        nines = 10 ** len(period) - 1
+        value += Fraction(int(period), nines * 10**decimals)
+    if sign == "-":
+        value = -value
+    if exponent:
+        value *= Fraction(10) ** int(exponent)
+    return value
 
 
-# a number, a name (a command with its backslash), or an operation with its operands
+# A number, a name (a command with its backslash), or an operation with its operands.
 Node = Fraction | str | tuple
 
-GREEK, CAPITALS = list(TABLES["greek"]), list(TABLES["greek_capitals"])
+GREEK = list(TABLES["greek"])
+CAPITALS = list(TABLES["greek_capitals"])
 TRIGONOMETRIC = ["sin", "cos", "tan", "cot", "sec", "csc"]
 _INVERSES = {
-    f"{prefix}{name}": f"arc{name}" for prefix in ("arc", "a") for name in ("sin", "cos", "tan")
+    "arcsin": "arcsin",
+    "arccos": "arccos",
+    "arctan": "arctan",
+    "asin": "arcsin",
+    "acos": "arccos",
+    "atan": "arctan",
 }
-FUNCTIONS = [
-    *TRIGONOMETRIC,
-    *_INVERSES,
-    *["sinh", "cosh", "tanh", "sqrt", "cbrt", "log", "lg", "ln", "exp", "abs", "floor", "ceil"],
-]
-_COMMANDS = {
-    *GREEK,
-    *CAPITALS,
-    *FUNCTIONS,
-    *[
-        "pi",
-        "frac",
-        "binom",
-        "degree",
-        "overline",
-        "lfloor",
-        "rfloor",
-        "lceil",
-        "rceil",
-        "ihat",
-        "jhat",
-        "khat",
-    ],
-}
-# that need no backslash
-NAMES = {*GREEK, *FUNCTIONS, "pi"} - {
-    "eta",
-    "nu",
-    "xi",
-    "mu",
-    "chi",
-    "lg",
-    "tau",
-    "rho",
-}
+_OTHER_FUNCTIONS = "sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil"
+FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *_OTHER_FUNCTIONS.split()]
+_OTHER_COMMANDS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat"
+_COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_OTHER_COMMANDS.split()}
+
+# Names that need no backslash. The ones left out are too short to tell from products of variables.
+NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
+
+_CONSTANTS = {r"\pi", "e", "i"}
+
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
-    rf"(?P<other>{PATTERNS.number.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
+    rf"(?P<other>{patterns.NUMBER.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
+# A proper fraction after a whole number, from tokens joined by spaces: 1 / 2, \frac { 1 } { 2 }.
+_PROPER_FRACTION = re.compile(r"([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) }(?: |$)")
+_END = ""  # the token behind the last one
 _BRACKETS = ("(", "[", "{")
-_CLOSING = TABLES["closing"]
+# For each opening sign the closing one, and the function of what stands between them.
+_CLOSING: dict[str, list[str]] = TABLES["closing"]
 
 
 def _tokens(text: str) -> list[str]:
@@ -97,44 +93,50 @@ def _tokens(text: str) -> list[str]:
         raise Refused("not an expression")
     if {match["command"] for match in matches} - _COMMANDS - {None}:
         raise Refused("unknown command")
-    # four that are in no name
-    if any(len(_NAME.sub("", letters)) > 3 for letters in PATTERNS.bare_letters.findall(text)):
-        raise Refused("a word")
+    for letters in patterns.BARE_LETTERS.findall(text):
+        # Four letters that belong to no name are a word; up to three are a product.
+        if len(_NAME.sub("", letters)) > 3:
+            raise Refused("a word")
     if len(matches) > MAX_TOKENS:
         raise Refused("too long an expression")
-    return [*(match["other"] or f"\\{match['command'] or match['name']}" for match in matches), ""]
+    tokens = []
+    for match in matches:
+        name = match["command"] or match["name"]
+        tokens.append(match["other"] or f"\\{name}")
+    return [*tokens, _END]
 
 
 def parse_expression(text: str) -> Node:
     """The tree of an expression. Raises `Refused` for anything else."""
     parser = _Parser(_tokens(text))
     node = parser.sum()
-    parser.expect("")
+    parser.expect(_END)
     return node
 
 
 def subtrees(node: Node) -> list[Node]:
-    """The tree and every tree in it."""
-    return (
-        [node, *(subtree for part in node[1:] for subtree in subtrees(part))]
-        if isinstance(node, tuple)
-        else [node]
-    )
+    """The tree and every tree in it, parents first."""
+    trees = [node]
+    if isinstance(node, tuple):
+        for part in node[1:]:
+            trees += subtrees(part)
+    return trees
 
 
 def variables(node: Node) -> set[str]:
     """The names of a tree, constants excluded."""
-    return {name for name in subtrees(node) if isinstance(name, str)} - {r"\pi", "e", "i"}
+    return {name for name in subtrees(node) if isinstance(name, str)} - _CONSTANTS
 
 
 def is_rational(node: Node) -> bool:
-    """Whether the tree is numbers and the four operations only, so that its value is one exact
-    fraction."""
+    """Whether the tree is numbers and the four operations only, also with whole powers.
+
+    Its value is then one exact fraction.
+    """
     match node:
         case ("^", base, exponent):
-            return (
-                isinstance(exponent, Fraction) and exponent.denominator == 1 and is_rational(base)
-            )
+            is_whole = isinstance(exponent, Fraction) and exponent.denominator == 1
+            return is_whole and is_rational(base)
         case ("+" | "-" | "*" | "/", left, right):
             return is_rational(left) and is_rational(right)
     return isinstance(node, Fraction)
@@ -145,16 +147,24 @@ class _Parser:
     atom."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, False
+        self.tokens = tokens
+        self.position = 0
+        self.depth = 0
+        self.inside_bars = False
 
     @property
     def next(self) -> str:
-        return self.tokens[self.at]
+        return self.tokens[self.position]
 
-    def take(self, *wanted: str) -> str:
-        """Take and return the next token if it is one of `wanted`; else return "" and take
-        nothing."""
-        return self.advance() if self.next in wanted else ""
+    @property
+    def previous(self) -> str:
+        return self.tokens[self.position - 1]
+
+    def take(self, *tokens: str) -> str:
+        """Take and return the next token if it is one of `tokens`; else take nothing, return ""."""
+        if self.next in tokens:
+            return self.advance()
+        return ""
 
     def expect(self, token: str) -> None:
         if self.advance() != token:
@@ -170,8 +180,8 @@ class _Parser:
         return node
 
     def advance(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1]
+        self.position += 1
+        return self.tokens[self.position - 1]
 
     def sum(self) -> Node:
         node = self.product()
@@ -184,17 +194,16 @@ class _Parser:
         while True:
             if sign := self.take("*", "/"):
                 node = (sign, node, self.signed())
-            elif self.starts_factor() or (
-                self.tokens[self.at - 1] == "!" and self.next[:1].isdigit()
-            ):
-                # 3!7!
+            elif self.starts_factor() or self.starts_number_after_factorial():
                 node = ("*", node, self.power())
             else:
                 return node
 
     def starts_factor(self) -> bool:
-        """Whether an unsigned factor follows. A number does not count: `1 2`, `x 2` and `1{2}` are
-        no products."""
+        """Whether an unsigned factor follows.
+
+        A number does not count: `1 2`, `x 2` and `1{2}` are no products.
+        """
         token = self.next
         if token in (r"\rfloor", r"\rceil", r"\degree"):
             return False
@@ -202,19 +211,23 @@ class _Parser:
             token[:1].isalpha()
             or token[:1] == "\\"
             or token in ("(", "[")
-            or (token == "|" and not self.bars)
+            or (token == "|" and not self.inside_bars)
         )
 
+    def starts_number_after_factorial(self) -> bool:
+        """Whether the 7 of 3!7! follows."""
+        return self.previous == "!" and self.next[:1].isdigit()
+
     def signed(self) -> Node:
-        return (
-            (sign, Fraction(0), self.nested(self.signed))
-            if (sign := self.take("+", "-"))
-            else self.power()
-        )
+        if sign := self.take("+", "-"):
+            return (sign, Fraction(0), self.nested(self.signed))
+        return self.power()
 
     def power(self) -> Node:
         node = self.postfix()
-        return ("^", node, self.nested(self.signed)) if self.take("^", "**") else node
+        if self.take("^", "**"):
+            return ("^", node, self.nested(self.signed))
+        return node
 
     def postfix(self) -> Node:
         """An atom with its factorial or degree sign: 5!, 30\\degree."""
@@ -233,8 +246,10 @@ class _Parser:
         token = self.advance()
         if token[:1].isdigit() or token[:1] == ".":
             return self.mixed(self.repeating(token))
-        if token in (r"\frac", r"\binom"):
-            return ("/" if token == r"\frac" else "binom", self.argument(), self.argument())
+        if token == r"\frac":
+            return ("/", self.argument(), self.argument())
+        if token == r"\binom":
+            return ("binom", self.argument(), self.argument())
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
         if token.isalpha() or (token[:1] == "\\" and token != r"\overline"):
@@ -243,19 +258,22 @@ class _Parser:
 
     def subscripted(self, name: str) -> str:
         """A variable with its subscript, x_1 or a_{12}, as one name."""
-        if name in (r"\pi", "e", "i") or not self.take("_"):
+        if name in _CONSTANTS or not self.take("_"):
             return name
-        braces = bool(self.take("{"))
-        start = self.at
-        while braces and self.next.isalnum():
-            self.at += 1
-        self.at += not braces
-        subscript = "".join(self.tokens[start : self.at])
-        if not subscript.isalnum() or len(subscript) > 4:
-            raise Refused("not a subscript")
-        if braces:
+        if self.take("{"):
+            subscript = ""
+            while self.next.isalnum():
+                subscript += self.advance()
+            self.require_subscript(subscript)
             self.expect("}")
+        else:
+            subscript = self.advance()
+            self.require_subscript(subscript)
         return f"{name}_{subscript}"
+
+    def require_subscript(self, text: str) -> None:
+        if not text.isalnum() or len(text) > 4:
+            raise Refused("not a subscript")
 
     def repeating(self, token: str) -> Fraction:
         r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is
@@ -271,13 +289,16 @@ class _Parser:
 
     def group(self) -> Node:
         """A bracket, or what stands between other signs that belong together."""
-        opening, bars = self.advance(), self.bars
+        opening = self.advance()
         closing, function = _CLOSING[opening]
-        self.bars = opening == "|"
+        outer = self.inside_bars
+        self.inside_bars = opening == "|"
         node = self.nested(self.sum)
         self.expect(closing)
-        self.bars = bars
-        return (function, node) if function else node
+        self.inside_bars = outer
+        if function:
+            return (function, node)
+        return node
 
     def argument(self) -> Node:
         r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or
@@ -289,41 +310,59 @@ class _Parser:
         if not (len(self.next) == 1 and self.next.isalnum()):
             raise Refused("expected an argument")
         token = self.advance()
-        return Fraction(token) if token.isdigit() else token
+        if token.isdigit():
+            return Fraction(token)
+        return token
 
     def mixed(self, whole: Fraction) -> Node:
         r"""`3 1/2` and `3\frac{1}{2}`: a whole number and a proper fraction side by side are added,
         not multiplied."""
-        shape = re.compile(r"([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) }(?: |$)")
-        match = (
-            shape.match(" ".join(self.tokens[self.at : self.at + 7]))
-            if whole.denominator == 1
-            else None
-        )
+        if whole.denominator != 1:
+            return whole
+        tokens = self.tokens[self.position : self.position + 7]
+        match = _PROPER_FRACTION.match(" ".join(tokens))
         if match is None:
             return whole
         top, bottom = (Fraction(part) for part in match.groups() if part)
         if top >= bottom:
             raise Refused("neither a mixed number nor clearly a product")
-        self.at += 3 if match[1] else 7
+        self.position += len(match[0].split())
         return whole + top / bottom
 
     def function(self, name: str) -> Node:
         r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit
         product: \sin 2x."""
         if name in ("sqrt", "cbrt"):
-            root = self.group() if self.next == "[" else Fraction(2 if name == "sqrt" else 3)
-            return ("^", self.argument(), ("/", Fraction(1), root))
-        base = self.argument() if name == "log" and self.take("_") else Fraction(10)
-        exponent = self.argument() if self.take("^") else Fraction(1)
+            return self.root(name)
+        base: Node = Fraction(10)
+        if name == "log" and self.take("_"):
+            base = self.argument()
+        exponent: Node = Fraction(1)
+        if self.take("^"):
+            exponent = self.argument()
         if exponent == ("-", Fraction(0), Fraction(1)):
             if f"arc{name}" not in _INVERSES.values():
                 raise Refused("an inverse function or a reciprocal")
-            name, exponent = f"arc{name}", Fraction(1)
-        operand = self.group() if self.next in _BRACKETS else self.nested(self.bare_operand)
-        name = _INVERSES.get(name, name)
-        node = ("/", ("ln", operand), ("ln", base)) if name in ("log", "lg") else (name, operand)
-        return node if exponent == 1 else ("^", node, exponent)
+            name = f"arc{name}"
+            exponent = Fraction(1)
+        in_brackets = self.next in _BRACKETS
+        operand = self.group() if in_brackets else self.nested(self.bare_operand)
+        node: Node = (_INVERSES.get(name, name), operand)
+        if name in ("log", "lg"):
+            node = ("/", ("ln", operand), ("ln", base))
+        if exponent == 1:
+            return node
+        return ("^", node, exponent)
+
+    def root(self, name: str) -> Node:
+        r"""\sqrt x, \sqrt[n]{x} or \cbrt x as a power of x."""
+        if self.next == "[":
+            degree = self.group()
+        elif name == "sqrt":
+            degree = Fraction(2)
+        else:
+            degree = Fraction(3)
+        return ("^", self.argument(), ("/", Fraction(1), degree))
 
     def bare_operand(self) -> Node:
         node = self.power()

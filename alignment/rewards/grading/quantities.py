@@ -5,7 +5,15 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from alignment.rewards.grading.answers import About, Answer, Clock, Listing, Quantity
+from alignment.rewards.grading import patterns
+from alignment.rewards.grading.answers import (
+    About,
+    Answer,
+    Clock,
+    Listing,
+    Quantity,
+    are_quantities,
+)
 from alignment.rewards.grading.expressions import (
     NAMES,
     TRIGONOMETRIC,
@@ -15,121 +23,18 @@ from alignment.rewards.grading.expressions import (
     fraction,
     parse_expression,
 )
-from alignment.rewards.grading.text import PATTERNS, TABLES, split
+from alignment.rewards.grading.notation import TABLES
+from alignment.rewards.grading.text import split
 
-_UNIT_NAMES = {
-    name + plural: unit
-    for unit, names in TABLES["units"].items()
-    for name in (unit, *names.split())
-    for plural in ("", "s")[: 1 + (len(name) > 2 and name.isascii())]  # "ms" is no plural of m
-}
-_POWER_WORDS = {
-    "square": 2,
-    "sq": 2,
-    "sq.": 2,
-    "cubic": 3,
-    "cu": 3,
-    "cu.": 3,
-    "squared": 2,
-    "cubed": 3,
-}
-SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
-_NOT_UNITS, _QUALIFYING = (
-    frozenset(TABLES[name].split()) for name in ("no_units", "qualifying_words")
-)
-_BELOW_HUNDRED = dict(
-    zip(TABLES["cardinals"].split(), (*range(20), *range(20, 100, 10)), strict=True)
-)
-SCALES = TABLES["scales"]
+_NOT_UNITS = frozenset(TABLES["no_units"].split())
+_QUALIFYING = frozenset(TABLES["qualifying_words"].split())
+SCALES: dict[str, int] = TABLES["scales"]
+
+_CARDINALS = (*range(20), *range(20, 100, 10))
+_BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), _CARDINALS, strict=True))
 
 
-def without_trailing_words(text: str) -> str:
-    """The text without a trailing "in total", "of the apples" or the like; keeps them if they hold
-    a number or `_NOT_UNITS`."""
-    match = PATTERNS.trailing_words.search(text)
-    words = match[0].split() if match else []
-    removable = _NOT_UNITS.isdisjoint(words) and not any(
-        number_in_words(word) is not None for word in words
-    )
-    return text[: match.start()] if match and removable else text
-
-
-def read_unit(text: str) -> str:
-    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words. A unit is a
-    product of `_UNIT_NAMES` with powers, or a ratio of two, or up to three words that end in a
-    plural noun."""
-    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text)
-    text = text.replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
-    text = TABLES["unit_abbreviations"].get(text.lower(), text)
-    text = re.sub(
-        r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b", lambda m: f"°{m[1][0].upper()}", text
-    ).strip()
-    numerator, per, denominator = re.sub(
-        r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?", "/", text, count=1
-    ).partition("/")
-    powers, below = _product(numerator), _product(denominator)
-    if not powers or (per and not below):
-        return ""
-    powers.subtract(below)
-    names = {
-        name: f"{name}^{abs(power)}".removesuffix("^1") for name, power in sorted(powers.items())
-    }
-    top, bottom = (
-        "*".join(name for key, name in names.items() if powers[key] * sign > 0) for sign in (1, -1)
-    )
-    return f"{top}/{bottom}" if bottom else top
-
-
-def _product(text: str) -> Counter[str]:
-    """{factor: power} of a unit; {noun: 1} of a plural noun with its adjectives; {} of anything
-    else."""
-    head, of, _ = text.strip().partition(" of ")  # 5 cups of flour are 5 cups
-    text = head if of and re.fullmatch("[a-z ]+", text) else text.strip()
-    factors = list(PATTERNS.factor.finditer(text))
-    powers: Counter[str] = Counter()
-    last, pending_power = "", 1
-    for factor in factors:
-        word, power = factor.groups()
-        lowered, bare = word.lower(), word.rstrip(".")
-        if lowered in ("squared", "cubed") and last:
-            powers[last] *= _POWER_WORDS[lowered]
-        elif lowered in _POWER_WORDS and not last:
-            pending_power = _POWER_WORDS[lowered]
-        elif last := _UNIT_NAMES.get(bare) or _UNIT_NAMES.get(
-            lowered.rstrip(".") if len(bare) > 2 - bare.isupper() else ""
-        ):
-            powers[last] += int(power or pending_power)
-            pending_power = 1
-        else:
-            return Counter(filter(None, [_plural_noun(text)]))
-    return powers if "".join(factor[0] for factor in factors) == text else Counter()
-
-
-def _plural_noun(text: str) -> str:
-    words = text.lower().split()
-    if not re.fullmatch(
-        "[a-z]{3,}(?: [a-z]{3,}){0,2}", " ".join(words)
-    ) or not _NOT_UNITS.isdisjoint(words):
-        return ""
-    number = any(
-        number_in_words(word) is not None or PATTERNS.number_noun.fullmatch(word) for word in words
-    )
-    if number or (len(words) == 1 and words[0].endswith(("ed", "ly"))):
-        return ""
-    known = words[-1] in _UNIT_NAMES and len(words[-1]) > 2
-    return (
-        " ".join(words)
-        if known or PATTERNS.plural.fullmatch(words[-1]) and not words[-1].endswith(("eds", "lys"))
-        else ""
-    )
-
-
-def same_unit(a: str, b: str) -> bool:
-    """Whether two units are the same; "marbles" match "red marbles", which do not match "blue
-    marbles"."""
-    if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
-        return True
-    return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
+# --- numbers in words -----------------------------------------------------------------------------
 
 
 def number_in_words(text: str) -> Fraction | None:
@@ -141,12 +46,195 @@ def number_in_words(text: str) -> Fraction | None:
         value = number_in_words(" ".join(words[1:]))
         return None if value is None else -value
     if "and" in words:
-        at = words.index("and")
-        whole, part = _cardinal(words[:at]), _fraction(words[at + 1 :])
+        position = words.index("and")
+        whole = _cardinal_in_words(words[:position])
+        part = _fraction_in_words(words[position + 1 :])
         if whole is not None and part is not None:
             return whole + part
-    part = _fraction(words)
-    return part if part is not None else _cardinal([word for word in words if word != "and"])
+    part = _fraction_in_words(words)
+    if part is not None:
+        return part
+    return _cardinal_in_words([word for word in words if word != "and"])
+
+
+def _is_number(word: str) -> bool:
+    return number_in_words(word) is not None
+
+
+def _fraction_in_words(words: list[str]) -> Fraction | None:
+    """The value of "a half" or "two thirds"."""
+    if not words:
+        return None
+    *numerator, noun = words
+    bottom = TABLES["denominators"].get(noun.removesuffix("s"))
+    # "half" alone is a number, but "third" alone is a rank.
+    if bottom is None or (not numerator and bottom != 2):
+        return None
+    if numerator in ([], ["a"], ["one"]):
+        return Fraction(1) / bottom
+    top = _cardinal_in_words(numerator)
+    return None if top is None else top / bottom
+
+
+def _cardinal_in_words(words: list[str]) -> Fraction | None:
+    """The value of a whole number in words."""
+    total = 0
+    current = 0  # what the next scale multiplies: the 25 of "twenty-five thousand"
+    for word in words:
+        if word in _BELOW_HUNDRED:
+            current += _BELOW_HUNDRED[word]
+        elif word in ("hundred", "dozen") and total + current:
+            current *= SCALES[word]
+        elif word in SCALES and current:
+            total += current * SCALES[word]
+            current = 0
+        else:
+            return None
+    return Fraction(total + current) if words else None
+
+
+# --- units ----------------------------------------------------------------------------------------
+
+
+def _names_of_units() -> dict[str, str]:
+    """Each name of a unit, with plurals in -s, and the unit's canonical name."""
+    units: dict[str, str] = {}
+    for unit, other_names in TABLES["units"].items():
+        for name in (unit, *other_names.split()):
+            units[name] = unit
+            if len(name) > 2 and name.isascii():  # "ms" is no plural of m
+                units[f"{name}s"] = unit
+    return units
+
+
+_UNIT_NAMES = _names_of_units()
+_POWER_BEFORE = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
+_POWER_AFTER = {"squared": 2, "cubed": 3}
+_POWER_WORDS = _POWER_BEFORE | _POWER_AFTER
+SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
+
+_DEGREES = re.compile(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b")
+# "/", "per", and the article of "dollars an hour".
+_PER = re.compile(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?")
+
+
+def without_trailing_words(text: str) -> str:
+    """The text without a trailing "in total", "of the apples" or the like.
+
+    They stay where they hold a number or a word of `_NOT_UNITS`.
+    """
+    match = patterns.TRAILING_WORDS.search(text)
+    if match is None:
+        return text
+    words = match[0].split()
+    if not _NOT_UNITS.isdisjoint(words) or any(map(_is_number, words)):
+        return text
+    return text[: match.start()]
+
+
+def read_unit(text: str) -> str:
+    """The canonical name of a unit, such as "cm^2" or "dollar/h"; "" for other words.
+
+    A unit is a product of names with powers, or a ratio of two, or up to three words that end in a
+    plural noun.
+    """
+    numerator, per, denominator = _PER.sub("/", _spell_unit(text), count=1).partition("/")
+    powers = _unit_powers(numerator)
+    powers_below = _unit_powers(denominator)
+    if not powers or (per and not powers_below):
+        return ""
+    powers.subtract(powers_below)
+    factors = sorted(powers.items())
+    top = "*".join(_write_power(name, power) for name, power in factors if power > 0)
+    bottom = "*".join(_write_power(name, -power) for name, power in factors if power < 0)
+    return f"{top}/{bottom}" if bottom else top
+
+
+def _spell_unit(text: str) -> str:
+    """The text with one character for each sign, and abbreviations written out."""
+    text = re.sub(r"\\degree ?([CF])\b", r"°\1", text)
+    text = text.replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
+    text = TABLES["unit_abbreviations"].get(text.lower(), text)
+    return _DEGREES.sub(lambda match: f"°{match[1][0].upper()}", text).strip()
+
+
+def _write_power(name: str, power: int) -> str:
+    return name if power == 1 else f"{name}^{power}"
+
+
+def _unit_powers(text: str) -> Counter[str]:
+    """{factor: power} of a unit; {noun: 1} of a plural noun with its adjectives; {} of anything
+    else."""
+    head, separator, _ = text.strip().partition(" of ")
+    # 5 cups of flour are 5 cups.
+    has_substance = separator and re.fullmatch("[a-z ]+", text)
+    text = head if has_substance else text.strip()
+
+    factors = list(patterns.FACTOR.finditer(text))
+    powers: Counter[str] = Counter()
+    unit = ""
+    power_before = 1
+    for factor in factors:
+        word = factor[1]
+        lowered = word.lower()
+        if lowered in _POWER_AFTER and unit:
+            powers[unit] *= _POWER_AFTER[lowered]
+            continue
+        if lowered in _POWER_WORDS and not unit:
+            power_before = _POWER_WORDS[lowered]
+            continue
+        unit = _unit_of_word(word)
+        if not unit:
+            noun = _plural_noun(text)
+            return Counter([noun] if noun else [])
+        powers[unit] += int(factor[2] or power_before)
+        power_before = 1
+    if "".join(factor[0] for factor in factors) != text:
+        return Counter()
+    return powers
+
+
+def _unit_of_word(word: str) -> str:
+    """The unit that a word names; "" if none.
+
+    A longer name may be in any case. Of two letters both may be capitals, KM, but not one, Km.
+    """
+    name = word.rstrip(".")
+    if name in _UNIT_NAMES:
+        return _UNIT_NAMES[name]
+    shortest = 2 if name.isupper() else 3
+    if len(name) < shortest:
+        return ""
+    return _UNIT_NAMES.get(name.lower(), "")
+
+
+def _plural_noun(text: str) -> str:
+    """Up to three words that end in a plural noun, in lower case; "" for anything else."""
+    words = text.lower().split()
+    noun = " ".join(words)
+    if not re.fullmatch("[a-z]{3,}(?: [a-z]{3,}){0,2}", noun) or not _NOT_UNITS.isdisjoint(words):
+        return ""
+    for word in words:
+        if _is_number(word) or patterns.NUMBER_NOUN.fullmatch(word):
+            return ""
+    last = words[-1]
+    if len(words) == 1 and last.endswith(("ed", "ly")):
+        return ""
+    if last in _UNIT_NAMES and len(last) > 2:
+        return noun
+    if patterns.PLURAL.fullmatch(last) and not last.endswith(("eds", "lys")):
+        return noun
+    return ""
+
+
+def same_unit(a: str, b: str) -> bool:
+    """Whether two units are the same.
+
+    "marbles" match "red marbles", which do not match "blue marbles".
+    """
+    if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
+        return True
+    return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
 
 
 def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
@@ -155,139 +243,139 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
         whole, top, bottom = map(int, mixed.groups())
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
     words = text.split(" ")
+    # The unit is at most three words at the end.
     for end in range(len(words), max(0, len(words) - 4), -1):
         value = number_in_words(" ".join(words[:end]))
-        unit = "" if value is None else read_unit(" ".join(words[end:]))
-        if unit or (value is not None and end == len(words)):
+        if value is None:
+            continue
+        unit = read_unit(" ".join(words[end:]))
+        if unit or end == len(words):
             return Quantity(value, unit)
     return None
 
 
-def _fraction(words: list[str]) -> Fraction | None:
-    """The value of "a half" or "two thirds"."""
-    bottom = TABLES["denominators"].get(words[-1].removesuffix("s")) if words else None
-    if bottom is None or (len(words) == 1 and bottom != 2):
-        return None
-    top = Fraction(1) if words[:-1] in ([], ["a"], ["one"]) else _cardinal(words[:-1])
-    return None if top is None else top / bottom
-
-
-def _cardinal(words: list[str]) -> Fraction | None:
-    """The value of a whole number in words."""
-    total = current = 0
-    for word in words:
-        if word in _BELOW_HUNDRED:
-            current += _BELOW_HUNDRED[word]
-        elif word in ("hundred", "dozen") and total + current:
-            current *= SCALES[word]
-        elif word in SCALES and current:
-            total, current = total + current * SCALES[word], 0
-        else:
-            return None
-    return Fraction(total + current) if words else None
+# --- words, options and sentences -----------------------------------------------------------------
 
 
 def plain_words(text: str) -> str:
     """A text of nothing but words, in one spelling; "" for any other text."""
-    if (
-        not PATTERNS.words.fullmatch(text)
-        or len(text) < 2
-        or not NAMES.isdisjoint(re.findall("[A-Za-z]+", text))
-    ):
+    if len(text) < 2 or not patterns.WORDS.fullmatch(text):
         return ""
-    if (
-        PATTERNS.no_word.fullmatch(text)
-        or not re.search(r"[^\W\d_]{2}", text)
-        or quantity_in_words(text) is not None
-    ):
+    if not NAMES.isdisjoint(re.findall("[A-Za-z]+", text)):
         return ""
-    return " ".join(
-        PATTERNS.article.sub("", text.casefold().replace("-", " ").replace("'", "")).split()
-    )
+    if patterns.LETTER_PRODUCT.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text):
+        return ""
+    if quantity_in_words(text) is not None:
+        return ""
+    spelled = text.casefold().replace("-", " ").replace("'", "")
+    return " ".join(patterns.ARTICLE.sub("", spelled).split())
 
 
 def same_options(answer: str, truth: str) -> bool:
-    """Whether both name the same option, the answer also with its text, "(B) 12", or the same set
-    of options."""
+    """Whether both name the same option, or the same set of options.
+
+    The answer may give the option with its text, "(B) 12".
+    """
     options = option_letters(truth)
-    if not options or options == option_letters(answer):
-        return bool(options)
-    named = PATTERNS.option_text.fullmatch(answer)
-    several = named is None or PATTERNS.other_option.search(named[3]) or qualified(named[3])
-    return not several and options == {(named[1] or named[2]).lower()}
+    if not options:
+        return False
+    if options == option_letters(answer):
+        return True
+    named = patterns.OPTION_TEXT.fullmatch(answer)
+    if named is None or patterns.OTHER_OPTION.search(named[3]) or qualified(named[3]):
+        return False
+    letter = named[1] or named[2]
+    return options == {letter.lower()}
 
 
 def option_letters(text: str) -> frozenset[str]:
     """The letter of "(A)", "A." or "option A", or those of `A, C`, `AC` or `A and C`, in lower
     case; empty if none."""
-    if one := PATTERNS.option.fullmatch(text):
-        return frozenset(one[1].lower())
+    if single := patterns.OPTION.fullmatch(text):
+        return frozenset(single[1].lower())
     letters = re.findall("[A-J]", text)
-    several = PATTERNS.options.fullmatch(text) and len(set(letters)) == len(letters)
-    return frozenset(map(str.lower, letters)) if several else frozenset()
+    if patterns.OPTIONS.fullmatch(text) and len(set(letters)) == len(letters):
+        return frozenset(letter.lower() for letter in letters)
+    return frozenset()
 
 
 def qualified(text: str) -> bool:
     """Whether a text denies, hedges, offers a choice or describes a calculation."""
-    return any(
-        word in _QUALIFYING or word.endswith("n't") for word in re.findall("[a-z']+", text.lower())
-    )
+    words = re.findall("[a-z']+", text.lower())
+    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
 
 
 def answer_in_sentence(text: str) -> str:
-    """The answer in a plain sentence, 15 in "So there are 15 ways"; "" if the sentence denies,
-    hedges or offers a choice."""
-    if (match := PATTERNS.sentence.fullmatch(text)) is None or qualified(text):
+    """The answer in a plain sentence, 15 in "So there are 15 ways".
+
+    "" if the sentence denies, hedges or offers a choice.
+    """
+    sentence = patterns.SENTENCE.fullmatch(text)
+    if sentence is None or qualified(text):
         return ""
-    answer, _, rest = re.fullmatch(
-        r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?", match[1]
-    ).groups()
-    return "" if any(number_in_words(word) is not None for word in (rest or "").split()) else answer
+    predicate = patterns.SENTENCE_END.fullmatch(sentence[1])
+    if predicate is None:
+        return ""
+    words_after = (predicate[3] or "").split()
+    return "" if any(map(_is_number, words_after)) else predicate[1]
 
 
 def words_in_sentence(words: str) -> str:
-    """The predicate of a plain sentence, "odd" in "the function is odd"; "" if the sentence denies
-    or hedges."""
-    match = PATTERNS.words_in_sentence.fullmatch(words)
+    """The predicate of a plain sentence, "odd" in "the function is odd".
+
+    "" if the sentence denies or hedges.
+    """
+    match = patterns.PREDICATE.fullmatch(words)
     return "" if match is None or qualified(words) else match[1]
 
 
 def two_forms(text: str) -> tuple[str, str] | None:
-    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`; None for anything
-    else."""
-    match = PATTERNS.same_again.fullmatch(text)
-    return (
-        None
-        if match is None or any(map(PATTERNS.same_again.fullmatch, match.groups()))
-        else (match[1], match[2])
-    )
+    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`.
+
+    None for anything else.
+    """
+    match = patterns.SAME_AGAIN.fullmatch(text)
+    if match is None or any(map(patterns.SAME_AGAIN.fullmatch, match.groups())):
+        return None
+    return match[1], match[2]
 
 
 def without_clause(text: str) -> str:
-    """The text without a closing "k ∈ ℤ", which a free parameter implies; the parameter is renamed
-    to n."""
-    match = re.search(r"(?:, ?| )(?:where |for |with )", text) or re.search(
-        r", ?(?=[a-z] ?∈)| (?=for integers?\b)", text
-    )
-    clause = match and PATTERNS.clause.fullmatch(text[match.start() :])
-    if not clause:
+    """The text without a closing "k ∈ ℤ", which a free parameter implies.
+
+    The parameter is renamed to n.
+    """
+    start = patterns.CLAUSE_WORD.search(text) or patterns.CLAUSE_VARIABLE.search(text)
+    if start is None:
         return text
-    whole, text, name = text, text[: match.start()], clause[1] or clause[2]
-    alone = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
-    letters = re.sub(r"\\[A-Za-z]+", "", text)
+    clause = patterns.CLAUSE.fullmatch(text[start.start() :])
+    if clause is None:
+        return text
+    name = clause[1] or clause[2]
+    formula = text[: start.start()]
+    letters = re.sub(r"\\[A-Za-z]+", "", formula)
     if name not in letters:
-        return whole
-    return (
-        alone.sub("n", text)
-        if len(alone.findall(letters)) == letters.count(name) and "n" not in letters
-        else text
-    )
+        return text
+    parameter = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
+    stands_alone = len(parameter.findall(letters)) == letters.count(name)
+    return parameter.sub("n", formula) if stands_alone and "n" not in letters else formula
+
+
+# --- times, ratios and measures in two units ------------------------------------------------------
+
+_TWO_UNITS = re.compile(
+    r"""
+    ([0-9.]+)[ ]?([A-Za-z]+) ,?[ ](?:and[ ])? ([0-9.]+)[ ]?([A-Za-z]+)
+    | ([0-9]+)[ ]?' [ ]? ([0-9.]+)[ ]?(?:"|'')  # feet and inches
+    """,
+    re.VERBOSE,
+)
 
 
 def read_clock(text: str, levels: int) -> Answer | None:
-    match = PATTERNS.time.fullmatch(
-        f"12 {text}" if text.casefold() in ("noon", "midnight") else text
-    )
+    """`7:30 pm`, `5 o'clock`, `noon`; None for anything else."""
+    is_word = text.casefold() in ("noon", "midnight")
+    match = patterns.CLOCK.fullmatch(f"12 {text}" if is_word else text)
     if match is None or not (match[2] or match[4] or match[5]):
         return None
     hour, minute, second = (int(part or 0) for part in match.groups()[:3])
@@ -296,140 +384,180 @@ def read_clock(text: str, levels: int) -> Answer | None:
     if hour > 24 or minute > 59 or second > 59 or (half and not 1 <= hour <= 12):
         return None
     if half:
-        hour = hour % 12 + 12 * (half == "pm")
+        hour %= 12
+        if half == "pm":
+            hour += 12
     elif hour > 12 or hour == 0:
         half = "24"
     return Clock((hour * 60 + minute) * 60 + second, half)
 
 
 def read_ratio(text: str, levels: int) -> Answer | None:
+    """`3:4`, `3 to 4`; None for anything else."""
     words = re.fullmatch(r"([0-9.]+) to ([0-9.]+)", text)
-    parts = words.groups() if words else split(text, ":")
-    if not 2 <= len(parts) <= 4:
+    sides = words.groups() if words else split(text, ":")
+    if not 2 <= len(sides) <= 4:
         return None
-    read = tuple(map(read_quantity, parts))
-    if not all(isinstance(part, Quantity) for part in read):
+    parts = tuple(map(read_quantity, sides))
+    if not are_quantities(parts):
         raise NoAnswer("a ratio of parts that are no quantities")
-    return Listing(":", read)
+    return Listing(":", parts)
 
 
 def read_two_units(text: str, levels: int) -> Answer | None:
     """`5 feet 3 inches`, `2 hours and 30 minutes`, `5 dollars and 30 cents`, `5'3"`."""
-    match = re.fullmatch(
-        r"([0-9.]+) ?([A-Za-z]+),? (?:and )?([0-9.]+) ?([A-Za-z]+)"
-        r"""|([0-9]+) ?' ?([0-9.]+) ?(?:"|'')""",
-        text,
-    )
+    match = _TWO_UNITS.fullmatch(text)
     if match is None:
         return None
-    first, second = (
-        (f"{match[1]} {match[2]}", f"{match[3]} {match[4]}")
-        if match[1]
-        else (f"{match[5]} ft", f"{match[6]} in")
-    )
-    parts = tuple(map(read_quantity, (first, second)))
-    units = all(isinstance(part, Quantity) and part.unit for part in parts)
-    return Listing("+", parts) if units and parts[0].unit != parts[1].unit else None
+    if match[1]:
+        measures = (f"{match[1]} {match[2]}", f"{match[3]} {match[4]}")
+    else:
+        measures = (f"{match[5]} ft", f"{match[6]} in")
+    parts = tuple(map(read_quantity, measures))
+    if not are_quantities(parts):
+        return None
+    first, second = (part.unit for part in parts)
+    return Listing("+", parts) if first and second and first != second else None
+
+
+# --- quantities -----------------------------------------------------------------------------------
 
 
 def read_quantity(text: str, levels: int = 0) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an
     expression."""
-    text, unit = without_trailing_words(text), ""
-    if match := PATTERNS.base.fullmatch(text):
-        return Quantity(
-            _in_base(match[1] or match[5], match[2] or match[3] or f"0{match[4].lower()}")
-        )
-    if match := PATTERNS.minutes.fullmatch(text):
-        degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
-        return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
-    if match := PATTERNS.endless.fullmatch(text):
-        return _endless(match[1], match[2], match[3])
-    if match := PATTERNS.modulo.fullmatch(text):
-        return Quantity(parse_expression(match[1]), f"mod {int(match[2])}")
-    if match := PATTERNS.money_code.fullmatch(text):
-        text = f"{match[2]} {match[1].rstrip('.')}"
-    if match := PATTERNS.money.fullmatch(text):  # $18 per day is 18 dollars per day
-        sign, text, currency = match[1] or "", match[3] or match[4], match[2] or match[5]
-        unit, (amount, per) = (
-            TABLES["currencies"][currency],
-            PATTERNS.amount_per.fullmatch(text).groups(),
-        )
-        if re.match(r" *(?:[\\^*(+-]|/ ?[^a-z])", per):
-            amount, per = text, ""
-        text = sign + amount
-        if per.strip():
-            per_unit = read_unit(f"{unit} {per.strip()}") or read_unit(per)
-            if not per_unit:
-                raise Refused("not an amount of money")
-            unit = per_unit if per_unit.startswith(unit) or per_unit != "cent" else ""
-    if match := PATTERNS.percent.fullmatch(text):
-        if match[2] and (qualified(match[2]) or not PATTERNS.of_what.fullmatch(match[2])):
+    text = without_trailing_words(text)
+    answer = _read_notation(text)
+    if answer is not None:
+        return answer
+    text, unit = _take_currency(text)
+    if match := patterns.PERCENT.fullmatch(text):
+        words = match[2]
+        if words and (qualified(words) or not patterns.SHARE_WORDS.fullmatch(words)):
             raise Refused("words that may change a percentage")
         return Quantity(_number(match[1]).value, "%")
-    if match := PATTERNS.scaled.fullmatch(text):
-        unit = unit or (read_unit(match[3]) if match[3] else "")
+    if match := patterns.SCALED.fullmatch(text):
         if match[3] and not unit:
-            raise Refused("not a unit")
+            unit = read_unit(match[3])
+            if not unit:
+                raise Refused("not a unit")
         number = _number(match[1]).value
         if not isinstance(number, Fraction):
             raise Refused("an expression before a word")
         return Quantity(number * SCALES[match[2]], unit)
-    if (
-        not unit
-        and (match := PATTERNS.amount.fullmatch(text))
-        and (suffix := _unit_after(*match.groups()))
-    ):
-        text, unit = match[1], suffix
+    if not unit:
+        text, unit = _take_unit(text)
     return _number(text)._replace(unit=unit)
 
 
+def _read_notation(text: str) -> Answer | None:
+    """A number in another base, with minutes of arc, without an end, or modulo another."""
+    if match := patterns.BASED.fullmatch(text):
+        if match[4]:
+            return Quantity(_in_base(match[5], f"0{match[4].lower()}"))
+        return Quantity(_in_base(match[1], match[2] or match[3]))
+    if match := patterns.MINUTES.fullmatch(text):
+        degrees, minutes, seconds = (fraction("", part or "0") for part in match.groups())
+        return Quantity(degrees + minutes / 60 + seconds / 3600, "degree")
+    if match := patterns.ENDLESS.fullmatch(text):
+        return _endless(match[1], match[2], match[3])
+    if match := patterns.MODULO.fullmatch(text):
+        return Quantity(parse_expression(match[1]), f"mod {int(match[2])}")
+    return None
+
+
+def _take_currency(text: str) -> tuple[str, str]:
+    """The text without its currency, and the unit of money; "$18 per day" has the unit
+    "dollar/day"."""
+    if match := patterns.MONEY_CODE.fullmatch(text):
+        code = match[1].rstrip(".")
+        text = f"{match[2]} {code}"
+    match = patterns.MONEY.fullmatch(text)
+    if match is None:
+        return text, ""
+    sign = match[1] or ""
+    unit = TABLES["currencies"][match[2] or match[5]]
+    amount = match[3] or match[4]
+    parts = patterns.AMOUNT_PER.fullmatch(amount)
+    if parts is None or re.match(r" *(?:[\\^*(+-]|/ ?[^a-z])", parts[2]):
+        return sign + amount, unit  # an expression
+    words = parts[2].strip()
+    if words:
+        unit_of_words = read_unit(f"{unit} {words}") or read_unit(parts[2])
+        if not unit_of_words:
+            raise Refused("not an amount of money")
+        # $5 cents is neither dollars nor cents.
+        unit = "" if unit_of_words == "cent" else unit_of_words
+    return sign + parts[1], unit
+
+
+def _take_unit(text: str) -> tuple[str, str]:
+    """The text without the unit at its end, and the unit, or ""."""
+    match = patterns.AMOUNT.fullmatch(text)
+    if match is None:
+        return text, ""
+    amount, gap, words = match.groups()
+    unit = _unit_after(amount, gap, words)
+    return (amount, unit) if unit else (text, "")
+
+
 def _unit_after(amount: str, gap: str, words: str) -> str:
-    """The unit after an amount, or "". A letter and a noun need a space before them (5m is
-    algebra); 2x + 3 h has no unit."""
+    """The unit after an amount, or "".
+
+    A letter and a noun need a space before them (5m is algebra); 2x + 3 h has no unit.
+    """
     if words.startswith("\\degree") and any(f"\\{name}" in amount for name in TRIGONOMETRIC):
         return ""  # the degrees of \sin 30°
     letters = re.sub(r"\\[A-Za-z]+|\bpi\b|sqrt", "", amount)
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", letters) or (
-        not gap and words in SYMBOLS and words.isascii()
-    ):
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\{)", letters):
+        return ""
+    if not gap and words in SYMBOLS and words.isascii():
         return ""
     unit = read_unit(words)
-    glued = not gap and words[0].isascii() and not words.startswith("\\")
-    return (
-        ""
-        if glued and (" " in unit or len(words) == 1 or re.fullmatch("[a-z]{3,}s", unit))
-        else unit
-    )
+    is_glued = not gap and words[0].isascii() and not words.startswith("\\")
+    if is_glued and (" " in unit or len(words) == 1 or re.fullmatch("[a-z]{3,}s", unit)):
+        return ""
+    return unit
 
 
 def _number(text: str) -> Quantity:
-    if (scalar := PATTERNS.scalar.fullmatch(text)) is None:
+    """The value of a number or an expression, without a unit."""
+    scalar = patterns.SCALAR.fullmatch(text)
+    if scalar is None:
         return Quantity(parse_expression(text))
     sign, number, exponent = scalar.groups("")
     exponent = exponent.strip("{} ")
-    decimals = max(0, len(number.partition(".")[2]) - int(exponent or 0))
-    digits = len(number.replace(",", "").replace(".", "").lstrip("0"))
-    return Quantity(fraction(sign, number, exponent), "", decimals, digits if decimals else 0)
+    written_decimals = len(number.partition(".")[2])
+    decimals = max(0, written_decimals - int(exponent or 0))
+    digits = 0
+    if decimals:
+        digits = len(number.replace(",", "").replace(".", "").lstrip("0"))
+    return Quantity(fraction(sign, number, exponent), "", decimals, digits)
 
 
 def _endless(sign: str, whole: str, digits: str) -> Answer:
-    """`0.1666...`: three equal digits or two equal blocks at the end repeat for ever; other digits
-    are an approximation."""
+    """The value of `0.1666...`.
+
+    Three equal digits or two equal blocks at the end repeat for ever; other digits are an
+    approximation.
+    """
     for period in range(1, len(digits) // 2 + 1):
         block = digits[-period:]
-        if digits.endswith(block * (3 if period == 1 else 2)):
+        repetitions = 3 if period == 1 else 2
+        if digits.endswith(block * repetitions):
             return Quantity(fraction(sign, f"{whole}.{digits[:-period]}", period=block))
     return About(_number(f"{sign}{whole}.{digits}"))
 
 
 def _in_base(digits: str, base: str) -> Node:
+    """The value of digits in a base, which is a number, a word or a prefix; or a subscripted
+    variable, x_2."""
     digits = digits.replace(" ", "")
     radix = int(base) if base.isdigit() else TABLES["base_words"].get(base, 0)
-    variable = (digits.isalpha() and (len(digits) == 1 or radix < 11)) or (
-        digits != digits.upper() and radix != 16
-    )
-    if not 2 <= radix <= 36 or variable:
+    is_variable = digits.isalpha() and (len(digits) == 1 or radix < 11)
+    if digits != digits.upper() and radix != 16:
+        is_variable = True
+    if not 2 <= radix <= 36 or is_variable:
         return parse_expression(f"{digits}_{{{base}}}")
     try:
         return Fraction(int(digits, radix))

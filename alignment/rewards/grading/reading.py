@@ -1,15 +1,18 @@
 """The parser of answers: normalised text of any structure becomes one of the types of
-`answers.py`."""
+`answers.py`.
+
+`_READERS` are tried in order. A reader returns None for a text that is not of its kind, and raises
+`Refused` for one that is but cannot be read. `levels` bounds structure inside structure.
+"""
 
 import itertools
-import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 
-from alignment.rewards.grading import answers, quantities
+from alignment.rewards.grading import answers, patterns, quantities
 from alignment.rewards.grading.answers import (
     About,
     Answer,
@@ -20,6 +23,7 @@ from alignment.rewards.grading.answers import (
     Region,
     Relation,
     Words,
+    are_quantities,
 )
 from alignment.rewards.grading.expressions import (
     FUNCTIONS,
@@ -29,25 +33,20 @@ from alignment.rewards.grading.expressions import (
     parse_expression,
     variables,
 )
+from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.quantities import (
     plain_words,
     qualified,
     read_quantity,
     without_clause,
 )
-from alignment.rewards.grading.text import (
-    PATTERNS,
-    RELATIONS,
-    TABLES,
-    split,
-    split_with_signs,
-    squeeze,
-)
+from alignment.rewards.grading.text import RELATIONS, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
 MAX_LEVELS = 5  # of structure inside structure
+MAX_SIDES = 6  # of a chain of equations
 
 
 def read(text: str, levels: int = MAX_LEVELS) -> Answer:
@@ -55,63 +54,89 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
-    # the last one reads or refuses
-    return next(answer for reader in _READERS if (answer := reader(text, levels)))
+    for reader in _READERS:
+        answer = reader(text, levels)
+        if answer:
+            return answer
+    raise Refused("no kind of answer")
 
 
-_PHRASE = {phrase: Words(name) for name, phrases in TABLES["phrases"].items() for phrase in phrases}
-_LONG_PHRASES = "|".join(phrase for phrase in _PHRASE if re.fullmatch("[a-z' ]{9,}", phrase))
+# --- phrases and alternatives ---------------------------------------------------------------------
+
+
+def _answers_of_phrases() -> dict[str, Answer]:
+    phrases: dict[str, Answer] = {}
+    for name, spellings in TABLES["phrases"].items():
+        phrases |= dict.fromkeys(spellings, Words(name))
+    return phrases
+
+
+_PHRASES = _answers_of_phrases()
+_LONG_PHRASES = "|".join(phrase for phrase in _PHRASES if re.fullmatch("[a-z' ]{9,}", phrase))
+# The equation has no real solution.
 _SENTENCE_OF_PHRASE = re.compile(
     rf"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){{0,3}}? ({_LONG_PHRASES})"
 )
-_PHRASE |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
+_PHRASES |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
-    low = text.casefold()
-    if low in _PHRASE:
-        return _PHRASE[low]
-    if (lead := _SENTENCE_OF_PHRASE.fullmatch(low)) and not qualified(low[: lead.start(1)]):
-        return _PHRASE[lead[1]]
-    return Words(words) if (words := plain_words(text)) else None
+    """`no solution`, `the limit does not exist`, or other words."""
+    lower_case = text.casefold()
+    if lower_case in _PHRASES:
+        return _PHRASES[lower_case]
+    sentence = _SENTENCE_OF_PHRASE.fullmatch(lower_case)
+    if sentence and not qualified(lower_case[: sentence.start(1)]):
+        return _PHRASES[sentence[1]]
+    words = plain_words(text)
+    return Words(words) if words else None
 
 
 def _alternatives(text: str, levels: int) -> Answer | None:
     """`1 or 2`, `x = 1 and y = 2`, `1, 2, and 3`."""
-    pieces = re.split(r",? (or|and) ", re.sub("^(?:either|both) ", "", text))
-    if len(pieces) == 1 or not all(split(piece) for piece in pieces[::2]):
+    text = re.sub("^(?:either|both) ", "", text)
+    pieces = re.split(r",? (or|and) ", text)
+    texts = pieces[::2]
+    if len(pieces) == 1 or not all(map(split, texts)):
         return None
     if len(pieces) > 2 * MAX_PARTS:
         raise NoAnswer("too many alternatives")
-    parts = [read(piece, levels - 1) for piece in pieces[::2]]
-    inner = list(map(answers.unlabelled, parts))
-    if all(isinstance(part, Region) for part in inner):
-        return answers.combine(any if pieces[1] == "or" else all, inner)
-    if (
-        pieces[1] == "or"
-        and all(answers.is_interval(part) for part in inner)
-        and any(part.kind != "()" for part in inner)
-    ):
+    parts = [read(piece, levels - 1) for piece in texts]
+    is_union = pieces[1] == "or"
+    inner = [answers.unlabelled(part) for part in parts]
+    regions = [part for part in inner if isinstance(part, Region)]
+    if len(regions) == len(inner):
+        return answers.combine(any if is_union else all, regions)
+    if is_union and _are_intervals(inner):
         return answers.combine(any, map(answers.as_region, inner))
     return _collect("or", parts)
 
 
+def _are_intervals(parts: Sequence[Answer]) -> bool:
+    """Whether all parts are intervals, and not just pairs in round brackets."""
+    intervals = [part for part in parts if answers.is_interval(part)]
+    return len(intervals) == len(parts) and any(part.kind != "()" for part in intervals)
+
+
+# --- listings -------------------------------------------------------------------------------------
+
+
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
-    """A listing: values with different labels are an assignment, with one label alternatives;
-    flattens nested alternatives."""
+    """A listing of answers, with nested alternatives flattened.
+
+    Values with different labels are an assignment, values with one label alternatives.
+    """
     labels = [part.label for part in parts if isinstance(part, Labelled)]
     if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
         return Listing("=", tuple(parts))
     if labels and kind in ("", "or"):
         if len(set(labels)) > 1:
             raise Refused("labels that do not fit together")
-        kind, parts = "or", list(map(answers.unlabelled, parts))
+        kind = "or"
+        parts = [answers.unlabelled(part) for part in parts]
     flat: list[Answer] = []
     for part in parts:
-        spliced = isinstance(part, Listing) and (
-            part.kind == "or" or (kind == "or" and part.kind == "")
-        )
-        if spliced and kind in ("", "or", "{}"):
+        if isinstance(part, Listing) and _is_spliced(part.kind, kind):
             kind = kind or "or"
             flat += part.parts
         else:
@@ -121,47 +146,71 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
     return Listing(kind, tuple(flat))
 
 
+def _is_spliced(inner: str, outer: str) -> bool:
+    """Whether the parts of a listing inside another belong to the outer one."""
+    if outer not in ("", "or", "{}"):
+        return False
+    return inner == "or" or (inner == "" and outer == "or")
+
+
+_GROUPED_DIGITS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
+
+
 def _pieces(inner: str, bare: bool) -> list[str]:
-    """The parts of a list. In a list with spaces after its commas, or without brackets, 1,234 is
-    one number."""
+    """The parts of a list.
+
+    In a list with spaces after its commas, or without brackets, 1,234 is one number.
+    """
     if bare or ", " in inner:
-        inner = re.sub(
-            r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])",
-            lambda m: m[0].replace(",", ""),
-            inner,
-        )
+        inner = _GROUPED_DIGITS.sub(lambda match: match[0].replace(",", ""), inner)
     return split(inner.replace(";", ","))
 
 
 def _part(text: str, levels: int) -> Answer:
-    """What a part of a list states. Digits after a zero are no number there but a code, or what
-    follows a decimal comma or a comma between groups: 3,05 is not the list 3, 5."""
-    return Words(squeeze(text)) if re.match("0[0-9]", text) else read(text, levels)
+    """What a part of a list states.
+
+    Digits after a zero are no number there but a code, or what follows a decimal comma or a comma
+    between groups: 3,05 is not the list 3, 5.
+    """
+    if re.match("0[0-9]", text):
+        return Words(squeeze(text))
+    return read(text, levels)
 
 
 def _comma_list(text: str, levels: int) -> Answer | None:
+    """`1, 2, 3`."""
     parts = _pieces(text, bare=True)
-    # each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs
-    if len(parts) < 2 or _whole_bracket(text):
+    if len(parts) < 2 or _is_bracketed(text):
         return None
+    # Each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs.
     return _collect("", [_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
-    text = text if "±" in text else text.replace("∓", "±")
+    """`1 ± 2`: one alternative for each sign; with ∓, which is the opposite of ±, for both
+    orders."""
+    if "±" not in text:
+        text = text.replace("∓", "±")
     count = text.count("±")
-    if not count or (text[0] == "{" and _whole_bracket(text)):
+    if not count or (text[0] == "{" and _is_bracketed(text)):
         return None
     if count > 3:
         raise Refused("too many signs")
+    if "∓" in text:
+        choices = [("+",) * count, ("-",) * count]
+    else:
+        choices = list(itertools.product("+-", repeat=count))
     parts = []
-    for signs in (
-        ["+" * count, "-" * count] if "∓" in text else itertools.product("+-", repeat=count)
-    ):
-        first, *pieces = text.replace("∓", "-" if signs[0] == "+" else "+").split("±")
-        parts.append(read(first + "".join(map(operator.add, signs, pieces)), levels - 1))
+    for signs in choices:
+        opposite = "-" if signs[0] == "+" else "+"
+        chosen, *pieces = text.replace("∓", opposite).split("±")
+        for sign, piece in zip(signs, pieces, strict=True):
+            chosen += sign + piece
+        parts.append(read(chosen, levels - 1))
     return _collect("or", parts)
 
+
+# --- relations ------------------------------------------------------------------------------------
 
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 
@@ -172,12 +221,14 @@ def _relation(text: str, levels: int) -> Answer | None:
     if not signs:
         return None
     if "∈" in signs:
-        if len(signs) == 1 and PATTERNS.label.fullmatch(sides[0]):
+        if len(signs) == 1 and patterns.LABEL.fullmatch(sides[0]):
             return _with_label(sides[0], read(sides[1], levels - 1))
         raise NoAnswer("a membership that is no answer")
     if "≈" in signs:
         return _about(sides, signs, levels)
-    return _equation(sides, levels) if set(signs) == {"="} else _inequality(sides, signs)
+    if set(signs) == {"="}:
+        return _equation(sides, levels)
+    return _inequality(sides, signs)
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
@@ -200,40 +251,39 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
 def is_label(text: str) -> bool:
     """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that
     compute and deny nothing."""
-    if (
-        not PATTERNS.label.fullmatch(text)
-        or text in ("e", "i", r"\pi")
-        or re.match(r"[xyz] ?\([0-9]", text)
-    ):
+    if not patterns.LABEL.fullmatch(text) or text in ("e", "i", r"\pi"):
         return False
-    return not qualified(text) and not set(re.findall("[A-Za-z]+", text)) & {*FUNCTIONS}
+    if re.match(r"[xyz] ?\([0-9]", text):
+        return False  # x(2 + 3) is a product
+    names = re.findall("[A-Za-z]+", text)
+    return not qualified(text) and set(names).isdisjoint(FUNCTIONS)
 
 
 def _equation(sides: list[str], levels: int) -> Answer:
-    if len(sides) > 6 or not all(sides):
+    if len(sides) > MAX_SIDES or not all(sides):
         raise Refused("no chain of equations")
     if is_label(sides[0]):
         return _with_label(sides[0], _chain(sides[1:], levels))
-    if len(sides) == 2 and PATTERNS.variable.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
+    if len(sides) == 2 and patterns.VARIABLE.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
         return _with_label(sides[1], read(sides[0], levels - 1))
     return _chain(sides, levels)
 
 
 def _with_label(label: str, answer: Answer) -> Answer:
     """The labelled answer; `(x, y) = (1, 2)` becomes two."""
-    names = re.findall("[a-z]", label) if label[0] == "(" else []
+    if label[0] != "(":
+        return Labelled(_spell_label(label), answer)
+    names = re.findall("[a-z]", label)
     if (
         isinstance(answer, Listing)
         and answer.kind == "()"
         and len(answer.parts) == len(names) == len(set(names)) > 1
     ):
         return Listing("=", tuple(map(Labelled, names, answer.parts)))
-    if names:
-        raise NoAnswer("a pair that is no pair")
-    return Labelled(_label(label), answer)
+    raise NoAnswer("a pair that is no pair")
 
 
-def _label(text: str) -> str:
+def _spell_label(text: str) -> str:
     """A label in one spelling: x_{1} is x_1."""
     return squeeze(re.sub(r"_\{(\w+)\}", r"_\1", text))
 
@@ -241,88 +291,87 @@ def _label(text: str) -> str:
 def _chain(sides: list[str], levels: int) -> Answer:
     """The last of several equal sides; an equation if two sides with variables are not
     identical."""
-    read_sides = [read(side, levels - 1) for side in sides]
-    if len(read_sides) == 1:
-        return read_sides[0]
-    if (
-        not all(isinstance(answer, Quantity) for answer in read_sides)
-        or len({a.unit for a in read_sides} - {"", "%"}) > 1
-    ):
+    parts = tuple(read(side, levels - 1) for side in sides)
+    if len(parts) == 1:
+        return parts[0]
+    if not are_quantities(parts) or len({part.unit for part in parts} - {"", "%"}) > 1:
         raise Refused("an equation whose sides are not quantities of one kind")
-    values = [
-        ("/", answer.value, Fraction(100)) if answer.unit == "%" else answer.value
-        for answer in read_sides
-    ]
-    first, *others = values
-    if all(equal_values(other, others[-1]) for other in others[:-1]):
-        if equal_values(first, others[-1]):
-            return read_sides[-1]
-        if variables(first) or (len(values) == 2 and variables(others[-1])):
-            return Relation("=", first, others[-1])  # m + n = 2 + 3 = 5
+    first, *others = map(_value_without_percent, parts)
+    last = others[-1]
+    if all(equal_values(other, last) for other in others[:-1]):
+        if equal_values(first, last):
+            return parts[-1]
+        # m + n = 2 + 3 = 5, or y = 2x
+        if variables(first) or (len(others) == 1 and variables(last)):
+            return Relation("=", first, last)
     raise NoAnswer("sides that are not equal")
 
 
+def _value_without_percent(quantity: Quantity) -> Node:
+    if quantity.unit == "%":
+        return ("/", quantity.value, Fraction(100))
+    return quantity.value
+
+
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
-    backwards = set(signs) <= {">", "≥"}
-    if len(sides) == 2:
-        backwards = PATTERNS.variable.fullmatch(sides[1]) and not PATTERNS.variable.fullmatch(
-            sides[0]
-        )
-    if backwards:
-        sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
-    if (
-        len(sides) == 2
-        and PATTERNS.variable.fullmatch(sides[0])
-        and (end := _end(sides[1])) is not None
-    ):
-        return Labelled(_label(sides[0]), answers.half_line(signs[0], end))
-    if len(sides) == 3 and set(signs) <= {"<", "≤"} and PATTERNS.variable.fullmatch(sides[1]):
-        low, high = _end(sides[0]), _end(sides[2])
+    """`x > 3` and `1 < x ≤ 2` as a labelled region, |x| < 2 likewise, others as a relation."""
+    if _is_backwards(sides, signs):
+        sides = sides[::-1]
+        signs = [_FLIPPED[sign] for sign in reversed(signs)]
+    if len(sides) == 2 and patterns.VARIABLE.fullmatch(sides[0]):
+        end = _end(sides[1])
+        if end is not None:
+            return Labelled(_spell_label(sides[0]), answers.half_line(signs[0], end))
+    if len(sides) == 3 and set(signs) <= {"<", "≤"} and patterns.VARIABLE.fullmatch(sides[1]):
+        low = _end(sides[0])
+        high = _end(sides[2])
         if low is not None and high is not None:
-            return Labelled(
-                _label(sides[1]), answers.interval(low, signs[0] == "≤", high, signs[1] == "≤")
-            )
+            region = answers.interval(low, signs[0] == "≤", high, signs[1] == "≤")
+            return Labelled(_spell_label(sides[1]), region)
     if len(sides) != 2:
         raise NoAnswer("a chain of inequalities")
+    sign = signs[0]
     left, right = map(parse_expression, sides)
-    if region := _between_bars(signs[0], left, right):
+    if region := _between_bars(sign, left, right):
         return region
     if not variables(left) | variables(right):
         raise NoAnswer("a relation of numbers is true or false, which says nothing of the answer")
-    return (
-        Relation(signs[0], left, right)
-        if signs[0] in "<≤≠"
-        else Relation(_FLIPPED[signs[0]], right, left)
-    )
+    if sign in "<≤≠":
+        return Relation(sign, left, right)
+    return Relation(_FLIPPED[sign], right, left)
+
+
+def _is_backwards(sides: list[str], signs: list[str]) -> bool:
+    """Whether the variable of two sides is the second, or a chain has its largest side first."""
+    if len(sides) != 2:
+        return set(signs) <= {">", "≥"}
+    left_is_variable = patterns.VARIABLE.fullmatch(sides[0]) is not None
+    right_is_variable = patterns.VARIABLE.fullmatch(sides[1]) is not None
+    return right_is_variable and not left_is_variable
 
 
 def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     """The region of |ax + b| < c and the like; None for any other inequality."""
     names = variables(left)
-    if not (
-        isinstance(left, tuple)
-        and left[0] == "abs"
-        and len(names) == 1
-        and isinstance(right, Fraction)
-        and right > 0
-    ):
+    if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1):
         return None
-    at = [substitute(left[1], {name: Fraction(k) for name in names}) for k in range(3)]
-    slope = ("-", at[1], at[0])
-    if (
-        not equal_values(("-", at[2], at[1]), slope)
-        or equal_values(slope, Fraction(0)) is not False
-    ):
+    if not (isinstance(right, Fraction) and right > 0):
         return None
-    low, high = sorted(
-        answers.edge(Quantity(("/", ("-", end, at[0]), slope))) for end in (right, -right)
-    )
-    inside = answers.interval(low, sign in "≤>", high, sign in "≤>")
-    return (
-        Labelled(names.pop(), inside if sign in "<≤" else answers.complement(inside))
-        if sign != "≠"
-        else None
-    )
+    name = names.pop()
+    at_0, at_1, at_2 = (substitute(left[1], {name: Fraction(k)}) for k in range(3))
+    slope = ("-", at_1, at_0)
+    is_linear = equal_values(("-", at_2, at_1), slope)
+    if not is_linear or equal_values(slope, Fraction(0)) is not False:
+        return None
+    # ax + b = c at x = (c - b) / a
+    ends = [("/", ("-", end, at_0), slope) for end in (right, -right)]
+    low, high = sorted(answers.edge(Quantity(end)) for end in ends)
+    if sign == "≠":
+        return None
+    # |ax + b| > c is everything but the closed interval.
+    is_closed = sign in "≤>"
+    inside = answers.interval(low, is_closed, high, is_closed)
+    return Labelled(name, inside if sign in "<≤" else answers.complement(inside))
 
 
 def _end(text: str) -> Decimal | None:
@@ -332,38 +381,55 @@ def _end(text: str) -> Decimal | None:
     return None
 
 
+# --- sets and brackets ----------------------------------------------------------------------------
+
+
+def _is_in_first_only(membership: list[bool]) -> bool:
+    return membership[0] and not any(membership[1:])
+
+
+_SET_OPERATIONS: dict[str, Callable[[list[bool]], bool]] = {
+    "∪": any,
+    "∖": _is_in_first_only,
+    "∩": all,
+}
+
+
 def _set_operation(text: str, levels: int) -> Answer | None:
     """`(-∞, 1) ∪ (2, ∞)`, `ℝ ∖ {0}`."""
-    for sign, operation in (
-        ("∪", any),
-        ("∖", lambda inside: inside[0] and not any(inside[1:])),
-        ("∩", all),
-    ):
+    for sign, operation in _SET_OPERATIONS.items():
         parts = split(text, sign)
         if len(parts) > MAX_PARTS:
             raise NoAnswer("too many parts")
         if len(parts) > 1:
-            return answers.combine(
-                operation, [answers.as_region(read(part, levels - 1)) for part in parts]
-            )
-    return _set_operation(text.replace("-", "∖", 1), levels) if text.startswith("ℝ-") else None
+            regions = [answers.as_region(read(part, levels - 1)) for part in parts]
+            return answers.combine(operation, regions)
+    if text.startswith("ℝ-"):
+        return _set_operation(text.replace("-", "∖", 1), levels)
+    return None
 
 
-def _whole_bracket(text: str) -> bool:
+def _is_bracketed(text: str) -> bool:
     """Whether the first bracket is closed by the last character."""
     return text[0] in "([{⟨" and text[-1] in ")]}⟩" and bool(split(text[1:-1]))
 
 
-def _bracketed(text: str, levels: int) -> Answer | None:
-    if (
-        re.match(r"[A-Z]'? ?\(", text)
-        and _whole_bracket(point := text[text.index("(") :])
-        and len(split(point[1:-1])) > 1
-    ):
-        return Labelled(text[0], _bracketed(point, levels))  # P(2, 3)
-    if not _whole_bracket(text):
+def _named_point(text: str, levels: int) -> Answer | None:
+    """`P(2, 3)`."""
+    if not re.match(r"[A-Z]'? ?\(", text):
         return None
-    if builder := PATTERNS.set_builder.fullmatch(text):
+    point = text[text.index("(") :]
+    if not _is_bracketed(point) or len(split(point[1:-1])) < 2:
+        return None
+    coordinates = _bracketed(point, levels)
+    return None if coordinates is None else Labelled(text[0], coordinates)
+
+
+def _bracketed(text: str, levels: int) -> Answer | None:
+    """`(1, 2)`, `[0, 1)`, `{1, 2}`, `{x | x > 3}`, and what stands in brackets that only group."""
+    if not _is_bracketed(text):
+        return None
+    if builder := patterns.SET_BUILDER.fullmatch(text):
         condition = read(builder[2], levels - 1)
         if not isinstance(condition, Labelled | Relation | Region | Listing):
             raise NoAnswer("a set without a condition")
@@ -376,62 +442,96 @@ def _bracketed(text: str, levels: int) -> Answer | None:
         return read(parts[0], levels - 1)  # braces that only group
     if len(parts) > 1 or kind == "{}":
         return _collect(kind, [_part(part, levels - 1) for part in parts])
-    return read(text[1:-1], levels - 1) if kind in ("()", "[]") else None
+    if kind in ("()", "[]"):
+        return read(text[1:-1], levels - 1)
+    return None
+
+
+# --- matrices and cases ---------------------------------------------------------------------------
+
+_LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]{0,8}\])?")
 
 
 def _matrix(text: str, levels: int) -> Answer | None:
-    match = PATTERNS.matrix.fullmatch(
-        text.strip("()[] ") if "{array}" in text or "{smallmatrix}" in text else text
-    )
+    if "{array}" in text or "{smallmatrix}" in text:
+        text = text.strip("()[] ")
+    match = patterns.MATRIX.fullmatch(text)
     if match is None:
         return None
-    lines = [line for line in re.split(r"\\\\(?:\[[^\]]{0,8}\])?", match[2]) if line.strip()]
-    rows = tuple(tuple(line.split("&")) for line in lines)
-    if not rows or len({len(row) for row in rows}) > 1 or len(rows) * len(rows[0]) > MAX_CELLS:
+    lines = [line for line in _LINE_BREAK.split(match[2]) if line.strip()]
+    rows = [line.split("&") for line in lines]
+    if not _is_rectangle(rows) or len(rows) * len(rows[0]) > MAX_CELLS:
         raise NoAnswer("no rectangle, or too large a one")
-    cells = tuple(tuple(read(cell, levels - 1) for cell in row) for row in rows)
-    return Quantity(_determinant(cells)) if match[1] == "vmatrix" else Matrix(cells)
+    cells = tuple(_read_all(row, levels - 1) for row in rows)
+    if match[1] == "vmatrix":
+        return Quantity(_determinant(cells))
+    return Matrix(cells)
+
+
+def _is_rectangle(rows: Sequence[Sequence[str]]) -> bool:
+    return len({len(row) for row in rows}) == 1
+
+
+def _read_all(texts: Sequence[str], levels: int) -> tuple[Answer, ...]:
+    return tuple(read(text, levels) for text in texts)
 
 
 def _cases(text: str, levels: int) -> Answer | None:
     """Values with their conditions, in any order; without conditions, a system of equations."""
-    if (match := PATTERNS.cases.fullmatch(text)) is None:
+    match = patterns.CASES.fullmatch(text)
+    if match is None:
         return None
-    lines = [line.split("&") for line in match[2].split("\\\\") if line.strip()]
-    rows = [[PATTERNS.condition.fullmatch(cell)[1] for cell in line] for line in lines]
-    if not 1 <= len(rows) <= MAX_PARTS or len({len(row) for row in rows}) > 1:
+    lines = [line for line in match[2].split("\\\\") if line.strip()]
+    rows = [_cells_of_case(line) for line in lines]
+    if len(rows) > MAX_PARTS or not _is_rectangle(rows):
         raise NoAnswer("rows that are no cases, or too many")
     if len(rows[0]) == 1:
         return _collect("or", [read(row[0], levels - 1) for row in rows])
-    pieces = Listing(
-        "{}", tuple(Listing("()", tuple(read(cell, levels - 1) for cell in row)) for row in rows)
-    )
+    pairs = [Listing("()", _read_all(row, levels - 1)) for row in rows]
+    pieces = Listing("{}", tuple(pairs))
     return _with_label(match[1].strip(), pieces) if match[1] else pieces
+
+
+def _cells_of_case(line: str) -> list[str]:
+    """The cells of a row of cases, without "if" before and commas after them."""
+    matches = map(patterns.CONDITION.fullmatch, line.split("&"))
+    return [match[1] for match in matches if match]
 
 
 def _determinant(rows: Sequence[Sequence[Answer]]) -> Node:
     """The tree of a determinant, expanded along its first row. Raises `Refused` beyond 4 x 4."""
-    if (
-        len(rows) != len(rows[0])
-        or len(rows) > 4
-        or not all(isinstance(cell, Quantity) for row in rows for cell in row)
-    ):
+    values = [_values_of_row(row) for row in rows]
+    if len(rows) != len(rows[0]) or len(rows) > 4:
         raise Refused("no small square of quantities")
+    return _expand_determinant(values)
+
+
+def _values_of_row(row: Sequence[Answer]) -> list[Node]:
+    if not are_quantities(row):
+        raise Refused("no small square of quantities")
+    return [cell.value for cell in row]
+
+
+def _expand_determinant(rows: list[list[Node]]) -> Node:
     if len(rows) == 1:
-        return rows[0][0].value
+        return rows[0][0]
     total: Node = Fraction(0)
-    for j, cell in enumerate(rows[0]):
-        minor = _determinant([[*row[:j], *row[j + 1 :]] for row in rows[1:]])
-        total = ("-" if j % 2 else "+", total, ("*", cell.value, minor))
+    for j, value in enumerate(rows[0]):
+        minor = [[*row[:j], *row[j + 1 :]] for row in rows[1:]]
+        sign = "-" if j % 2 else "+"
+        total = (sign, total, ("*", value, _expand_determinant(minor)))
     return total
 
 
 def _approximation(text: str, levels: int) -> Answer | None:
-    match = PATTERNS.about.fullmatch(text)
-    return About(read(match[1] or match[2], levels - 1)) if match else None
+    """`about 5`."""
+    match = patterns.ABOUT.fullmatch(text)
+    if match is None:
+        return None
+    return About(read(match[1] or match[2], levels - 1))
 
 
-_READERS = (
+_READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     _cases,
     quantities.read_clock,
     _phrase,
@@ -443,6 +543,7 @@ _READERS = (
     _relation,
     _matrix,
     _set_operation,
+    _named_point,
     _bracketed,
     quantities.read_ratio,
     _approximation,

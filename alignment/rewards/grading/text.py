@@ -1,123 +1,96 @@
-r"""Spelling: answers are rewritten with ASCII digits and letters, plain \frac, one sign for each
-relation, no sizing. `TABLES` holds the tables of `notation.toml`, `PATTERNS` the regular
-expressions of `patterns.toml`, as attributes.
+r"""Spelling and splitting: answers get ASCII digits and letters, plain \frac, one sign for each
+relation, and no sizing; then they are taken apart at signs outside brackets.
 """
 
 import itertools
 import re
-import tomllib
 import unicodedata
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
+from alignment.rewards.grading.notation import TABLES
+from alignment.rewards.grading.rewrites import REWRITES
 
-def _read(name):
-    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
-
-
-TABLES, _PATTERNS = _read("notation.toml"), _read("patterns.toml")
 RELATIONS = "=<>≤≥≠≈∈"
-_SIGN_OF = {name: sign for sign, names in TABLES["signs"].items() for name in names.split()}
-_CHARACTERS = str.maketrans(
-    {
-        c: unicodedata.normalize("NFKC", c)
-        for c in map(chr, (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)))
-    }
-    | {
-        c: r"\frac{{{}}}{{{}}}".format(*tuple(unicodedata.normalize("NFKC", c).split("⁄")))
-        for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-    }
-    | {
-        c: rf"\{name} "
-        for name, characters in (TABLES["greek"] | TABLES["greek_capitals"]).items()
-        for c in characters
-    }
-    | {
-        c: replacement
-        for replacement, characters in TABLES["characters"].items()
-        for c in characters
-    }
-)
-# between numbers on lines, or in columns, of their own
+
+# Between numbers on lines, or in columns, of their own.
 _LINES = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")
+
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+")
+_SUBSCRIPTS = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")
 
-_REPLACEMENTS: dict[str, Callable[[re.Match[str]], str]] = {
-    "SIGN": lambda match: f" {_SIGN_OF[match[1]]} " if match[1] in _SIGN_OF else match[0],
-    "JOINED": lambda match: match[0].replace(" ", ""),
-}
-_REWRITES = [
-    (re.compile(pattern), _REPLACEMENTS.get(text, text)) for pattern, text in TABLES["rewrites"]
-]
+_FULL_WIDTH = range(0xFF01, 0xFF5F)
+_MATHEMATICAL_LETTERS = range(0x1D400, 0x1D800)
+_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 
-# Each pattern by name, with those that it names filled in.
-_WHOLE = {
-    "verbs": "|".join(TABLES["verbs"].split()),
-    **{name: "|".join(TABLES[name]) for name in ("scales", "greek")},
-}
-for _name, _parts in _PATTERNS.items():
-    _WHOLE[_name] = re.sub(r"\(\?&(\w+)\)", lambda named: _WHOLE[named[1]], "".join(_parts))
-PATTERNS = SimpleNamespace(**{name: re.compile(pattern) for name, pattern in _WHOLE.items()})
+
+def _plain_characters() -> dict[int, str]:
+    """The replacement of every character that has one, for `str.translate`."""
+    replacements: dict[str, str] = {}
+    for code in (*_FULL_WIDTH, *_MATHEMATICAL_LETTERS):
+        replacements[chr(code)] = unicodedata.normalize("NFKC", chr(code))
+    for character in _FRACTIONS:
+        top, bottom = unicodedata.normalize("NFKC", character).split("⁄")
+        replacements[character] = rf"\frac{{{top}}}{{{bottom}}}"
+    for name, characters in (TABLES["greek"] | TABLES["greek_capitals"]).items():
+        replacements |= dict.fromkeys(characters, rf"\{name} ")
+    for replacement, characters in TABLES["characters"].items():
+        replacements |= dict.fromkeys(characters, replacement)
+    return str.maketrans(replacements)
+
+
+_CHARACTERS = _plain_characters()
 
 
 def normalise(text: str) -> str:
-    """The text in one spelling. The time is linear in its length, except for the squares of short
-    runs."""
-    text = _LINES.sub(", ", text)
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+", r"^{\g<0>}", text.translate(_CHARACTERS))
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", r"_{\g<0>}", text).translate(_SCRIPTS)
-    for pattern, replacement in _REWRITES:
+    """The text in one spelling.
+
+    The time is linear in its length, except for the squares of short runs.
+    """
+    text = _LINES.sub(", ", text).translate(_CHARACTERS)
+    text = _SUPERSCRIPTS.sub(r"^{\g<0>}", text)
+    text = _SUBSCRIPTS.sub(r"_{\g<0>}", text)
+    text = text.translate(_SCRIPTS)
+    for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text.strip())
     return text.strip()
 
 
 def squeeze(text: str) -> str:
-    """The text without spaces that carry no meaning. Those between words and beside commas and
-    points do: 1, 234; 1 2."""
+    """The text without spaces that carry no meaning.
+
+    Those between words and beside commas and points do: 1, 234; 1 2.
+    """
     return re.sub(r" ?([^\w\s.,]) ?", r"\1", text)
 
 
-def unbox(text: str) -> str:
-    r"""The content of the last \boxed or \fbox; the text itself without a box, or if its braces
-    never close."""
-    return last_box(text)[1]
-
-
-def last_box(text: str) -> tuple[str, str, str]:
-    r"""The text before the last \boxed or \fbox, in it, and after it; ("", text, "") without a
-    box."""
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    if start < 0:
-        return "", text, ""
-    content = re.compile(r"\\[a-z]+\s*").match(text, start).end()
-    if not text.startswith("{", content):
-        inner = text[content:].partition("$")[0].partition("\n")[0]
-        return text[:start], inner, text[content + len(inner) :]
-    depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, content):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[:start], text[content + 1 : brace.start()], text[brace.end() :]
-    return "", text, ""
-
-
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between separators outside brackets; [] if those do not match. Any closes any:
-    intervals may be half-open."""
+    """The pieces between separators outside brackets; [] if brackets do not match.
+
+    Any closing bracket closes any opening one: intervals may be half-open.
+    """
     depths = _depths(text)
-    return split_with_signs(text, separators)[0] if min(depths) == depths[-1] == 0 else []
+    if not min(depths) == depths[-1] == 0:
+        return []
+    pieces, _ = split_with_signs(text, separators)
+    return pieces
 
 
 def split_with_signs(text: str, separators: str) -> tuple[list[str], list[str]]:
-    """The pieces between the separators outside all brackets, also if the brackets do not match,
-    and those separators."""
-    cuts = [i for i, depth in enumerate(_depths(text)[1:]) if depth == 0 and text[i] in separators]
-    return [text[i + 1 : j].strip() for i, j in itertools.pairwise([-1, *cuts, len(text)])], [
-        text[i] for i in cuts
-    ]
+    """The pieces between the separators outside all brackets, and those separators.
+
+    Brackets need not match.
+    """
+    depths_after = _depths(text)[1:]
+    cuts = [i for i, depth in enumerate(depths_after) if depth == 0 and text[i] in separators]
+    edges = [-1, *cuts, len(text)]
+    pieces = [text[start + 1 : end].strip() for start, end in itertools.pairwise(edges)]
+    return pieces, [text[cut] for cut in cuts]
+
+
+_DEPTH_STEPS = dict.fromkeys("([{⟨", 1) | dict.fromkeys(")]}⟩", -1)
 
 
 def _depths(text: str) -> list[int]:
     """The number of open brackets before the text and after each of its characters."""
-    return list(itertools.accumulate(((c in "([{⟨") - (c in ")]}⟩") for c in text), initial=0))
+    steps = (_DEPTH_STEPS.get(character, 0) for character in text)
+    return list(itertools.accumulate(steps, initial=0))

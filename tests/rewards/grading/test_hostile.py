@@ -347,6 +347,8 @@ def test_what_repeats_itself_is_graded_at_once(answer):
 
 
 def test_a_defect_of_the_grader_is_a_failure_and_not_the_end_of_a_run(monkeypatch):
-    monkeypatch.setattr("alignment.rewards.grading.compare.Comparison.texts", lambda *args: 1 / 0)
+    monkeypatch.setattr(
+        "alignment.rewards.grading.compare.Comparison.compare_texts", lambda *args: 1 / 0
+    )
     assert grade_detail("a defect", "is planted here").stage == "error"
     assert "error" in FAILURES

@@ -1,11 +1,13 @@
-"""The tables of notation: every name has one meaning."""
+"""The tables of notation and the patterns: every name has one meaning, every pattern a use."""
 
 import re
 from itertools import chain
 from pathlib import Path
 
-from alignment.rewards.grading import text
-from alignment.rewards.grading.text import PATTERNS, TABLES
+from alignment.rewards.grading import patterns
+from alignment.rewards.grading.notation import TABLES
+from alignment.rewards.grading.rewrites import REWRITES
+from alignment.rewards.grading.text import normalise
 
 
 def occurs_once(names) -> bool:
@@ -49,33 +51,35 @@ def test_hand_checked_entries():
     )
 
 
-def test_every_rewrite_is_a_pattern_and_a_replacement_for_its_groups():
-    for rule in (*TABLES["rewrites"], *TABLES["math_spelling"], *TABLES["prm800k_spelling"]):
-        pattern, replacement = map(str, rule)
-        groups = [int(group) for group in re.findall(r"(?<!\\)(?:\\\\)*\\([0-9])", replacement)]
-        assert max(groups, default=0) <= re.compile(pattern).groups, rule
+def test_every_rewrite_has_the_groups_that_its_replacement_names():
+    for pattern, replacement in REWRITES:
+        if isinstance(replacement, str):
+            groups = [int(group) for group in re.findall(r"(?<!\\)(?:\\\\)*\\([0-9])", replacement)]
+            assert max(groups, default=0) <= pattern.groups, pattern.pattern
 
 
-def test_a_pattern_holds_those_that_it_names():
-    assert PATTERNS.scaled.fullmatch("1,500.5 millions of euros").groups() == (
+def test_rewrites_by_hand():
+    assert normalise(r"x \leq 10{,}000") == "x ≤ 10000"
+    assert normalise(r"\left(1 234 567, \dfrac12\right)") == r"(1234567, \frac{1}{2} )"
+    assert normalise("The final answer is: **½**.") == r"\frac{1}{2}"
+
+
+def test_a_pattern_holds_those_that_it_is_made_of():
+    assert patterns.SCALED.fullmatch("1,500.5 millions of euros").groups() == (
         "1,500.5",
         "million",
         "of euros",
     )
-    assert PATTERNS.variable.pattern in PATTERNS.label.pattern and "(?&" not in "".join(
-        p.pattern for p in vars(PATTERNS).values()
-    )
+    assert patterns.VARIABLE.pattern in patterns.LABEL.pattern
+    assert patterns.NUMBER.pattern in patterns.SCALAR.pattern
 
 
 def test_every_pattern_is_used():
-    package = Path(text.__file__).parents[1]
-    used = "".join(
-        file.read_text("utf-8")
-        for file in (*package.rglob("*.py"), package / "grading" / "patterns.toml")
-    )
-    words = {"verbs", "scales", "greek"}  # tables that patterns are made of
-    assert [
-        name
-        for name in vars(PATTERNS).keys() - words
-        if not re.search(rf"(PATTERNS\.|\(\?&){name}\b", used)
-    ] == []
+    folder = Path(patterns.__file__).parent
+    code = "".join(file.read_text("utf-8") for file in folder.glob("*.py"))
+    names = [name for name, value in vars(patterns).items() if isinstance(value, re.Pattern)]
+    assert len(names) > 40
+    unused = [
+        name for name in names if not re.search(rf"patterns\.{name}\b|{{{name}\.pattern}}", code)
+    ]
+    assert unused == []

@@ -1,0 +1,464 @@
+"""The arguments of the commands that train, sample and evaluate: flags of each concern together,
+and what follows from several of them."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+from alignment.config.data import DataFlags, TrainingDataFlags
+from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
+from alignment.config.evaluation import EvaluationFlags, RLEvaluationFlags
+from alignment.config.flag import check_flags, check_packages, flag, require
+from alignment.config.loss import LossFlags, LossTypeFlags
+from alignment.config.model import AdapterFlags, ModelFlags
+from alignment.config.optimisation import OptimisationFlags, SFTOptimisationFlags, StepFlags
+from alignment.config.run import CheckpointFlags, PresetFlags, RLRunFlags, RunFlags
+from alignment.config.sampling import EngineFlags, RolloutSizeFlags, SamplingFlags, StalenessFlags
+from alignment.core.advantages import AdvantageConfig
+from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
+from alignment.core.records import SamplingConfig
+from alignment.data.tasks import DataConfig, find_task
+from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
+from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
+from alignment.system.errors import UserError
+from alignment.system.registry import find
+
+Config = TypeVar("Config")
+
+
+# The fields of a dataclass begin with those of its last base. An arm's name has its parts in the
+# order of the fields, which must stay.
+@dataclass(frozen=True)
+class Args(
+    RunFlags,
+    EvaluationFlags,
+    SamplingFlags,
+    KernelFlags,
+    AdapterFlags,
+    PlacementFlags,
+    EngineFlags,
+    ModelFlags,
+    DataFlags,
+    PresetFlags,
+):
+    """What every command shares."""
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        require_plain_folder(self)
+        refuse_unknown_reward(self.reward)
+        check_packages(self)
+        if self.compile and self.use_liger_kernel:
+            raise UserError(
+                "--compile: torch does not compile Liger's kernels; leave out this flag or"
+                " --use_liger_kernel"
+            )
+
+    @property
+    def data(self) -> DataConfig:
+        """What is in which column of the user's own data."""
+        return configuration(DataConfig, self)
+
+    @property
+    def evaluation_rule(self) -> str:
+        """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
+        return evaluation_rule(self.reward, find_task(self.task, self.data).rules)
+
+
+@dataclass(frozen=True)
+class EvaluateArgs(Args):
+    """Sample answers to the test problems, score them, and print the averages with their 95 %
+    intervals."""
+
+    TABLE: ClassVar[str] = "evaluate"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "eval_tasks",
+        "model",
+        "compare",
+        "num_samples",
+        "max_problems",
+        "max_new_tokens",
+        "sampling_temperature",
+        "run_name",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "sft_base",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "policy_devices",
+        "policy_parallelism",
+        "policy_ranks",
+        "rank_timeout",
+        "compile",
+        "use_liger_kernel",
+        "reference_model_device",
+        "sampler_tensor_parallel",
+    )
+
+    num_samples: int = flag(1, group="evaluation", at_least=1)
+    """Samples a problem; above 1 adds pass@k and maj@k."""
+    eval_tasks: tuple[str, ...] = flag((), group="evaluation")
+    """Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp."""
+    compare: tuple[str, ...] = flag((), group="evaluation")
+    """Two models, instead of --model: the same problems, and the second's paired difference."""
+    preview: int = flag(0, group="run", at_least=0, zero="none")
+    """Print so many problems as the model would see them, and the rewards of their answers, and
+    end; 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self,
+            "compare",
+            len(self.compare) in ((0,) if self.eval_tasks else (0, 2)),
+            "two models, on one --task",
+        )
+
+
+@dataclass(frozen=True)
+class SFTArgs(SFTOptimisationFlags, Args):
+    """Fine-tune the base model on worked solutions, response tokens only, and save it to
+    --sft_base."""
+
+    TABLE: ClassVar[str] = "sft"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "model",
+        "sft_base",
+        "demonstrations",
+        "num_steps",
+        "batch_size",
+        "learning_rate",
+        "max_problems",
+        "resume",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "sampler_tensor_parallel",
+        "run_name",
+    )
+
+    demonstrations: tuple[str, ...] = flag((), group="data")
+    """Files of questions (or prompts) with responses; by default the task's own."""
+    curriculum: bool = flag(False, group="data")
+    """Take the demonstrations in the task's own order instead of shuffling them."""
+    eval_interval: int = flag(250, group="evaluation", above=0)
+    """Steps between measurements of the validation loss."""
+    preview: int = flag(0, group="run", at_least=0, zero="none")
+    """Print so many demonstrations, with the tokens that would be trained, and end; 0: none."""
+    save_interval: int = flag(250, group="run", above=0)
+    """Steps between checkpoints, in a folder beside --sft_base that is removed at the end."""
+    resume: bool = flag(False, group="run")
+    """Go on from the last checkpoint of the run of this name; `--resume FOLDER`, the run's, with
+    the flags of its args.json."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "sft_base", self.sft_base != "", "the folder to save the model to")
+
+
+@dataclass(frozen=True)
+class RLArgs(
+    RLRunFlags,
+    DeterminismFlags,
+    CheckpointFlags,
+    RLEvaluationFlags,
+    StalenessFlags,
+    LossFlags,
+    OptimisationFlags,
+    TrainingDataFlags,
+    StepFlags,
+    RolloutSizeFlags,
+    LossTypeFlags,
+    Args,
+):
+    """Train the policy by policy gradients on verifiable rewards."""
+
+    TABLE: ClassVar[str] = "train_rl"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "model",
+        "loss_type",
+        "group_size",
+        "prompts_per_rollout",
+        "num_steps",
+        "learning_rate",
+        "max_new_tokens",
+        "run_name",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "sampling_temperature", self.sampling_temperature > 0, "a number above 0")
+        raw_rewards = self.loss.weight == "raw_rewards"  # raises `UserError` for an unknown loss
+        undefined = (
+            "with one sample a prompt the group's mean is the reward itself and its std is"
+            " undefined"
+        )
+        works = f"at least 2: {undefined} (only --loss_type no_baseline works with 1)"
+        require(self, "group_size", self.group_size > 1 or raw_rewards, works)
+        works = (
+            f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
+        )
+        require(self, "max_refills", self.max_refills == 0 or not raw_rewards, works)
+        require(
+            self,
+            "overlong_buffer",
+            0 <= self.overlong_buffer <= self.max_new_tokens,
+            "from 0 (none) to --max_new_tokens",
+        )
+        asynchronous, most = self.rollouts == "async", self.staleness + 1
+        require(
+            self,
+            "max_staleness",
+            asynchronous or not self.max_staleness,
+            "0, or go with --rollouts async",
+        )
+        works = (
+            f"at most {most}: later weights would come too late for --max_staleness"
+            f" {self.staleness}"
+        )
+        require(
+            self,
+            "sync_every",
+            self.sync_every <= most,
+            works if asynchronous else "1, or go with --rollouts async",
+        )
+        works = (
+            f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}:"
+            " the ratio of --loss_type"
+        )
+        works += f" {self.loss_type} is to the sampler's log-probs already"
+        require(
+            self,
+            "sampler_correction",
+            self.sampler_correction == "none" or not self.trusts_sampler,
+            works,
+        )
+
+    @property
+    def staleness(self) -> int:
+        """Steps that the sampler's weights may be behind."""
+        return (
+            0
+            if self.rollouts == "sync"
+            else 1
+            if self.max_staleness is None
+            else self.max_staleness
+        )
+
+    @property
+    def trusts_sampler(self) -> bool:
+        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or as it
+        alone has stale weights."""
+        return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
+
+    @property
+    def needs_old_policy(self) -> bool:
+        """Whether old log-probs play a part, in ratio or correction, and can differ from the
+        policy's, by several updates."""
+        used = self.loss.uses_ratio or self.sampler_correction != "none"
+        return used and self.updates_per_rollout > 1 and not self.trusts_sampler
+
+    @property
+    def copies_old_policy(self) -> bool:
+        """Whether a copy of the policy may compute old log-probs. Adapters need no copy of the
+        weights, and a copy computes without the policy's own kernels, so that the first ratio would
+        be other than 1."""
+        return self.needs_old_policy and not (
+            self.lora_rank or self.compile or self.use_liger_kernel
+        )
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that --loss_type names. Raises `UserError` for an unknown one."""
+        # Nothing is known of a user's own function: it may use the ratio, and every argument.
+        users_own = partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
+        return find("--loss_type", self.loss_type, LOSSES, wrap=users_own)
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        data = self.seed if self.data_seed is None else self.data_seed
+        return {
+            "data": data,
+            "sampling": self.seed if self.sampling_seed is None else self.sampling_seed,
+            "model": self.seed,
+        }
+
+    @property
+    def rollout_size(self) -> int:
+        """Responses in one rollout."""
+        return self.prompts_per_rollout * self.group_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser updates made on one rollout; the last of an epoch may be smaller."""
+        return self.epochs_per_rollout * -(
+            -self.rollout_size // (self.train_mini_batch_size or self.rollout_size)
+        )
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How rollouts are drawn, but for the step's seed and the task's stop strings."""
+        distribution = self.sampling_temperature, self.sampling_top_p, self.sampling_top_k
+        return SamplingConfig(self.group_size, *distribution, self.max_new_tokens)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which version of the weights samples which step."""
+        return Schedule(self.num_steps, self.staleness, self.sync_every)
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        return configuration(
+            RolloutConfig, self, data_seed=self.seeds["data"], sampling_seed=self.seeds["sampling"]
+        )
+
+    @property
+    def update_config(self) -> UpdateConfig:
+        old = (
+            "sampler" if self.trusts_sampler else "policy" if self.needs_old_policy else "ratio_one"
+        )
+        return configuration(
+            UpdateConfig,
+            self,
+            loss=configuration(LossConfig, self),
+            advantage=configuration(AdvantageConfig, self),
+            distribution=self.sampling.distribution,
+            old_log_probs=old,
+            data_seed=self.seeds["data"],
+        )
+
+
+@dataclass(frozen=True)
+class PlanArgs(MachineFlags, RLArgs):
+    """Show which role and which part of the policy would sit on which device, what each phase of a
+    step takes there, and the command that trains so. Takes every argument of train_rl."""
+
+    TABLE: ClassVar[str] = "plan"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "model",
+        "hardware",
+        "price",
+        "best",
+        "calibrate",
+        "json",
+        "optimizer",
+        "policy_parallelism",
+        "lora_rank",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preview",
+        "trackers",
+    )
+
+
+@dataclass(frozen=True)
+class RejectionArgs(Args):
+    """Sample answers to training problems, keep those that are right, readable and in one language,
+    and write them as JSONL."""
+
+    TABLE: ClassVar[str] = "rejection_sample"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "model",
+        "output",
+        "num_problems",
+        "num_samples",
+        "keep",
+        "few_shot",
+        "max_new_tokens",
+        "sampling_temperature",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "sft_base",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "policy_devices",
+        "policy_parallelism",
+        "policy_ranks",
+        "rank_timeout",
+        "compile",
+        "use_liger_kernel",
+        "reference_model_device",
+        "eval_device",
+        "max_problems",
+        "run_name",
+    )
+
+    output: str = flag("", group="data")
+    """File to write, one kept answer a line; `sft --demonstrations` reads it."""
+    num_problems: int = flag(512, group="data", at_least=0, zero="all")
+    """Training problems to ask, the first ones."""
+    num_samples: int = flag(8, group="evaluation", at_least=1)
+    """Answers sampled for each."""
+    keep: Literal["best", "all"] = flag("all", group="data")
+    """Of the answers to a problem that pass: the shortest, or all."""
+    min_consistency: float = flag(0.95, group="data", at_least=0, at_most=1)
+    """Share of an answer's words that must be in its question's language."""
+    few_shot: str = flag("", group="data")
+    """JSONL file of worked examples that are put before each question; empty: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "num_problems", self.num_problems > 0, "at least 1")
+
+
+@dataclass(frozen=True)
+class VerifyArgs(RLArgs):
+    """Check, with a run's own settings, what this machine computes: log-probs, gradient and step
+    against plain computation, the sampler against the trainer before and after updates; and that a
+    killed run resumes to the same bits. Takes every argument of train_rl; --num_steps and
+    --save_interval are set by --kill_after."""
+
+    TABLE: ClassVar[str] = "verify"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "model",
+        "loss_type",
+        "kill_after",
+        "policy_parallelism",
+        "sampler",
+        "dtype",
+        "deterministic",
+        "run_name",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "num_steps",
+        "save_interval",
+        "keep_checkpoints",
+        "resume",
+        "trackers",
+    )
+
+    kill_after: int = flag(3, group="run", at_least=0, zero="none")
+    """k: train 2k steps straight; then k, kill, resume, k; and compare. 0: leave that out, as it is
+    behind torchrun."""
+    batch_invariant: bool = flag(False, group="devices")
+    """On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower."""
+
+
+def configuration(cls: type[Config], args: Args, **fields) -> Config:
+    """A configuration made of `fields`, and of the arguments that have the names of its other
+    fields."""
+    names = {f.name for f in dataclasses.fields(cls)} - fields.keys()
+    return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **fields)
+
+
+def require_plain_folder(arguments) -> None:
+    """Raise `UserError` for a --run_name that is no folder's."""
+    folder = arguments.run_name
+    is_plain = folder not in (".", "..") and Path(folder).name == folder
+    is_short = len(folder.encode(errors="surrogateescape")) <= 150
+    wanted = "a plain folder name without slashes, of at most 150 bytes"
+    require(arguments, "run_name", is_plain and is_short, wanted)

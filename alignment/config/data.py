@@ -1,0 +1,51 @@
+"""Problems, prompts and rewards."""
+
+from dataclasses import dataclass
+
+from alignment.config.flag import flag
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Where problems come from, how they are asked, and what answers are paid for."""
+
+    task: str = flag("arithmetic", group="data")
+    """Where problems come from: arithmetic, gsm8k, svamp, countdown, countdown_small; rows of your
+    own, file:FILE (JSONL, JSON, CSV, Parquet) or hf:NAME (a hub's data set or a folder,
+    hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
+    reward: str = flag("r1_zero", group="data")
+    """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one
+    worked-out final answer, or countdown. Or a weighted sum, such as
+    format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
+    language_consistency, signed_format, signed_accuracy, the negative controls random, format_only
+    and inverted, and functions of your own, as package.module:function, which are called with a
+    response and its ground truth, or as TRL calls them."""
+    reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
+    """Seconds of one call of a reward function of your own, after which the run saves and stops."""
+    prompt: str = flag("", group="data")
+    """Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question};
+    empty: its own."""
+    dataset_path: str = flag("", group="data")
+    """Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts
+    them."""
+    question_column: str = flag("question", group="data")
+    """Column of your rows' questions."""
+    answer_column: str = flag("answer", group="data")
+    """Column of your rows' answers."""
+    answer_pattern: str = flag("", group="data")
+    """Regular expression whose group is the final answer there; empty: the last `####` line, else
+    all."""
+    test_split: str = flag("", group="data")
+    """File, or split of hf: data, of the test problems; empty: the split test, or one question in
+    8."""
+
+
+@dataclass(frozen=True)
+class TrainingDataFlags:
+    """Which training problems RL takes."""
+
+    num_problems: int = flag(0, group="data", at_least=0, zero="all")
+    """Training problems, the first ones; 0: all."""
+    max_prompt_tokens: int = flag(0, group="data", at_least=0, zero="any length")
+    """Longest prompt, in tokens; problems with longer ones are left out of training. 0: any
+    length."""

@@ -1,0 +1,67 @@
+"""The algorithm: advantages, loss, KL penalty, corrections."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alignment.config.flag import flag
+from alignment.core.advantages import BASELINES, DEVIATIONS
+from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, NORMALIZATIONS
+
+
+@dataclass(frozen=True)
+class LossTypeFlags:
+    """Which loss a step of RL takes."""
+
+    loss_type: str = flag("grpo_clip", group="algorithm")
+    """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline;
+    grpo_clip: GRPO; grpo_no_clip: GRPO without clipping; gspo: one ratio a response; cispo: clipped
+    weights, all gradients; or your package.module:name."""
+
+
+@dataclass(frozen=True)
+class LossFlags:
+    """The numbers and choices of advantages, loss, KL penalty and corrections."""
+
+    cliprange: float = flag(0.2, group="algorithm", above=0, at_most=1)
+    """GRPO, GSPO, CISPO: the ratio to the old policy counts only within 1 - cliprange and 1 +
+    cliprange."""
+    cliprange_high: float | None = flag(None, group="algorithm", above=0)
+    """The upper bound, where it is another (DAPO's clip-higher); by default --cliprange."""
+    dual_clip: float = flag(0.0, group="algorithm", above=1, or_zero=True, zero="none")
+    """GRPO, GSPO: a negative advantage counts at most so many times (above 1); 0: without this
+    bound."""
+    baseline: str = flag("group_mean", group="algorithm", choices=tuple(BASELINES))
+    """What is subtracted from a reward: its group's mean, or others' (RLOO)."""
+    normalize_by_std: bool = flag(True, group="algorithm")
+    """Divide advantages by a standard deviation."""
+    std_of: str = flag("group", group="algorithm", choices=tuple(DEVIATIONS))
+    """Whose: the group's (unbiased, or of the population), or of all rewards."""
+    advantage_eps: float = flag(1e-6, group="algorithm", above=0)
+    """Added to that standard deviation."""
+    beta: float = flag(0.0, group="algorithm", at_least=0, zero="none")
+    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no
+    reference model."""
+    kl_estimator: str = flag("k3", group="algorithm", choices=tuple(KL_ESTIMATORS))
+    """How that is estimated; k3 is GRPO's, k1 has on average no gradient."""
+    old_log_probs: Literal["policy", "sampler"] = flag("policy", group="algorithm")
+    """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a
+    pass before the first of them, or the sampler's, which spares it. Stale rollouts always take the
+    sampler's."""
+    sampler_correction: str = flag("none", group="algorithm", choices=tuple(CORRECTIONS))
+    """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or
+    left out above, a cap."""
+    correction_cap: float = flag(2.0, group="algorithm", above=0)
+    """That cap."""
+    max_refills: int = flag(0, group="algorithm", at_least=0, zero="never")
+    """Times a step that groups of equal rewards, which teach nothing, give way to other prompts
+    (DAPO)."""
+    overlong_buffer: int = flag(0, group="algorithm")
+    """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0:
+    none."""
+    skip_unfinished: bool = flag(False, group="algorithm")
+    """Leave responses that were cut off at --max_new_tokens out of baselines and updates."""
+    loss_normalization: str = flag(
+        "sequence_mean", group="algorithm", choices=tuple(NORMALIZATIONS)
+    )
+    """What weighs the same: each sequence, each token, or each token over a constant (sequences x
+    --max_new_tokens)."""

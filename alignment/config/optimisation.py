@@ -1,0 +1,82 @@
+"""Optimiser, learning rate, and how rollouts become updates."""
+
+from dataclasses import dataclass
+
+from alignment.config.flag import Extra, flag
+from alignment.policy.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """How long RL trains."""
+
+    num_steps: int = flag(60, group="optimisation", above=0, changeable=True)
+    """Rollout steps."""
+
+
+@dataclass(frozen=True)
+class OptimisationFlags:
+    """How rollouts become updates, and the optimiser."""
+
+    epochs_per_rollout: int = flag(1, group="optimisation", above=0)
+    """Passes over each rollout."""
+    train_mini_batch_size: int = flag(0, group="optimisation", at_least=0, zero="all")
+    """Responses an update, at most; 0: the whole rollout. Several updates need old log-probs."""
+    micro_batch_tokens: int = flag(
+        0, group="optimisation", at_least=0, zero="what fits", bookkeeping=True
+    )
+    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted
+    once; 0: what the free memory allows, up to where more is no faster. Changes memory and speed,
+    never the gradient."""
+    optimizer: str = flag(
+        "adamw",
+        group="optimisation",
+        choices=tuple(OPTIMIZERS),
+        needs=Extra("torchao", "torchao", only_for="adamw_8bit"),
+        setting=True,
+    )
+    """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step
+    on the CPU; adamw_8bit: moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon
+    for hidden matrices, AdamW for all else."""
+    learning_rate: float = flag(2e-4, group="optimisation", at_least=0, zero="trains nothing")
+    """Peak learning rate (AdamW: betas 0.9, 0.95)."""
+    warmup_steps: int = flag(5, group="optimisation", at_least=0)
+    """Updates of linear rise of the learning rate, constant after."""
+    weight_decay: float = flag(0.0, group="optimisation", at_least=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = flag(1.0, group="optimisation", above=0)
+    """Gradient norm above which the gradient is scaled down."""
+
+
+@dataclass(frozen=True)
+class SFTOptimisationFlags:
+    """The updates of supervised fine-tuning."""
+
+    num_steps: int = flag(1000, group="optimisation", above=0, changeable=True)
+    """Optimiser steps."""
+    batch_size: int = flag(64, group="optimisation", above=0)
+    """Sequences an optimiser step."""
+    micro_batch_tokens: int = flag(
+        0, group="optimisation", at_least=0, zero="what fits", bookkeeping=True
+    )
+    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted
+    once; 0: what the free memory allows, up to where more is no faster. Changes memory and speed,
+    never the gradient."""
+    optimizer: str = flag(
+        "adamw",
+        group="optimisation",
+        choices=tuple(OPTIMIZERS),
+        needs=Extra("torchao", "torchao", only_for="adamw_8bit"),
+        setting=True,
+    )
+    """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step
+    on the CPU; adamw_8bit: moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon
+    for hidden matrices, AdamW for all else."""
+    learning_rate: float = flag(3e-3, group="optimisation", at_least=0, zero="trains nothing")
+    """Peak learning rate."""
+    warmup_steps: int = flag(50, group="optimisation", at_least=0)
+    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
+    weight_decay: float = flag(0.0, group="optimisation", at_least=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = flag(1.0, group="optimisation", above=0)
+    """Gradient norm above which the gradient is scaled down."""

@@ -1,0 +1,198 @@
+"""Sweeps and claims: arms, seeds, executors and what is decided."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from alignment.config.commands import RLArgs
+from alignment.config.flag import (
+    check_flags,
+    flag,
+    flags_of_class,
+    hints_of_flags,
+    names_of_flags,
+    require,
+)
+from alignment.config.presets import CLAIMS
+from alignment.runs.trackers import TRACKERS
+
+Match = Literal["steps", "samples", "tokens", "seconds"]
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Train every combination of the values given, with every seed, and say which choice made the
+    difference. Every argument of train_rl may be given here, most with several values: --loss_type
+    no_baseline grpo_clip --seed 0 1 2"""
+
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "loss_type",
+        "group_size",
+        "learning_rate",
+        "num_steps",
+        "seed",
+        "sweep_file",
+        "executor",
+        "dry_run",
+        "run_name",
+    )
+
+    preset: str = flag("tiny", group="run")
+    """Named set of arguments that all arms start from."""
+    sweep_file: str = flag("", group="sweep")
+    """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME]
+    each."""
+    run_name: Annotated[str, tyro.conf.arg(aliases=("--sweep_name",))] = flag("", group="run")
+    """Name of the folder, a new one or to continue."""
+    output_dir: str = flag("checkpoints", group="run")
+    """Folder that holds the sweep's folder; with several machines, one that all of them share."""
+    trackers: tuple[str, ...] = flag(("tensorboard",), group="run", choices=tuple(TRACKERS))
+    """Where every run's numbers go besides its folder."""
+    hold: Literal["rollouts", "prompts"] = flag("rollouts", group="sweep")
+    """What stays equal while --group_size varies: a step's responses (larger groups, fewer
+    prompts), or its prompts."""
+    match: Match = flag("steps", group="sweep")
+    """Compare arms after their --num_steps, or at equal sampled responses, tokens (of refills too)
+    or seconds: what all had."""
+    tie: float = flag(0.03, group="sweep", above=0, below=1)
+    """Difference of accuracies below which two arms are taken to tie, once that is shown."""
+    controls: bool = flag(False, group="sweep")
+    """Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by
+    itself."""
+    strict: bool = flag(False, group="sweep")
+    """Take the design's warnings for errors."""
+    dry_run: bool = flag(False, group="sweep")
+    """Print the design, and train nothing."""
+    until_decided: bool = flag(False, group="sweep")
+    """After the runs, add seeds to undecided pairs until all are decided or have --max_seeds; looks
+    share the error rate."""
+    question: tuple[str, ...] = flag((), group="sweep")
+    """What --until_decided decides: two arms, two values (grpo_clip no_baseline) or an argument
+    (loss_type); empty: all."""
+    max_seeds: int = flag(10, group="sweep", at_least=2)
+    """Seeds an arm may get."""
+    hardware: str = flag("", group="devices")
+    """Machine to count hours for, as plan's; with --calibrate and empty: this one."""
+    calibrate: tuple[str, ...] = flag((), group="devices")
+    """Finished runs on such a machine, which tell its rates."""
+    price: float = flag(0.0, group="devices", at_least=0, zero="unknown")
+    """Dollars an hour of one GPU, or of a machine without. 0: unknown."""
+    show_difference: float = flag(0.0, group="sweep", at_least=0, below=1, zero="none")
+    """Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none."""
+    executor: Literal["auto", "local", "ray", "slurm"] = flag("auto", group="sweep")
+    """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed
+    (extra), or local."""
+    ray_address: str = flag("", group="sweep")
+    """Ray cluster to run on; empty: this machine."""
+    slurm: tuple[str, ...] = flag((), group="sweep")
+    """sbatch's options for each run, such as partition=gpu time=240 (minutes; 60) mem=64G."""
+    cpus_per_run: int | None = flag(None, group="sweep", at_least=1)
+    """Cores and threads of a run; by default 1 where runs share a machine, all without Ray."""
+    gpus_per_run: int | None = flag(None, group="sweep", at_least=0)
+    """Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any."""
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        require(
+            self,
+            "ray_address",
+            not self.ray_address or self.executor in ("auto", "ray"),
+            "with --executor ray",
+        )
+        pairs = (
+            all(0 < pair.find("=") < len(pair) - 1 for pair in self.slurm)
+            and type(self.slurm_parameters["time"]) is int
+        )
+        works = "name=value, time in minutes, and go with --executor slurm"
+        require(self, "slurm", not self.slurm or pairs and self.executor == "slurm", works)
+
+    @property
+    def slurm_parameters(self) -> dict[str, int | str]:
+        """sbatch's options for each run."""
+        own = {"time": 60, "cpus_per_task": self.cpus_per_run, "gpus_per_node": self.gpus_per_run}
+        given = own | dict(pair.split("=", 1) for pair in self.slurm)
+        return {
+            name: int(value) if str(value).isdigit() else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+
+RL_FLAGS = flags_of_class(RLArgs)
+NOT_SWEPT = frozenset(name for name, facts in RL_FLAGS.items() if not facts.swept)
+BOOKKEEPING = NOT_SWEPT | names_of_flags(RLArgs, "bookkeeping")
+SweepArgs = dataclasses.make_dataclass(
+    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
+    [
+        (
+            name,
+            Annotated[
+                tuple[hint, ...],
+                tyro.conf.arg(help=f"One or several values of train_rl's --{name}."),
+            ],
+            flag((), group=RL_FLAGS[name].group, choices=RL_FLAGS[name].choices),
+        )
+        for name, hint in hints_of_flags(RLArgs).items()
+        if name not in NOT_SWEPT
+    ],
+    bases=(SweepOptions,),
+    frozen=True,
+    namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
+)
+
+
+@dataclass(frozen=True)
+class ClaimsArgs(SweepArgs):
+    """List claims of papers with what runs here say of them, and train what is missing. All arms
+    share train_rl's arguments."""
+
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "run",
+        "report",
+        "preset",
+        "seed",
+        "executor",
+        "output_dir",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "sweep_file",
+        "run_name",
+        "hold",
+        "match",
+        "tie",
+        "controls",
+        "strict",
+        "dry_run",
+        "until_decided",
+        "question",
+        "max_seeds",
+        "hardware",
+        "calibrate",
+        "price",
+        "show_difference",
+    )
+
+    preset: tuple[str, ...] = flag(
+        (
+            "tiny",
+            "countdown_tiny",
+        ),
+        group="run",
+    )
+    """Named sets of arguments, a task each, that all arms start from."""
+    run: tuple[str, ...] = flag((), choices=("all", *CLAIMS))
+    """Claims whose missing runs are trained first; all: every one."""
+    report: str = ""
+    """Folder to write the page to, as claims.md; empty: none."""
+
+
+def swept_values(args: SweepOptions) -> dict[str, tuple]:
+    """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
+    names = (
+        f.name for f in dataclasses.fields(RLArgs) if f.name not in NOT_SWEPT and f.name != "seed"
+    )
+    return {name: getattr(args, name) for name in names if getattr(args, name)}

@@ -1,0 +1,321 @@
+r"""Regular expressions over normalised text: what counts as a number, a unit, a sentence, a label.
+
+Text is normalised before any of them sees it (`text.normalise`): runs of white space are one space,
+commands of relations are single signs (≤, ∪, ∞), sizing commands and maths delimiters are gone.
+Long expressions are written with `re.VERBOSE`, where `[ ]` is a space.
+"""
+
+import re
+
+from alignment.rewards.grading.notation import TABLES
+
+_VERBS = "|".join(TABLES["verbs"].split())
+_SCALES = "|".join(TABLES["scales"])
+_GREEK = "|".join(TABLES["greek"])
+
+
+# --- numbers and quantities
+
+# 12; 1,234; 3.14; 5.; .5
+NUMBER = re.compile(r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+")
+
+# -5; 1.5e-3; 1.5 * 10^{3}; 3rd. Groups: sign, number, exponent.
+SCALAR = re.compile(
+    rf"""
+    ([-+]?) [ ]? ({NUMBER.pattern})
+    (?:
+        [ ]? (?: [eE] | \*[ ]?10[ ]?\^ ) [ ]? ( [-+]?[0-9]{{1,3}} | \{{[ ]?-?[0-9]{{1,3}}[ ]?\}} )
+        | [ ]? (?:st|nd|rd|th)
+    )?
+    """,
+    re.VERBOSE,
+)
+
+# 1.5 million dollars. Groups: the text before the word, the word, what is counted.
+SCALED = re.compile(rf"(.*(?:{NUMBER.pattern})) ?({_SCALES})s?(?: ([A-Za-z].*))?")
+
+# 0.1666... Groups: sign, digits before the point, digits after it.
+ENDLESS = re.compile(r"([-+]?)([0-9]*)\.([0-9]{1,60}) ?\.\.\.")
+
+# 101_2; (101)_{two}; 101 (base 2). Groups 1 to 3: digits, base as a subscript, base in words.
+# 0x1F. Groups 4 and 5: the letter of the prefix, digits.
+BASED = re.compile(
+    r"""
+    \(?[ ]? ( [0-9A-Fa-fG-Z] [0-9A-Fa-fG-Z ]{0,60}? ) [ ]?\)? [ ]?
+    (?:
+        _[ ]?\{?[ ]?\(? (?:base[ ]?)? ( [0-9]{1,2} | [a-z]+ ) \)?[ ]?\}?
+        | [ ]\(?base[ -] ( [0-9]{1,2} | [a-z]+ ) \)?
+    )
+    (?: [ ]\(?base[ ](?:\2)\)? )?
+    | 0([xXbo]) ([0-9A-Fa-f]{1,60})
+    """,
+    re.VERBOSE,
+)
+
+# 5 \pmod{7}; 5 (mod 7). Groups: the remainder, the modulus.
+MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]+) ?\}?\)?")
+
+# 30\degree 15' 20". Groups: degrees, minutes, seconds.
+MINUTES = re.compile(
+    r"""
+    ([0-9]+) [ ]?\\degree[ ]?
+    ([0-9]+ (?:\.[0-9]+)?) [ ]?'
+    (?: [ ]? ([0-9]+ (?:\.[0-9]+)?) [ ]? (?: " | '' ) )?
+    """,
+    re.VERBOSE,
+)
+
+# 7:30:15 pm; 5 o'clock; 12 noon. Groups: hour, minute, second, half of the day, half after that.
+CLOCK = re.compile(
+    r"""
+    ([0-9]{1,2}) (?: :([0-9]{2}) )? (?: :([0-9]{2}) )?
+    [ ]? ( a\.?m\.? | p\.?m\.? | o'clock | noon | midnight )?
+    (?: [ ](am|pm) )?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+
+# -$5. Groups 1 to 3: sign, currency, amount. 5 €. Groups 4 and 5: amount, currency.
+MONEY = re.compile(
+    r"""
+    ([-+]?) [ ]? (?:US|USD|CA|AU|C|A)? ([$£€¥₹]) [ ]? (?=[-0-9.\\]) ([^$£€¥₹]*)
+    | ([^$£€¥₹]*[0-9]) [ ]? ([$£€¥₹])
+    """,
+    re.VERBOSE,
+)
+# USD 5. Groups: the code, the amount.
+MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
+# 18 per day, without its currency. Groups: the amount, what follows it.
+AMOUNT_PER = re.compile(
+    r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)"
+)
+
+# 50%; 50 percent of the apples. Groups: the number, the words after the sign.
+PERCENT = re.compile(
+    r"""
+    ([-+]? [^%+*-]* [0-9)}])
+    [ ]? (?: % | percent (?:age[ ]points?)? | per[ ]cent | pct )
+    ([ ] [a-z ]{1,30})?
+    """,
+    re.VERBOSE,
+)
+# Words after a percent sign that change nothing.
+SHARE_WORDS = re.compile(
+    r"""
+    [ ]
+    (?:
+        chance | probability | interest
+        | of[ ] (?:the|all|his|her|their|its|these) (?:[ ][a-z]+){1,3}
+    )
+    """,
+    re.VERBOSE,
+)
+
+# 5 cm^2; 2\pi metres. Groups: the amount, the space after it, the unit.
+AMOUNT = re.compile(
+    r"""
+    (.*? (?: [0-9)}\]] | \\pi | [0-9 ]pi ))
+    ([ ]?)
+    ((?: \\degree | \\Omega | \\mu[ ] | [A-Za-zµΩ°¢£$Å\u4e00-\u9fff] ) .*)
+    """,
+    re.VERBOSE,
+)
+
+
+# --- units
+
+# One factor of a unit with its power, and the sign after it: cm^2; m *. Groups: name, power.
+FACTOR = re.compile(
+    r"""
+    [ ]? ([A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?)
+    (?: [ ]?\^[ ]?\{?[ ]? (-?[0-9]) [ ]?\}? )?
+    (?: [ ]?[*-] )?
+    """,
+    re.VERBOSE,
+)
+
+# Nouns of numbers, which are no units: 5 sixteenths, 5 twenties, 5 quadrillion.
+NUMBER_NOUN = re.compile(
+    r"""
+    \w*
+    (?:
+        teen(?:th)? | tieth | (?:twen|thir|for|fif|six|seven|eigh|nine)tie
+        | dredth | sandth | ll?ion | ll?ionth
+    )s?
+    | (?: eleven | twel[fv]e? )(?:th)?s?
+    | (?: four|fif|six|seven|eigh|nin|ten )ths?
+    """,
+    re.VERBOSE,
+)
+
+PLURAL = re.compile(r"[a-z]{2,}(?<!s)s|[a-z]{2,}(?:sse|e)s")
+
+# Words that may follow a quantity and change nothing: 5 in total, 5 of the apples.
+TRAILING_WORDS = re.compile(
+    r"""
+    [ ]
+    (?:
+        old | long | tall | wide | high | deep | away | left | remaining
+        | total | in[ ]total | in[ ]all | altogether | each | apiece
+        | of[ ] (?:the|a|an|all|his|her|their|its) (?:[ ][a-z]+){1,3}
+    )$
+    """,
+    re.VERBOSE,
+)
+
+
+# --- words, options and sentences
+
+ARTICLE = re.compile(r"\b(?:the|an?) (?=\w)")
+
+# Letters of any alphabet, apostrophes, hyphens and spaces.
+WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
+
+# Products of variables: ab, xy, pqr.
+LETTER_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")
+
+# (A); A.; the correct option is A. Group: the letter.
+OPTION = re.compile(
+    r"""
+    (?i: (?:the[ ])? (?:correct[ ]|right[ ]|best[ ])? (?:option|choice|answer)[ ] (?:is[ ])? )?
+    \(? ([A-Ja-j]) \)? [.):]?
+    """,
+    re.VERBOSE,
+)
+# A, C; AC; (A) and (C)
+OPTIONS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
+# (B) 12; B: 12. Groups: the letter in brackets, the letter without, the option's text.
+OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
+# What names one more option in an option's text.
+OTHER_OPTION = re.compile(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b")
+
+# So there are 15 ways. Group: the text from the number or formula on.
+SENTENCE = re.compile(
+    rf"""
+    (?: [A-Za-z']+,?[ ] ){{0,10}}
+    (?: {_VERBS} | equal[ ]to | there[ ](?:are|were) | total[ ]of | left[ ]with )
+    (?: [ ] (?:him|her|them|it|us|me|you) )?
+    (?: [ ] (?:now|still|exactly|only|just|all|a[ ]total[ ]of|equal[ ]to) )?
+    [ ] (?=[-0-9$£€¥\\(\[{{]) (.*)
+    """,
+    re.VERBOSE,
+)
+# The function is odd. Group: the predicate.
+PREDICATE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
+# What may follow the answer in a sentence: every day, for the trip. Groups: the answer, the end,
+# the end's words but the first.
+SENTENCE_END = re.compile(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?")
+# 1/4 (or 0.25). Groups: the two forms.
+SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+# What begins a clause about a free parameter: "x = 2k, where ...", or the clause itself.
+CLAUSE_WORD = re.compile(r"(?:, ?| )(?:where |for |with )")
+CLAUSE_VARIABLE = re.compile(r", ?(?=[a-z] ?∈)| (?=for integers?\b)")
+# ", where k is an integer"; " for k ∈ ℤ". Groups: the parameter's name in either order.
+CLAUSE = re.compile(
+    r"""
+    (?:,|[ ])? [ ]?
+    (?: (?:where|for|with|and)[ ] )?
+    (?: (?:all|any|every|some)[ ] )?
+    (?:
+        integers?[ ]([a-z])
+        | ([a-z]) (?:[ ]is)? (?: [ ]?∈[ ]?[ℤℕ] | [ ]an?(?:y|ll)?[ ]integer | [ ]integer )
+    )
+    """,
+    re.VERBOSE,
+)
+# About 5; 5 (approximately). Groups: the answer after the word, the answer before it.
+ABOUT = re.compile(
+    r"""
+    (?:is[ ])? (?:about|approximately|approx\.?|around|roughly|nearly|almost|≈)[ ] (.*)
+    | (.*)[ ] \(?(?:approximately|approx\.?)\)?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# Runs of letters; the group leaves out those of commands.
+BARE_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
+
+
+# --- structures
+
+# x; x_1; \alpha_{12}; y'
+VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{_GREEK}))(?:_\{{?\w{{1,3}}\}}?)?'*")
+
+# The left side of `label = answer`.
+_ARGUMENT = "(?:[a-z]|[0-9]{1,4})"
+LABEL = re.compile(
+    rf"""
+    {VARIABLE.pattern}
+    # f(x), f^{{-1}}(x), g'
+    | [fgh] (?: \^[ ]?(?:\{{[ ]?-1[ ]?\}}|-1) )? '* (?: [ ]?\([^()=]{{1,12}}\) )?
+    # a probability or an expectation
+    | [PE] [ ]?\([^()=]{{1,12}}\)
+    # u(x, y), p(17)
+    | {VARIABLE.pattern} [ ]?\( {_ARGUMENT} (?: ,[ ]?{_ARGUMENT} ){{0,2}} \)
+    # an angle, a side, a length, sets
+    | (?:m[ ]?)? \\(?:angle|overline) [ ]?\{{?[A-Za-z]{{1,3}}\}}?
+    | [A-Z]{{2,3}}
+    | \|?[A-Z]{{2}}\|?
+    | [A-Z] (?: [ ]?[∪∩∖][ ]?[A-Z] ){{1,3}}
+    # words
+    | [A-Za-z]{{3,}} (?:[ ][A-Za-z]+){{0,6}}
+    # (x, y), x-coordinate
+    | \([a-z] (?: [ ]?,[ ]?[a-z] ){{1,3}}\)
+    | [A-Za-z]+-(?:coordinate|intercept)
+    # a derivative
+    | d[a-z]/d[a-z]
+    | \\frac\{{d[a-z]\}}\{{d[a-z]\}}
+    """,
+    re.VERBOSE,
+)
+
+# {x | x > 3}. Groups: the variable, the condition.
+SET_BUILDER = re.compile(r"\{ ?([a-z])(?: ?∈ ?ℝ)? ?[|:] ?(.*)\}")
+# Groups: the environment, its content.
+MATRIX = re.compile(
+    r"""
+    \\begin[ ]?\{ ([pbvBV]?matrix|smallmatrix|array) \}
+    (?: [ ]?\{[lcr| ]+\} )?
+    (.*)
+    \\end[ ]?\{\1\}
+    """,
+    re.VERBOSE,
+)
+# Groups: the label before the environment, its content.
+CASES = re.compile(r"(?:([A-Za-z][^=&]{0,12})= ?)?\\begin ?\{cases\}(.*)\\end ?\{cases\}")
+# "if x > 0," in a row of cases. Group: the condition.
+CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
+
+
+# --- math-verify
+
+# What our own grammar reads in some places only, or never.
+FOREIGN = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")
+
+# Empty braces, a sign without an operand at an end, a command without its arguments.
+INCOMPLETE = re.compile(
+    r"""
+    \{[ ]?\}
+    | [-+*/^_=<≤∪∩∖][ ]?$ | ^[ ]?[*/^_=<>≤≥∪∩∖]
+    | \\(?:frac|binom) (?! [ ]? (?: \{[^{}]* (?:\{[^{}]*\}[^{}]*)* \}[ ]? ){2} )
+    | \\(?:sqrt|sum|prod|int|lim|begin) (?! [ ]?[\[{_A-Za-z0-9] )
+    """,
+    re.VERBOSE,
+)
+POWER = re.compile(r"\^|\*\*")
+SMALL_POWER = re.compile(r"\^ ?(?:[\w∞]|\{ ?-? ?[\w∞]{1,2} ?\})(?! ?[\^*!])")
+EXPONENT = re.compile(r"\^ ?\{? ?-? ?([0-9]+)")
+# Numbers so large that computing with them takes long, and two digits after a \frac, which
+# math-verify misreads.
+LARGE = re.compile(
+    r"""
+    [0-9]{7}
+    | \\frac[ ]?[0-9]{2}
+    | ![ ]?! | [0-9]{3}[ ]?!
+    | \\binom (?! [ ]?\{[ ]?[\w+-]{1,5}[ ]?\} [ ]?\{[ ]?[\w+-]{1,5}[ ]?\} )
+    | \\Gamma
+    | (?:\\sqrt.*){5}
+    """,
+    re.VERBOSE,
+)
+# Words, numbers side by side, and signs that mean nothing in a single expression.
+UNCLEAR = re.compile(r"""[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'"`:;$%#~?≈∅]|\.\.""")

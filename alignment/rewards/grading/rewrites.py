@@ -1,0 +1,148 @@
+r"""The rewriting of spellings, in order: LaTeX, Markdown and code become the form that is read.
+
+Later rules rely on earlier ones: digits are joined before sizing commands go, text commands are
+opened before signs get one character each, and maths delimiters go last.
+"""
+
+import re
+from collections.abc import Callable
+
+from alignment.rewards.grading.notation import TABLES
+
+Replacement = str | Callable[[re.Match[str]], str]
+
+_SIGN_OF_COMMAND: dict[str, str] = {}
+for _sign, _commands in TABLES["signs"].items():
+    _SIGN_OF_COMMAND |= dict.fromkeys(_commands.split(), _sign)
+
+
+def _write_sign(match: re.Match[str]) -> str:
+    r"""The sign of a command, ≤ of \leq; the command itself where the table of signs has none."""
+    sign = _SIGN_OF_COMMAND.get(match[1])
+    if sign is None:
+        return match[0]
+    return f" {sign} "
+
+
+def _join_digits(match: re.Match[str]) -> str:
+    return match[0].replace(" ", "")
+
+
+def _any_of(commands: str) -> str:
+    """A regular expression for one of several names, the first that fits."""
+    return f"(?:{'|'.join(commands.split())})"
+
+
+# Commands of size and layout, which state nothing.
+_LAYOUT = _any_of(
+    "left right tiny small normalsize large Large LARGE huge Huge big Big bigg Bigg "
+    "bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm "
+    "displaystyle textstyle scriptstyle limits nolimits"
+)
+# Commands whose argument is the text itself.
+_WRAPPERS = _any_of(
+    "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol "
+    "bm rm bf hat vec mathtt texttt mathcal textsf underline hbox emph boxed fbox framebox "
+    "overrightarrow"
+)
+_BLACKBOARD = _any_of("mathbb mathbf mathrm Bbb")
+_VECTOR = r"(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)"
+
+# "So, the final answer is:", "####", "=" before an answer.
+_LEAD = (
+    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?"
+    r"(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
+    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
+)
+
+_RULES: list[tuple[str, Replacement]] = [
+    # Digits that repeat without end: a bar or a dot over them becomes \overline{...}.
+    (r"([0-9])[\u0304\u0305]", r"\\overline{\1}"),
+    (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
+    # One bar over each of two digits is one bar over both.
+    (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),
+    # A formula alone in a text command.
+    (r"^\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}$", r"\1"),
+    # The sign √ and sloppy LaTeX cover the whole number.
+    (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),
+    # Markdown bold.
+    (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),
+    (r"^__(.*)__$", r"\1"),
+    # 10{,}000, 10\,000, 10~000 and 10,\! 000 are one number, also its decimals in groups of three,
+    # 0.123\,456.
+    (
+        r"(?<=[0-9])\s*(?:\{,\}(?:\\[,!])*\s*|,?(?:\\[,!])+|,?\\!\s*|\\,\s*|~)(?=[0-9]{3}(?![0-9]))",
+        "",
+    ),
+    # 1, 234, 000 is one number, for no list has the part 000.
+    (r"(?<![0-9.,])(?<![0-9] )[1-9][0-9]{0,2}(?:, ?[0-9]{3})*, 000(?!,? ?[0-9])", _join_digits),
+    # Values side by side are a list.
+    (r"(?<=[0-9])\s*\\q?quad(?![A-Za-z])\s*(?=[-+]?[0-9])", ", "),
+    # Sizing, layout and the delimiters \( \) \[ \] go, and so do phrases around an answer.
+    (rf"\\{_LAYOUT}(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
+    (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
+    # Code: np.sqrt(2), Matrix([[1, 2]]), oo.
+    (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),
+    (r"^(?:Matrix|array)\((\[.*\])\)$", r"\1"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r" \\pi "),
+    (r"(?:the )?square root of ([0-9]+)", r"\\sqrt{\1}"),
+    (r"(?<![A-Za-z\\])(?:oo|[Ii]nf(?:inity)?)(?![A-Za-z])", r" \\infty "),
+    # Space commands; ~ at the beginning means "about".
+    (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}", " "),
+    (r"^\s*~(?=[^~]*$)", "≈"),
+    # Sets of numbers.
+    (rf"\\{_BLACKBOARD}\s*\{{?R\}}?(?![a-z])", "ℝ"),
+    (rf"\\{_BLACKBOARD}\s*\{{?Z\}}?(?![a-z])", "ℤ"),
+    (rf"\\{_BLACKBOARD}\s*\{{?N\}}?(?![a-z])", "ℕ"),
+    (rf"\\{_BLACKBOARD}\s*\{{?Q\}}?(?![a-z])", "ℚ"),
+    (rf"\\{_BLACKBOARD}\s*\{{?C\}}?(?![a-z])", "ℂ"),
+    # The unit vectors i, j, k; then the text of the other text commands.
+    (rf"\\{_VECTOR}\s*\{{? ?\\?([ijk])(?:math)? ?\}}?(?![A-Za-z(])", r" \\\1hat "),
+    (rf"\\{_WRAPPERS}\s*\{{([^{{}}]*)\}}", r" \1 "),
+    (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
+    # Logical signs are words.
+    (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
+    (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+    # Every form of a fraction and of a binomial coefficient.
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+    (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"(?<![A-Za-z\\])C\(([0-9]+), ?([0-9]+)\)", r"\\binom{\1}{\2}"),
+    # 0.1(6) repeats the 6.
+    (r"(?<![\w.])([0-9]*\.[0-9]*)\(([0-9]{1,20})\)", r"\1\\overline{\2}"),
+    (r"(?<=[0-9])\s*:\s*(?=[0-9])", ":"),
+    # +∞ is ∞, and - ∞ is -∞.
+    (r"(?<=[(\[,])\s*\+\s*(?=\\infty)|^\+\s*(?=\\infty)", " "),
+    (r"-\s+(?=\\infty)", "-"),
+    # Commands with a sign, and signs in ASCII.
+    (r"\\([A-Za-z]+)", _write_sign),
+    (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degrees?(?![A-Za-z])", r" \\degree "),
+    # 1.5 x 10^3
+    (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*"),
+    (r"(?<=[0-9]) ?\^ ?\{? ?(st|nd|rd|th) ?\}?", r"\1"),
+    (r"<=|=<", "≤"),
+    (r">=|=>", "≥"),
+    (r"(?<=[ a-z])!=", "≠"),
+    (r"\+/-|\+-(?=[0-9\\ ])", "±"),
+    # 1 234 567
+    (r"(?<![0-9])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9]| ?/)", _join_digits),
+    # Escaped signs; $ in pairs delimits maths, and a single one is currency.
+    (r"\\([%{}#&])", r"\1"),
+    (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
+    (r"\\\$", "$"),
+    (r"[~\s]+", " "),
+    # A U between brackets is a union; ]1, 2[ is an open interval; <1, 2> is a vector.
+    (r"(?<=[)\]}]) ?U ?(?=[(\[{])", "∪"),
+    (r"^ ?\]([^()\[\]]*,[^()\[\]]*[\[\])]) ?$", r"(\1"),
+    (r"^ ?([\[(][^()\[\]]*,[^()\[\]]*)\[ ?$", r"\1)"),
+    (r"^ ?<([^<>]*,[^<>]*)> ?$", r"⟨\1⟩"),
+    # Words before the answer, quotes around it, and the full stop after it, unless that belongs to
+    # an ellipsis.
+    (_LEAD, ""),
+    (r'^ ?(["`])(.*)\1 ?$', r"\2"),
+    (r"(?<![.])[.]$", ""),
+]
+
+REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
