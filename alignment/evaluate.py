@@ -27,7 +27,7 @@ from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import write_json
 from alignment.system.registry import find
-from alignment.system.signals import Interrupted, deliver_signals
+from alignment.system.signals import Interrupted, deferrable_signals
 from alignment.system.terminal import count_parts, make_console
 
 
@@ -111,7 +111,6 @@ def evaluate_and_report(
                     )
                     run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
                 run.log_eval(rows[-1], groups[-1])
-                deliver_signals()  # which were held back since the last response
     except (Interrupted, RunStopped, OSError) as error:
         stop = error
     if rows:
@@ -155,11 +154,13 @@ def evaluate_models(
                     f"sampling {len(problems)} problems x {args.num_samples} with"
                     f" {engine_name(args.sampler)}"
                 )
-                with count_parts(
-                    status, len(problems) * args.num_samples, console, "response"
-                ) as ended:
-                    result = evaluate(sampler, ended, keep=True)
-                yield model, name, result
+                # A signal waits from the last response on, until the caller has kept the answers.
+                with deferrable_signals():
+                    with count_parts(
+                        status, len(problems) * args.num_samples, console, "response"
+                    ) as ended:
+                        result = evaluate(sampler, ended, keep=True)
+                    yield model, name, result
 
 
 def label(model: str) -> str:

@@ -1,6 +1,4 @@
-"""Reinforcement learning on verifiable rewards: sample, score, collate, normalise, update, sync.
-
-uv run -m alignment.train_rl --loss_type grpo_clip"""
+"""Reinforcement learning on verifiable rewards: `uv run -m alignment.train_rl`."""
 
 from pathlib import Path
 
@@ -15,33 +13,31 @@ from alignment.system.torchrun import followed
 
 
 def train(args: RLArgs, console: Console) -> Path:
-    """Train, and return the run's folder. Raises `UserError` for mistakes, if possible before a
-    model loads."""
-    rollout_config = args.rollout_config
-    update_config = args.update_config
-    # The run's folder is locked, resumed, and saved where a signal stops the loop.
-    with open_run(run_config(args), console) as run:
-        # These load torch: `check_rl` and `open_run` report mistakes first.
-        from alignment.builders.prediction import expected_peaks
+    """Train and return the run's folder. Raises `UserError`, if possible before a model loads."""
+    with open_run(run_config(args), console) as run:  # locks and resumes; saves when stopped
+        from alignment.builders.prediction import expected_peaks  # these modules load torch
         from alignment.builders.training import build
         from alignment.rollouts.source import collate_groups, with_advantages
         from alignment.training.update import update
 
-        run.measure_memory = expected_peaks(args, console)  # warns where memory is short
-        policy, rollouts, references, evaluator, pad_id = build(args, run)
-        evaluator.run_if_due(run.step)
+        measure_memory = expected_peaks(args, console)  # warns where memory is short
+        policy, rollouts, references, evaluator, pad_id = build(args, run, measure_memory)
+        rollout_config = args.rollout_config
+        config = args.update_config
+        evaluator.run_if_due(run.last_step)
         for step in run.steps():
-            sampled = rollouts.next(step)  # sample and score
-            run.log_state(sampled)  # with --log_state
-            batch = collate_groups(sampled.groups, rollout_config, pad_id)
-            batch = with_advantages(batch, update_config.advantage)  # reward - baseline, / std
-            batch = references.annotate(batch, policy, step)  # old and reference log-probs
-            age = step - 1 - sampled.policy_version  # of the weights that sampled, in steps
-            with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
-                result = update(policy, batch, update_config, step, steps_old=age)
-            with rollouts.syncing(policy, step):  # the sampler takes the weights meanwhile
-                run.log_completions(sampled, batch, result)
-            run.log_step(sampled, batch, result)
+            with run.step(step) as defer_signals:
+                sampled = rollouts.next(step)  # sample and score
+                run.log_state(sampled)  # with --log_state
+                rollout = collate_groups(sampled.groups, rollout_config, pad_id)
+                rollout = with_advantages(rollout, config.advantage)  # reward - baseline, / std
+                rollout = references.annotate(rollout, policy, step)  # their log-probs, if needed
+                with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
+                    result = update(policy, rollout, config, step, sampled.staleness, defer_signals)
+                defer_signals()  # until the step is logged, also where nothing was updated
+                with rollouts.syncing(policy, step):  # the sampler takes the weights meanwhile
+                    run.log_completions(sampled, rollout, result)
+                run.log_step(sampled, rollout, result)
             evaluator.run_if_due(step)
             run.save_if_due()
         run.finish(f"sampled at T={args.sampling_temperature:g}")

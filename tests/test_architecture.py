@@ -415,7 +415,4 @@ def test_a_planted_fault_is_seen(check, name, source, package):
 
 
 def test_the_loop_fits_on_a_screen():
-    # all but the imports: what a reader of the algorithm follows
-    lines = (ROOT / PACKAGE / "train_rl.py").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("def train("))
-    assert len(lines) - start <= MOST_LINES
+    assert len((ROOT / PACKAGE / "train_rl.py").read_text().splitlines()) <= MOST_LINES

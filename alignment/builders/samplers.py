@@ -170,7 +170,7 @@ class Engines:
         """Open the sampler of a use; engines go on when `start` lets them."""
         rollouts = use == "rollouts"
         facts = {
-            "policy_version": self.run.step,
+            "policy_version": self.run.last_step,
             "sleeps": self.between_updates if rollouts else True,
         }
         facts["machines"] = self.machines if rollouts or self.shared else (None,)

@@ -1,6 +1,6 @@
 """From arguments and a run folder to all that `train_rl` needs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
 from alignment.model.loading import compute_dtype, load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
+from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import (
     AheadRollouts,
@@ -42,9 +43,11 @@ from alignment.training.update import References, sampler_mismatch
 PROBED = 8  # test problems that samplers answer with random adapters
 
 
-def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
+def build(
+    args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter]
+) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
     """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a
-    mistake leaves none."""
+    mistake leaves none. `measure_memory` makes what measures the policy's memory."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -69,7 +72,9 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     references = make_references(args, run, base, policy)
     engines.use_policy(policy)
     eval_sampler = engines.open("evaluation")
-    previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.step else 0
+    previous = (
+        read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.last_step else 0
+    )
     if message := policy.choose_micro_batch_tokens(longest, previous):
         run.console.print(message)
     sampler = eval_sampler if engines.shared else engines.open("rollouts")
@@ -102,7 +107,7 @@ def build(args: RLArgs, run: Run) -> tuple[Policy, SyncRollouts, References, Eva
     evaluator = Evaluator(
         evaluate, args.eval_interval, eval_sampler, run, policy, None if engines.shared else check
     )
-    run.start(policy, tokenizer, rollouts)
+    run.start(policy, tokenizer, rollouts, measure_memory(policy))
     return policy, rollouts, references, evaluator, pad_id
 
 
@@ -154,7 +159,7 @@ def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> Refere
         return references(None)
     if args.lora_rank:
         return references(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
-    start = warm_start(args, run.console) if run.step else base
+    start = warm_start(args, run.console) if run.last_step else base
     if args.rollouts == "sync":
         return references(FrozenModel(start, roles.reference, dtype).log_probs)
     process = ReferenceProcess(

@@ -56,7 +56,7 @@ from alignment.system.files import (
     read_jsonl,
     write_json,
 )
-from alignment.system.signals import deliver_signals
+from alignment.system.signals import deferrable_signals
 from alignment.system.terminal import count_parts, say_once
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
 
@@ -134,7 +134,7 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
         policy = make_policy(args, start, run.checkpoint, dropout=True)
         if run.checkpoint:
             console.print(
-                f"going on after step {run.step}, in {run.path}", markup=False, soft_wrap=True
+                f"going on after step {run.last_step}, in {run.path}", markup=False, soft_wrap=True
             )
             policy.load_optimizer(run.checkpoint / TRAINER)
             previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
@@ -144,7 +144,14 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
         if message := policy.choose_micro_batch_tokens(longest, previous):
             console.print(message)
         run.start(policy, tokenizer)
-        fine_tune(policy, data, configuration(SFTConfig, args), run.finish_sft_step, run.step)
+        fine_tune(
+            policy,
+            data,
+            configuration(SFTConfig, args),
+            run.finish_sft_step,
+            run.last_step,
+            run.sft_step,
+        )
         try:
             with atomic_folder(target) as building:
                 # arguments, metrics, the run in trackers
@@ -232,8 +239,8 @@ def warm_start(args: RLArgs, console: Console) -> str:
             sft_args = dataclasses.replace(
                 as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""
             )
-            run_sft(sft_args, check_sft(sft_args), console)
-            deliver_signals()
+            with deferrable_signals():
+                run_sft(sft_args, check_sft(sft_args), console)
         except MadeMeanwhile:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)

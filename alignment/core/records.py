@@ -143,6 +143,11 @@ class SampledStep:
     asked: tuple[str, ...] = ()
     seed: int = 0  # Of that request's samples.
 
+    @property
+    def staleness(self) -> int:
+        """Steps between the weights that sampled it and those that it trains."""
+        return self.step - 1 - self.policy_version
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -51,7 +51,6 @@ from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.clock import Clock, run_in_background
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import GRACE_SECONDS
-from alignment.system.signals import defer_signals
 
 
 class _Request(NamedTuple):
@@ -260,9 +259,7 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler, which stays awake, the weights of `step` steps beside the block. Defers
-        signals, since the step is not logged yet."""
-        defer_signals()
+        """Give the sampler, which stays awake, the weights of `step` steps beside the block."""
         self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
             yield

@@ -21,7 +21,7 @@ from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
 from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
-from alignment.system.signals import Interrupted, deliver_signals, signals_are_deferred
+from alignment.system.signals import Interrupted, deferrable_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
 
@@ -76,13 +76,12 @@ class Run:
         self.console = console
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
-        self.step = 0  # The last finished step.
+        self.last_step = 0  # The last finished step.
         self.resumed_at = 0
         self.started = False  # Whether `start` has been called, so that there is something to save.
         self._path: Path | None = None
         self._opened: list[Restartable] = []
-        # Makes the clock's `PeakMeter`.
-        self.measure_memory: Callable[[Any], Any] = lambda policy: None
+        self._words = ""  # What the progress line says of the last step.
         self._restarts = 0  # Engines that were lost and replaced before this step.
 
     @property
@@ -95,9 +94,9 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint that this run resumes from; None for a new run."""
-        if self.step == 0:
+        if self.last_step == 0:
             return None
-        return run_folder.checkpoint_folder(self.path, self.step)
+        return run_folder.checkpoint_folder(self.path, self.last_step)
 
     def resume(self) -> None:
         """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run
@@ -118,7 +117,7 @@ class Run:
         # They are of a shorter run, whose last checkpoint still has the model.
         summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
-        self.step = step
+        self.last_step = step
         self.resumed_at = step
 
     def _refuse_if_done(self, step: int, at: int) -> None:
@@ -135,8 +134,9 @@ class Run:
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
-    def start(self, policy, tokenizer, rollouts=None) -> None:
-        """Create the folder and open its log. SFT has no rollouts."""
+    def start(self, policy, tokenizer, rollouts=None, meter=None) -> None:
+        """Create the folder and open its log. SFT has no rollouts. With a `PeakMeter` peaks of
+        memory are logged, too."""
         config = self.config
         if self._path is None:
             self._path = run_folder.claim_run_folder(
@@ -150,7 +150,7 @@ class Run:
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
         self.folder = self.closing.enter_context(
-            closing(run_folder.RunFolder(self.path, self.step, config.trackers))
+            closing(run_folder.RunFolder(self.path, self.last_step, config.trackers))
         )
         self.health = Health(
             read_jsonl(self.path / "metrics.jsonl"),
@@ -161,7 +161,7 @@ class Run:
         self._policy = policy
         self._tokenizer = tokenizer
         self._rollouts = rollouts
-        self.clock.meter = self.measure_memory(policy)
+        self.clock.meter = meter
         # The warm start's seconds are left out of "seconds_beside_steps", as the steps' are: one
         # run makes it for all.
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)
@@ -171,9 +171,33 @@ class Run:
         )
         self.started = True
 
+    @contextmanager
+    def step(self, step: int) -> Iterator[Callable[[], None]]:
+        """Do one step of RL, which `log_step` logs, in the block.
+
+        Yields `defer_signals`, to be called before the weights begin to change. A signal interrupts
+        the block at once until then; afterwards it ends the run at the end of the block. There a
+        hopeless run ends, too, with `RunStopped`."""
+        with deferrable_signals() as defer_signals:
+            yield defer_signals
+            self.last_step = step  # before a signal is delivered, since the step is logged
+        self._progress(self.last_step, self._words)
+        self.health.stop_if_hopeless()
+
+    @contextmanager
+    def sft_step(self, step: int) -> Iterator[None]:
+        """Do one step of SFT, which `finish_sft_step` logs, in the block. A signal waits for its
+        end, where a checkpoint is written if one is due."""
+        with deferrable_signals() as defer_signals:
+            defer_signals()
+            yield
+            self.last_step = step
+        self._progress(self.last_step, self._words)
+        self.save_if_due()
+
     def steps(self) -> Iterator[int]:
         """The remaining steps; the first step of a run is 1."""
-        for step in range(self.step + 1, self.config.num_steps + 1):
+        for step in range(self.last_step + 1, self.config.num_steps + 1):
             self.clock.restart()
             yield step
 
@@ -192,8 +216,7 @@ class Run:
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a step and its warnings, then deliver signals that `update` deferred. Raises
-        `RunStopped` for a hopeless run."""
+        """Log a step, and print its warnings that begin."""
         restarts = sum(process.restarts for process in self._opened)
         seconds = self.clock.seconds
         record: dict[str, Any] = {
@@ -216,25 +239,19 @@ class Run:
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)
-        self.step = sampled.step
-        deliver_signals()
-        self._progress(
-            self.step, f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
-        )
-        self.health.stop_if_hopeless()
+        self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
 
     def finish_sft_step(self, record: Mapping[str, Any], words: str) -> None:
-        """Log a finished step of SFT, deliver the signals that it deferred, and write a checkpoint
-        if one is due."""
+        """Log a finished step of SFT, with words for the user."""
         self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
-        self.step = record["step"]
-        deliver_signals()
-        self._progress(self.step, words)
-        self.save_if_due()
+        self._words = words
 
     def save_if_due(self) -> None:
         """Write a checkpoint every --save_interval steps, and after the last."""
-        if self.step % self.config.save_interval == 0 or self.step == self.config.num_steps:
+        if (
+            self.last_step % self.config.save_interval == 0
+            or self.last_step == self.config.num_steps
+        ):
             self.save()
 
     def save(self) -> None:
@@ -244,8 +261,8 @@ class Run:
         self.folder.flush()
         sampled_ahead: Sequence[SampledStep] = ()
         if self._rollouts:
-            sampled_ahead = self._rollouts.sampled_ahead(self.step)
-        folder = run_folder.checkpoint_folder(self.path, self.step)
+            sampled_ahead = self._rollouts.sampled_ahead(self.last_step)
+        folder = run_folder.checkpoint_folder(self.path, self.last_step)
         run_folder.save_checkpoint(folder, self._policy, self._tokenizer, sampled_ahead)
         run_folder.drop_old_checkpoints(
             self.path, self.config.keep_checkpoints, spared=self.resumed_at
@@ -276,7 +293,7 @@ class Run:
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save the last finished step when a signal or `RunStopped` ends the loop, and print the
         command to resume it."""
-        step = self.step
+        step = self.last_step
         try:
             # The update has begun, so the weights are of no finished step.
             if signals_are_deferred():

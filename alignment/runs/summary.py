@@ -99,9 +99,9 @@ def gigabytes(size: float | None) -> str:
 def print_seconds(metrics: Sequence[Record], console: Console) -> None:
     """Print the share of each phase in the seconds of all steps, the largest first."""
     prefix = "seconds_"
-    keys = sorted({key for record in metrics for key in record if key.startswith(prefix)})
+    all_keys = set(itertools.chain.from_iterable(metrics))
     seconds: dict[str, float] = {}
-    for key in keys:  # a step may lack a phase
+    for key in sorted(key for key in all_keys if key.startswith(prefix)):  # a step may lack one
         seconds[key.removeprefix(prefix)] = sum(record.get(key, 0.0) for record in metrics)
     all_seconds = total(metrics, "seconds")
     seconds["other"] = all_seconds - sum(seconds.values())  # logging, books

@@ -81,11 +81,11 @@ def open_mlflow(folder: Path, run_id: str, arguments: Mapping[str, object]) -> T
     import mlflow
 
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "alignment"))
-    known = mlflow.search_runs(
+    earlier_runs = mlflow.search_runs(
         filter_string=f"attributes.run_name = '{run_id}'", output_format="list"
     )
-    if known:
-        run = mlflow.start_run(known[0].info.run_id, run_name=run_id)
+    if earlier_runs:
+        run = mlflow.start_run(earlier_runs[0].info.run_id, run_name=run_id)
     else:
         run = mlflow.start_run(run_name=run_id)
         mlflow.log_params(dict(arguments))

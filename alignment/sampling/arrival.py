@@ -62,10 +62,11 @@ def read_sums(sums: Sums) -> dict[str, tuple[int, ...]]:
         for number in row:
             by_device.setdefault(number.device, []).append(number)
     copied = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
-    # A device's numbers come back in the order in which they were put into its stack.
-    return {
-        name: tuple(next(copied[number.device]) for number in row) for name, row in sums.items()
-    }
+    read: dict[str, tuple[int, ...]] = {}
+    for name, row in sums.items():
+        # A device's numbers come back in the order in which they were put into its stack.
+        read[name] = tuple(next(copied[number.device]) for number in row)
+    return read
 
 
 def checked_part(tensor: torch.Tensor, version: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ def open_sampler(
     """Start an engine for each of `config`'s devices, on each of its machines, or addresses. One
     alone may read the model of `policy`, whose weights it gets, in place. Without `in_process` each
     has a process, which can be ended while it draws."""
-    # Imported here, as a vLLM's process needs less of transformers
+    # Imported here, as a vLLM's process needs less of transformers.
     from alignment.model.loading import load_config
     from alignment.system.device_memory import release_memory
 

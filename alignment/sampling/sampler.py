@@ -235,8 +235,8 @@ def check_sampler_url(url: str, token: str) -> None:
 @dataclass(frozen=True)
 class StoppableSampler:
     """A `Sampler` that gives the completions of the first prompts alone where a signal arrives
-    while it draws. Raises `Interrupted` where that is none. When it returns, signals are held back:
-    what was drawn is then the caller's to keep, before `deliver_signals`.
+    while it draws. Raises `Interrupted` where that is none. When it returns, signals are held back
+    to the end of the caller's `deferrable_signals` block, in which the caller keeps what was drawn.
 
     It has them drawn piece by piece, in the order of the prompts, the first piece of `first`
     responses, each further one as many as all before. A completion follows from its prompt's

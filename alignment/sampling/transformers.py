@@ -215,23 +215,21 @@ class TransformersSampler:
                 tokens = drawn.token_ids
                 is_last = step + 1 == sampling.max_new_tokens
                 if is_last or len(unseen) == STEPS_UNSEEN[self._device.type]:
-                    for number, ids, log_probs in zip(live, *read_lines(unseen), strict=True):
-                        row = rows[number]
-                        if not row.finished:
-                            self._extend(row, ids, log_probs, sampling.stop)
-                            if row.finished or is_last:
-                                report_end(number)
+                    under_way = [number for number in live if not rows[number].finished]
+                    self._extend_rows([rows[number] for number in live], unseen, sampling.stop)
                     unseen = []
+                    for number in under_way:
+                        if rows[number].finished or is_last:
+                            report_end(number)
                     unfinished = [
                         line for line, number in enumerate(live) if not rows[number].finished
                     ]
                     is_stopped = stopped is not None and stopped.is_set()
                     if is_last or is_stopped or not unfinished:
                         break
+                    few_are_left = len(unfinished) < LIVE_SHARE * len(live)
                     # A model's own cache may be unable to drop lines.
-                    if isinstance(decoding, _SharedDecoding) and len(unfinished) < LIVE_SHARE * len(
-                        live
-                    ):
+                    if few_are_left and isinstance(decoding, _SharedDecoding):
                         keep = torch.tensor(unfinished, device=self._device)
                         live = [live[line] for line in unfinished]
                         tokens = tokens[keep]
@@ -247,17 +245,20 @@ class TransformersSampler:
             return _OwnDecoding(self.model, prompts, sampling)
         return _SharedDecoding(self.model, prompts, sampling)
 
-    def _extend(
-        self, row: _Row, ids: list[int], log_probs: list[float], stop: tuple[str, ...]
+    def _extend_rows(
+        self, rows: Sequence[_Row], drawn: Sequence[DrawnTokens], stop: tuple[str, ...]
     ) -> None:
-        """Add the tokens that were drawn for an unfinished row, up to its end. Lines are drawn on
-        until the host looks at them, so tokens may follow the end."""
-        for token, log_prob in zip(ids, log_probs, strict=True):
-            row.token_ids.append(token)
-            row.log_probs.append(log_prob)
-            row.finished = self.responses.is_finished(row.token_ids, stop)
-            if row.finished:
-                break
+        """Add to each line's row the tokens that were drawn for it, up to the row's end. Lines are
+        drawn on until the host looks at them, so tokens may follow an end. Waits for the device."""
+        token_ids = torch.stack([step.token_ids for step in drawn], dim=1).tolist()
+        log_probs = torch.stack([step.log_probs for step in drawn], dim=1).tolist()
+        for row, row_ids, row_log_probs in zip(rows, token_ids, log_probs, strict=True):
+            for token, log_prob in zip(row_ids, row_log_probs, strict=True):
+                if row.finished:
+                    break
+                row.token_ids.append(token)
+                row.log_probs.append(log_prob)
+                row.finished = self.responses.is_finished(row.token_ids, stop)
 
 
 def draw_uniforms(prompts: int, sampling: SamplingConfig) -> torch.Tensor:
@@ -267,14 +268,6 @@ def draw_uniforms(prompts: int, sampling: SamplingConfig) -> torch.Tensor:
     end = sampling.first_prompt + prompts
     uniforms = torch.rand(end, sampling.n, sampling.max_new_tokens, generator=generator)
     return uniforms[sampling.first_prompt :]
-
-
-def read_lines(drawn: Sequence[DrawnTokens]) -> tuple[list[list[int]], list[list[float]]]:
-    """Token ids and log-probs of each line, in the order in which they were drawn. Waits for the
-    device."""
-    token_ids = torch.stack([step.token_ids for step in drawn], dim=1).tolist()
-    log_probs = torch.stack([step.log_probs for step in drawn], dim=1).tolist()
-    return token_ids, log_probs
 
 
 class _SharedDecoding:
@@ -311,7 +304,7 @@ class _SharedDecoding:
         self.values = [by_prompt(layer.values) for layer in filled_layers]
         # The padding behind each prompt.
         self.outside_GP = torch.arange(places_GP.shape[1], device=device) >= lengths_G[:, None]
-        self._give_seats([group for group in range(len(encoded)) for _ in range(sampling.n)])
+        self._give_seats(torch.arange(len(encoded)).repeat_interleave(sampling.n).tolist())
         self.positions = lengths_G.repeat_interleave(sampling.n)
         self.cache = Cache(
             layers=[_PreallocatedLayer(sampling.max_new_tokens) for _ in cache.layers]

@@ -227,11 +227,11 @@ def overlaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
 def gaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
     """What of `blocks` is not in `parts`. Each of the two is in order and does not overlap
     itself."""
-    left: list[Span] = []
+    uncovered: list[Span] = []
     for block in blocks:
         start = block.start
         for part in overlaps([block], parts):
-            left.append(Span(start, part.start))
+            uncovered.append(Span(start, part.start))
             start = part.end
-        left.append(Span(start, block.end))
-    return [span for span in left if span.end > span.start]
+        uncovered.append(Span(start, block.end))
+    return [span for span in uncovered if span.end > span.start]

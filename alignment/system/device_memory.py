@@ -16,18 +16,14 @@ def release_memory() -> None:
 def free_bytes(device: str) -> int:
     """Free memory of a GPU, or of the host. On a GPU what torch keeps unused is not among it: see
     `release_memory`."""
-    return (
-        torch.cuda.mem_get_info(device)[0]
-        if device.startswith("cuda")
-        else psutil.virtual_memory().available
-    )
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return psutil.virtual_memory().available
 
 
 def total_bytes(device: str) -> int:
     """The memory of a GPU, or of the host."""
-    cuda = device.startswith("cuda")
-    return (
-        torch.cuda.get_device_properties(device).total_memory
-        if cuda
-        else psutil.virtual_memory().total
-    )
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total

@@ -211,12 +211,12 @@ def _answer(
 def _limit_calls(calls: int, sender: Connection) -> None:
     """Let this process end, with the reply "work", at the call of a Python function that is one too
     many."""
-    left = calls
+    remaining = calls
 
     def count(frame, event, argument) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             sender.send_bytes(b'["work", null]')
             os._exit(0)
 

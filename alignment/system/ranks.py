@@ -183,11 +183,13 @@ class Ranks:
         self._wait_for("facts")
         leaders = json.loads(self.store.get("facts/0"))
         for rank in range(1, self.count):
-            own = json.loads(self.store.get(f"facts/{rank}"))
+            followers = json.loads(self.store.get(f"facts/{rank}"))
             for name, leaders_fact in leaders.items():
-                if own[name] != leaders_fact:
-                    known = leaders_fact.split()
-                    new_words = [word for word in own[name].split() if word not in known]
+                if followers[name] != leaders_fact:
+                    leaders_words = leaders_fact.split()
+                    new_words = [
+                        word for word in followers[name].split() if word not in leaders_words
+                    ]
                     difference = " ".join(new_words)[:80] or f"fewer {name}"
                     raise UserError(
                         f"{self._name(rank)} is not as {self._name(0)}: its {name} has"

@@ -28,13 +28,13 @@ def find(
     holds_functions = kind is FunctionType
     takes_functions = wrap is not None or holds_functions
     if not name.rpartition(":")[0]:
-        own = "one of your own as package.module:name"
+        form = "one of your own as package.module:name"
         if takes_functions:
-            own = "a function as package.module:function"
+            form = "a function as package.module:function"
         noun = flag.strip("-").removesuffix("s").replace("_", " ")
         raise UserError(
             f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name"
-            f" {own}{did_you_mean(name, table)}"
+            f" {form}{did_you_mean(name, table)}"
         )
     entry = import_object(flag, name)
     must_be_wrapped = wrap is not None and holds_functions

@@ -5,18 +5,28 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# `uv run` passes on the signal that its process group has got already: both are one request
+# `uv run` passes on the signal that its process group has got already: both are one request.
 REPEAT_SECONDS = 1.0
-# Whether signals are held back; the number of the first that has arrived, or None, and when it did;
-# for how long one is held back at most, the timer of that, and whether that time is over.
-_state = SimpleNamespace(
-    deferred=False, received=None, received_at=0.0, grace=None, timer=None, is_overdue=False
-)
+
+
+@dataclass
+class _State:
+    """What this process does with signals, and what has arrived."""
+
+    deferred: bool = False  # Whether signals are held back.
+    received: int | None = None  # The number of the first that has arrived.
+    received_at: float = 0.0  # When it did, in seconds of `time.monotonic`.
+    grace: float | None = None  # For how many seconds one is held back at most; None: for ever.
+    timer: threading.Timer | None = None  # Ends that time.
+    is_overdue: bool = False  # Whether that time is over, so that it is delivered.
+
+
+_state = _State()
 
 
 class Interrupted(BaseException):
@@ -32,7 +42,10 @@ class Interrupted(BaseException):
 def interruptible() -> Iterator[None]:
     """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second
     one ends the process."""
-    _state.deferred, _state.received, _state.grace, _state.is_overdue = False, None, None, False
+    _state.deferred = False
+    _state.received = None
+    _state.grace = None
+    _state.is_overdue = False
     previous = {}
     with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
         previous = {number: signal.signal(number, _on_signal) for number in SIGNALS}
@@ -43,9 +56,20 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def deferrable_signals() -> Iterator[Callable[[], None]]:
+    """Yield `defer_signals`. A signal interrupts the block until that is called; from then on it
+    waits for the end of the block, which raises `Interrupted`.
+
+    Where the block itself raises, signals stay held back: what handles the error saves, and must
+    not stop half done."""
+    yield defer_signals
+    deliver_signals()
+
+
 def defer_signals() -> None:
-    """Hold signals back until `deliver_signals`, because the work that begins must not stop half
-    done."""
+    """Hold signals back to the end of the `deferrable_signals` block, or of the command where there
+    is none, because the work that begins must not stop half done."""
     _state.deferred = True
 
 
@@ -56,12 +80,13 @@ def deferred_signals() -> Iterator[None]:
     if _state.deferred:  # by an outer block, which another thread may end meanwhile
         yield
         return
-    known, _state.deferred = _state.received, True
+    received_before = _state.received
+    _state.deferred = True
     try:
         yield
     finally:
         _state.deferred = False
-        if known is None:
+        if received_before is None:
             deliver_signals()
 
 
@@ -81,12 +106,15 @@ def deferred_signals_for(seconds: float) -> Iterator[None]:
 
 
 def signals_are_deferred() -> bool:
+    """Whether signals are held back now."""
     return _state.deferred
 
 
 def received_signal() -> Interrupted | None:
     """The exception of the signal that has arrived since `interruptible` began."""
-    return None if _state.received is None else Interrupted(_state.received)
+    if _state.received is None:
+        return None
+    return Interrupted(_state.received)
 
 
 def deliver_signals() -> None:
@@ -106,7 +134,8 @@ def _on_signal(number: int, frame) -> None:
         if time.monotonic() - _state.received_at > REPEAT_SECONDS:
             os._exit(128 + number)
         return
-    _state.received, _state.received_at = number, time.monotonic()
+    _state.received = number
+    _state.received_at = time.monotonic()
     if not _state.deferred:
         raise Interrupted(number)
     if _state.grace is not None:

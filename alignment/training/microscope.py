@@ -15,7 +15,7 @@ from alignment.policy.policy import Objective, Policy
 from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
-from alignment.system.signals import deliver_signals
+from alignment.system.signals import deferrable_signals
 from alignment.training.update import rollout_objective, update
 
 
@@ -99,8 +99,9 @@ def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
         old_log_probs="ratio_one",
         max_sampler_mismatch=math.inf,
     )
-    update(policy, with_advantages(rollout, config.advantage), one_update, step=1)
-    deliver_signals()  # `update` defers them
+    rollout = with_advantages(rollout, config.advantage)
+    with deferrable_signals() as defer_signals:
+        update(policy, rollout, one_update, step=1, before_change=defer_signals)
 
 
 def arm_gradients(

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
 from alignment.rollouts.config import derived_seed
 from alignment.system.errors import UserError
-from alignment.system.signals import defer_signals
 from alignment.system.terminal import say_once
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # Prompt ids, response ids.
@@ -51,36 +51,39 @@ def fine_tune(
     config: SFTConfig,
     on_step: Callable[[dict, str], None],
     done: int = 0,
+    step_context: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> None:
     """Make optimiser steps `done` + 1 to `num_steps` on the mean negative log-likelihood of a
-    batch's response tokens. `on_step` gets each step's record with words for the user, and delivers
-    the signals that the step has deferred."""
+    batch's response tokens. `on_step` gets each step's record with words for the user. Each step,
+    and its `on_step`, run in `step_context(step)`."""
     words = ""
     later_batches = itertools.islice(batches(data.train, config), done, None)
     for step, examples in zip(range(done + 1, config.num_steps + 1), later_batches, strict=False):
-        defer_signals()
-        # of dropout: a resumed run draws what an undisturbed one does
-        torch.manual_seed(derived_seed(config.seed, step))
-        objective = Objective(partial(batch_loss, response_tokens(examples)), entropy=False)
-        batch = collate_examples(examples, data.pad_token_id)
-        results = policy.accumulate(batch, range(len(examples)), objective)
-        loss = sum(result.sums["loss"] for result in results)
-        grad_norm = policy.clip_gradient(config.max_grad_norm)
-        rate = learning_rate(config, step)
-        policy.step(rate)
-        record = {
-            "step": step,
-            "loss": torch.as_tensor(loss).item(),
-            "grad_norm": grad_norm.item(),
-            "learning_rate": rate,
-        }
-        if step % config.eval_interval == 0 or step == config.num_steps:
-            record["validation_loss"] = validation_loss(policy, data.validation, data.pad_token_id)
-            words = f"validation loss {record['validation_loss']:.3f}"
-            if config.curriculum:
-                share = min(1, step * config.batch_size / len(data.train))
-                words += f", after {share:.0%} of the curriculum"
-        on_step(record, words)
+        with step_context(step):
+            # of dropout: a resumed run draws what an undisturbed one does
+            torch.manual_seed(derived_seed(config.seed, step))
+            objective = Objective(partial(batch_loss, response_tokens(examples)), entropy=False)
+            batch = collate_examples(examples, data.pad_token_id)
+            results = policy.accumulate(batch, range(len(examples)), objective)
+            loss = sum(result.sums["loss"] for result in results)
+            grad_norm = policy.clip_gradient(config.max_grad_norm)
+            rate = learning_rate(config, step)
+            policy.step(rate)
+            record = {
+                "step": step,
+                "loss": torch.as_tensor(loss).item(),
+                "grad_norm": grad_norm.item(),
+                "learning_rate": rate,
+            }
+            if step % config.eval_interval == 0 or step == config.num_steps:
+                record["validation_loss"] = validation_loss(
+                    policy, data.validation, data.pad_token_id
+                )
+                words = f"validation loss {record['validation_loss']:.3f}"
+                if config.curriculum:
+                    share = min(1, step * config.batch_size / len(data.train))
+                    words += f", after {share:.0%} of the curriculum"
+            on_step(record, words)
 
 
 def learning_rate(config: SFTConfig, step: int) -> float:

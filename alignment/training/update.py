@@ -18,7 +18,6 @@ from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
-from alignment.system.signals import defer_signals
 
 COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
 # limit in nats a token for a sampler some steps behind; one update changes log-probs by far less
@@ -39,11 +38,20 @@ class UpdateResult:
     bad: list[Sequence[int]] = field(default_factory=list)
 
 
+def do_nothing() -> None:
+    pass
+
+
 def update(
-    policy: Policy, rollout: Rollout, config: UpdateConfig, step: int, steps_old: int = 0
+    policy: Policy,
+    rollout: Rollout,
+    config: UpdateConfig,
+    step: int,
+    steps_old: int = 0,
+    before_change: Callable[[], object] = do_nothing,
 ) -> UpdateResult:
-    """Make all optimiser updates of one rollout, with signals deferred from the first change of the
-    weights on.
+    """Make all optimiser updates of one rollout. Calls `before_change` before each change of the
+    weights.
 
     It skips the forward pass of responses without a gradient, but counts them in every denominator.
     `mismatch` (`RunStopped`) compares the first mini-batch that has one with the sampler,
@@ -74,7 +82,7 @@ def update(
             # Updates without a gradient have moved the weights a little, by their momentum.
             behind = steps_old + 1 if norms else steps_old
             comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
-        defer_signals()
+        before_change()
         policy.step(rate)
         norms.append(norm)
         stepped += results

@@ -44,7 +44,7 @@ def recorded(monkeypatch):
             if "closing" in run_id:
                 raise TimeoutError("late")
 
-        return log, close
+        return trackers.Tracker(log, close)
 
     monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "recorded": open_recorded})
     return ids, sent
