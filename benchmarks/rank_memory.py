@@ -135,6 +135,7 @@ def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
             return mesh(*arguments, **named)
 
     world = case.machines * case.ranks
+    excepthook = sys.excepthook  # which torch replaces by one that names the rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         with ExitStack() as stack:
@@ -158,6 +159,7 @@ def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
             yield shard
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def bytes_held(shard: Shard) -> dict[str, int]:

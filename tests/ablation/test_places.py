@@ -181,6 +181,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_verdicts_are_true_as_they_stand_where_runs_end_in_places(name):
     tables = 200

@@ -38,6 +38,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_false_tables_are_at_most_one_in_twenty_and_intervals_hold_the_truth(name):
     false, false_tie, coverage, of_noisy_arm, *_ = rates(SETTINGS[name], TABLES, seed=1)

@@ -13,7 +13,7 @@ from alignment.sampling.transformers import open_transformers
 from alignment.system.files import damage, read_jsonl
 from alignment.verify import digests
 from tests.e2e.conftest import NAME
-from tests.e2e.test_ranked_runs import SHARDED, command, cut_after_step_2, run
+from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,9 @@ class Deaf:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], SHARDED, ["--rollouts", "async"]], ids=["one process", "sharded", "async"]
+    "flags",
+    [[], ranks("sharded", 2), ["--rollouts", "async"]],
+    ids=["one process", "sharded", "async"],
 )
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path):
     whole = tmp_path / "whole"

@@ -156,6 +156,7 @@ def test_a_model_without_has_none():
     assert random_settings(Qwen2Config()) == {}
 
 
+@pytest.mark.slow
 def test_a_run_from_gpt2_trains_and_says_what_is_off_once(
     tiny_folder, tmp_path, monkeypatch, capsys
 ):

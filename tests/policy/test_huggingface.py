@@ -17,6 +17,7 @@ def result(code: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
     code = f"""
 from alignment.model.loading import load_model
@@ -32,6 +33,7 @@ print([name for name in {LEFT_OUT} if name in sys.modules], changed)
     assert result(code) == "[] True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -65,6 +65,7 @@ def test_offloaded_steps_are_those_of_adamw_bit_for_bit(tiny_folder, monkeypatch
         assert torch.equal(one, other), name
 
 
+@pytest.mark.slow
 def test_8bit_trains_as_adamw_within_half_a_percent(tiny_folder):
     _, plain = trained(tiny_folder, "adamw", 30)
     policy, rounded = trained(tiny_folder, "adamw_8bit", 30)

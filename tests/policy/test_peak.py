@@ -288,6 +288,7 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(
     assert tracker <= form <= 1.1 * tracker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -138,6 +138,7 @@ def test_gpus_that_vllm_cannot_name_are_refused(entry):
         worker_environment(("cuda:0",), {"CUDA_VISIBLE_DEVICES": entry})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainers", "engines"),
     [(EXPANDABLE_SEGMENTS, ""), ("max_split_size_mb:512", "max_split_size_mb:512")],

@@ -43,6 +43,13 @@ def three(tiny_folder):
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
+@pytest.fixture(scope="module")
+def two(tiny_folder):
+    pool = open_engines(tiny_folder, 2)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def moved(tiny_folder):
     """The tiny model after an update."""
@@ -78,22 +85,18 @@ def log_probs(groups) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:2], PROMPTS[:3] * 2], ids=len)
-def test_one_two_and_three_engines_draw_the_same_tokens(prompts, three, tiny_folder):
+def test_one_two_and_three_engines_draw_the_same_tokens(prompts, two, three, tiny_folder):
     one = open_engines(tiny_folder, 1)
-    two = open_engines(tiny_folder, 2)
-    try:
-        assert isinstance(one, TransformersSampler)
-        for sampling in (
-            SAMPLING,
-            dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9),
-        ):
-            expected = one.sample(prompts, sampling)
-            for pool in (two, three):
-                drawn = pool.sample(prompts, sampling)
-                assert tokens(drawn) == tokens(expected)
-                assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
-    finally:
-        two.close()
+    assert isinstance(one, TransformersSampler)
+    for sampling in (
+        SAMPLING,
+        dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9),
+    ):
+        expected = one.sample(prompts, sampling)
+        for pool in (two, three):
+            drawn = pool.sample(prompts, sampling)
+            assert tokens(drawn) == tokens(expected)
+            assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
 
 
 def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(

@@ -3,7 +3,6 @@ fault that loses a part of it."""
 
 import dataclasses
 import hashlib
-import json
 import math
 import shutil
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts import source
 from alignment.rollouts.config import RolloutConfig
 from alignment.runs.state import digest_of_tensors, read_state
-from alignment.system.files import read_json, read_jsonl
+from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.train_rl import train
 from alignment.verification import checks
 from alignment.verification.checks import Check, promises_bits
@@ -183,15 +182,14 @@ def test_a_gpu_promises_bits_with_deterministic_kernels_alone():
     assert not promises_bits(("cpu", "cuda:0"), False)
 
 
-def peaks_as_predicted(metrics: Path) -> None:
-    """Write the predicted peaks in the place of the measured ones: what other tests have left in
-    this process is resident, too."""
-    rows = read_jsonl(metrics)
-    for row in rows:
-        for phases in row["peak_bytes"].values():
-            for phase, (_, predicted) in phases.items():
-                phases[phase] = [predicted, predicted]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def peaks_as_predicted(summary: Path) -> None:
+    """Write the predicted peaks in the place of the measured ones, which the command compares:
+    what other tests have left in this process is resident, too."""
+    facts = read_json(summary)
+    for phases in facts["peak_bytes"].values():
+        for phase, (_, predicted) in phases.items():
+            phases[phase] = [predicted, predicted]
+    write_json(summary, facts)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,7 @@ def test_the_command_fails_for_other_bits_where_they_are_promised(
     run = tmp_path / "other"
     undisturbed = tmp_path / "straight"
     shutil.copytree(straight, undisturbed)
-    peaks_as_predicted(undisturbed / "metrics.jsonl")
+    peaks_as_predicted(undisturbed / "summary.json")
     shutil.copytree(undisturbed, run)
     (run / "metrics.jsonl").write_text(
         (undisturbed / "metrics.jsonl").read_text().replace('"loss": ', '"loss": 1')
@@ -230,6 +228,7 @@ def test_the_command_fails_for_other_bits_where_they_are_promised(
         for record in read_json(tmp_path / "verified" / "summary.json")["checks"]
     }
     assert records["resumed: other parts of the next step's start"]["measured"] == 0
+    assert records["peak / plan's: cpu"]["measured"] == 1
     parts = records["killed, resumed: parts with other bits"]
     assert parts["error"] == "other metrics" and parts["passed"] == (code == 0)
     assert any(

@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,13 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def changed_by_ray():
+    """vLLM imports Ray where it is there, which changes `sys.path` and `sys.excepthook`, once."""
+    with suppress(ImportError):
+        import ray  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
