@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email import message_from_string
 from email.message import Message
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PLATFORMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
@@ -223,15 +225,40 @@ def test_the_comparison_sees_a_changed_version_hash_and_marker():
         assert installed(other) != installed(one)
 
 
-def test_every_direct_dependency_is_pinned():
-    import tomllib
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RANGES = [
+    Requirement(text)
+    for requirements in (
+        PROJECT["project"]["dependencies"],
+        *PROJECT["project"]["optional-dependencies"].values(),
+    )
+    for text in requirements
+]
+PINS = {
+    pin.name: pin.specifier
+    for pin in map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])
+}
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    groups = [
-        project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"].values(),
-    ]
-    for requirement in [
-        r for group in [*groups, *project["dependency-groups"].values()] for r in group
-    ]:
-        assert "==" in requirement.partition(";")[0], requirement
+
+@pytest.mark.parametrize("requirement", RANGES, ids=lambda requirement: requirement.name)
+def test_a_dependency_states_a_range_with_the_pin_of_the_lock_in_it(requirement):
+    """A range is closed below and open above, and the pin is one exact version."""
+    bounds = {bound.operator: bound.version for bound in requirement.specifier}
+    assert bounds.keys() == {">=", "<"}
+    [pin] = PINS[requirement.name]
+    assert pin.operator == "=="
+    assert Version(bounds[">="]) <= Version(pin.version) < Version(bounds["<"])
+
+
+def test_every_tool_of_development_is_pinned():
+    for requirement in map(Requirement, PROJECT["dependency-groups"]["dev"]):
+        [pin] = requirement.specifier
+        assert pin.operator == "=="
+        assert requirement.specifier == PINS.get(requirement.name, requirement.specifier)
+
+
+def test_every_torch_of_the_lock_is_the_pinned_one():
+    """vLLM's packages ask for exact builds of torch, which an override replaces."""
+    overrides = map(Requirement, PROJECT["tool"]["uv"]["override-dependencies"])
+    [torch] = [override for override in overrides if override.name == "torch"]
+    assert torch.specifier == PINS["torch"]

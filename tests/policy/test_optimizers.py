@@ -106,7 +106,6 @@ def test_orthogonalising_is_a_quintic_of_each_singular_value(shape):
     assert ((values > 0.3) & (values < 1.3)).all()
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
 def test_muon_steps_hidden_matrices_as_torchs_and_all_else_as_adamw(tiny_folder, monkeypatch):
     policy, plain = (
         SingleDevicePolicy(PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind))
