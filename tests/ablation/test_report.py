@@ -716,7 +716,7 @@ def test_methods_name_the_machine_and_what_was_verified_there(grid, monkeypatch)
         and "secret-host" not in methods
     )
     assert "reproducible" not in methods
-    monkeypatch.setattr("alignment.ablation.report.reproducibility", lambda run: "bitwise")
+    monkeypatch.setattr("alignment.ablation.report.reproducibility", lambda run, setting: "bitwise")
     assert "found the runs reproducible: bitwise." in methods_of(read_study([grid]), grid)
 
 
