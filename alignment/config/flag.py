@@ -46,6 +46,8 @@ class Flag:
 
     group: str = ""
     """The section of --help that shows it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the flag, without dashes."""
     choices: tuple[str, ...] = ()
     """The values that it may have; empty: any. Of a tuple, the values of its parts."""
     above: float | None = None
@@ -133,6 +135,12 @@ def hints_of_flags(arguments: type) -> dict[str, Any]:
     """Name -> type, of every flag of a class of arguments."""
     hints = get_type_hints(arguments)
     return {field.name: hints[field.name] for field in dataclasses.fields(arguments)}
+
+
+def required_flags(arguments: type) -> list[str]:
+    """The flags of a class of arguments that have no default."""
+    fields = dataclasses.fields(arguments)
+    return [field.name for field in fields if field.default is dataclasses.MISSING]
 
 
 def names_of_flags(arguments: Any, property_name: str) -> frozenset[str]:
