@@ -148,7 +148,7 @@ class PipelineArgs:
 
     file: str = flag()
     """TOML file of the stages."""
-    run_name: str = flag("", group="run", aliases=("name",))
+    run_name: str = flag("", group="run", names_folder=True, aliases=("name",))
     """Name of the pipeline's folder; empty: the file's."""
     output_dir: str = flag("checkpoints", group="run")
     """Folder that holds the pipeline's folder."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, get_type_hints
 
 from alignment.system.errors import UserError
@@ -60,6 +61,8 @@ class Flag:
     """What 0 means, where it is a case of its own."""
     because: str = ""
     """Why the bounds are what they are, for the message that names them."""
+    names_folder: bool = False
+    """Whether it is the name of a folder, which has no slashes."""
     needs: Extra | None = None
     swept: bool = True
     """Whether arms of a sweep may differ in it. A sweep sets the others itself, or places them anew
@@ -170,8 +173,18 @@ def check_flags(arguments: Any) -> None:
         value = getattr(arguments, name)
         if facts.choices:
             check_choices(name, value if isinstance(value, tuple) else (value,), facts.choices)
+        if facts.names_folder:
+            wanted = "a plain folder name without slashes, of at most 150 bytes"
+            require(arguments, name, is_plain_folder_name(value), wanted)
         if facts.has_bound and value is not None and not isinstance(value, tuple):
             require(arguments, name, facts.admits(value), facts.bound_in_words(type(value)))
+
+
+def is_plain_folder_name(name: str) -> bool:
+    """Whether every file system takes it as the name of one folder; empty names none, and will
+    do."""
+    is_plain = name not in (".", "..") and Path(name).name == name
+    return is_plain and len(name.encode(errors="surrogateescape")) <= 150
 
 
 def check_choices(name: str, values: Iterable[object], choices: Iterable[str]) -> None:
