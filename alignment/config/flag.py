@@ -64,15 +64,15 @@ class Flag:
     """The reason for the bounds, which the error message states with them."""
     needs: Extra | None = None
     swept: bool = True
-    """Whether arms of a sweep may differ in it. A sweep sets the other flags itself, or for each run
-    anew, such as its devices."""
+    """Whether arms of a sweep may differ in it. A sweep sets the other flags itself, some of them
+    anew for each run, such as its devices."""
     bookkeeping: bool = False
     """Whether it decides where, how fast or how often something is computed, never its value."""
     changeable: bool = False
     """Whether a resumed run may have another value than it began with."""
     setting: bool = False
-    """Whether the reproducibility of a run depends on it. The command `verify` trains twice to
-    measure that; its result holds for runs with the same values of all such flags."""
+    """Whether the reproducibility of a run depends on it. What the command `verify` finds for a run
+    also holds for other runs that have the same values of all such flags."""
 
     @property
     def has_bound(self) -> bool:
@@ -128,7 +128,8 @@ def flag(default: Any = dataclasses.MISSING, **facts: Any) -> Any:
 
 
 def flags_of_class(arguments: Any) -> dict[str, Flag]:
-    """The declarations of all flags, by name. `arguments` is a class of arguments or an instance."""
+    """The declarations of all flags, by name. `arguments` is a class of arguments, or an instance
+    of one."""
     return {
         field.name: field.metadata.get("flag", Flag()) for field in dataclasses.fields(arguments)
     }
