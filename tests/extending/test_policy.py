@@ -1,7 +1,7 @@
 """A third kind of policy: one file, by its path or as an entry of `POLICIES`; the same weights to
 the bit."""
 
-from alignment.policy.policy import POLICIES, PolicyConfig, open_policy
+from alignment.policy.policy import POLICIES, PolicyConfig, PolicyKind, open_policy
 
 PATH = "my_package.flat_policy:FlatPolicy"
 
@@ -29,5 +29,5 @@ def test_a_whole_run_ends_in_the_weights_of_a_policy_on_one_device(
         weights(train_in_two_parts("--run_name", "resumed", "--policy_parallelism", PATH))
         == expected
     )
-    monkeypatch.setitem(POLICIES, "flat", PATH)
+    monkeypatch.setitem(POLICIES, "flat", PolicyKind(PATH))
     assert weights(train("--run_name", "by_name", "--policy_parallelism", "flat")) == expected
