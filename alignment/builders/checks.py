@@ -23,7 +23,8 @@ from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
 from alignment.planning.placement import Roles, assign_roles
-from alignment.policy.policy import POLICIES, RANKED
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import POLICIES
 from alignment.rewards.rules import (
     RULES,
     Reward,
@@ -278,35 +279,42 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_processes(args: Args, kind: str) -> None:
-    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and
-    8-bit moments in several."""
-    find(
-        "--policy_parallelism",
-        kind,
-        {"auto": "", **POLICIES},
-        wrap=lambda policy_class: policy_class,
-    )
-    asked = [
-        f"--{flag} {number}"
-        for flag in ("machines", "policy_ranks")
-        if (number := getattr(args, flag, 1)) > 1
-    ]
-    many = asked or [f"torchrun has started {PROCESSES} processes"] * (PROCESSES > 1)
-    if many and kind in ("single", "layer_split"):
-        raise UserError(f"{many[0]}: a policy that is {kind} is one process")
-    if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
+    """Raise `UserError` for an unknown kind of policy, several processes of a policy that is one,
+    and an optimiser that it does not take."""
+    names = dict.fromkeys(("auto", *POLICIES), "")
+    find("--policy_parallelism", kind, names, wrap=lambda policy_class: policy_class)
+    # "auto" becomes a kind that fits the processes; of a user's own class nothing is known.
+    policy = POLICIES.get(kind)
+    if policy is None:
+        return
+    several = _several_processes(args)
+    if several and not policy.ranked:
+        raise UserError(f"{several}: a policy that is {kind} is one process")
+    optimizer = getattr(args, "optimizer", "")
+    if optimizer in policy.refused_optimizers:
+        *others, last = (name for name in OPTIMIZERS if name not in policy.refused_optimizers)
         raise UserError(
-            f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon"
+            f"--optimizer {optimizer}: a {kind} policy takes {', '.join(others)} or {last}"
         )
+
+
+def _several_processes(args: Args) -> str:
+    """What asks for several processes of the policy; empty where nothing does."""
+    for flag in ("machines", "policy_ranks"):
+        number = getattr(args, flag, 1)
+        if number > 1:
+            return f"--{flag} {number}"
+    if PROCESSES > 1:
+        return f"torchrun has started {PROCESSES} processes"
+    return ""
 
 
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
     the policy's `devices`."""
-    on_cpu, split = (
-        devices[0] == "cpu",
-        len(devices) > 1 and args.policy_parallelism in ("single", "layer_split"),
-    )
+    policy = POLICIES.get(args.policy_parallelism)
+    on_cpu = devices[0] == "cpu"
+    split = len(devices) > 1 and policy is not None and not policy.ranked
     if args.use_liger_kernel and (on_cpu or split):
         remedy = "choose --policy_parallelism sharded" if split else "leave the flag out"
         raise UserError(

@@ -15,7 +15,7 @@ from alignment.model.loading import (
 from alignment.model.shape import ModelShape, adapted_layers, empty_model
 from alignment.planning.placement import STATE_SHARE
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import RANKED, Policy, PolicyConfig, open_policy
+from alignment.policy.policy import Policy, PolicyConfig, open_policy, policy_kind
 from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
 from alignment.system.torchrun import PROCESSES
@@ -45,12 +45,10 @@ def kind_of_policy(
 ) -> tuple[tuple[str, ...], str]:
     """The policy's devices, and its kind where that is "auto". `num_gpus`, `memory` (bytes) and
     `machines` plan for others."""
+    kind = args.policy_parallelism
     devices = roles_of(args, num_gpus).policy
-    if (
-        args.policy_parallelism in RANKED
-        or args.policy_parallelism == "auto"
-        and (args.policy_ranks or PROCESSES)
-    ):
+    becomes_ranked = kind == "auto" and (args.policy_ranks or PROCESSES)
+    if policy_kind(kind).ranked or becomes_ranked:
         devices = devices_of_ranks(args, devices)
 
     def fits_each() -> bool:
@@ -66,10 +64,13 @@ def kind_of_policy(
         smallest = memory or min(map(total_bytes, devices))
         return state <= STATE_SHARE * smallest / (1 if "cuda" in devices[0] else len(devices))
 
-    kind = args.policy_parallelism
     if kind == "auto":
-        alone = max(PROCESSES, machines * len(devices)) == 1
-        kind = "single" if alone else "replicated" if fits_each() else "sharded"
+        if max(PROCESSES, machines * len(devices)) == 1:
+            kind = "single"
+        elif fits_each():
+            kind = "replicated"
+        else:
+            kind = "sharded"
     check_processes(args, kind)
     return devices, kind
 
