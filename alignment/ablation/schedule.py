@@ -378,7 +378,8 @@ class RayExecutor:
             gpus = 1 if has_gpus else 0
         self.cpus = cpus or 1
         self.under_way: dict[Any, str] = {}  # a task's reference -> the job's name
-        # Ray must not retry a task: the sweep counts attempts, and goes on from the last checkpoint.
+        # Ray must not retry a task: the sweep counts attempts, and resumes from the last
+        # checkpoint.
         task = self.ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
         self.task = task(_run_command)
         self._refuse_small_machines(gpus)
