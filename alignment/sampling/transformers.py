@@ -306,7 +306,7 @@ class _SharedDecoding:
         input_ids = packing.input_ids_1N.to(device)
         position_ids = packing.position_ids_1N.to(device)
         hidden_NE = self._hidden(input_ids, position_ids, cache, packing)[0]
-        # The prompts are packed into one sequence of N tokens. Token p of prompt g is at this place.
+        # The prompts are packed into one sequence of N tokens; place of token p of prompt g in it.
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt_ids) for prompt_ids in encoded], device=device)
         last_places_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
