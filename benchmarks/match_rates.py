@@ -76,7 +76,7 @@ def make_run(
         True,
         "",
     )
-    amounts_E = run.spent("tokens", run.evals) / (TOKENS * STEPS)
+    amounts_E = run.amounts_until("tokens", run.evals) / (TOKENS * STEPS)
     level_E = CURVES[setting.curve](amounts_E) + luck + (setting.gain if arm == "b" else 0.0)
     room_E = 2 * np.minimum(level_E, 1 - level_E)
     p_EQ = np.clip(level_E[:, None] + room_E[:, None] * easy_Q, 0, 1)

@@ -423,7 +423,7 @@ def _points(run: Run, key: str, cost: str) -> Curve:
     """The run's curve of `key` over a cost, where it has values."""
     records = run.evals if key == ACCURACY else run.metrics
     known = [record for record in records if record.get(key) is not None]
-    costs = run.spent(COSTS[cost], known)
+    costs = run.amounts_until(COSTS[cost], known)
     return {record["step"]: (float(x), record[key]) for record, x in zip(known, costs, strict=True)}
 
 

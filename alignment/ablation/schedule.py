@@ -1,6 +1,6 @@
-"""The runs of a sweep: its folder, the shared warm starts, every run to its end, and seeds for
-undecided pairs; and executors, which run them one after another on this machine, or side by side on
-a Ray cluster's free cores or GPUs, or as SLURM jobs."""
+"""Runs a sweep: claims its folder, makes the warm starts that arms share, brings every run to its
+end, and plans more seeds for undecided comparisons. An executor starts the runs: one after another
+on this machine, side by side on a Ray cluster, or as SLURM jobs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from alignment.system.files import lock_run_folder, read_json, read_jsonl, write
 from alignment.system.processes import ROOT, end_command, last_line, start_command
 from alignment.system.terminal import make_table
 
-ATTEMPTS = 2  # at each run
-LOST = -1000  # exit code of a job whose machine or worker process is gone
-REQUEUES = 50  # times that a SLURM job goes back to the queue at its time limit
-# for a run to save its last step when SLURM ends its job, of the 90 s that submitit asks for
+ATTEMPTS = 2  # Times that a run is started before it counts as failed.
+LOST = -1000  # Exit code of a job whose machine or worker process is gone.
+REQUEUES = 50  # Times that a SLURM job goes back to the queue at its time limit.
+# For a run to save its last step when SLURM ends its job, which submitit announces 90 s before.
 SAVE_SECONDS = 60
 Command = Callable[..., subprocess.Popen]
-"""Starts a command, when called with its `threads`, in the sweep's folder: a cluster's machines may
-work in another one."""
+"""A function that starts a process, called as `command(threads=...)` on the machine that runs the
+job. It names folders by absolute paths: that machine may have another working directory."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class State:
     status: str = "waiting"
     attempts: int = 0
     note: str = ""
-    reason: str = ""  # The last line that a run which failed has printed.
+    reason: str = ""  # The last line that a failed run printed.
 
     @property
     def name(self) -> str:
@@ -81,11 +81,13 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
 
 
 def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stay the same when a sweep is continued. Arms may change what resumed runs may; new
-    arguments get defaults."""
+    """The part of sweep.json that must stay the same when a sweep is continued.
+
+    The arms may change those arguments that a resumed run may change, but not their number of
+    steps. Arguments that are newer than the file get their defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
     fixed = {name: value for name, value in vars(RLArgs()).items() if name not in free}
-    defaults = json.loads(json.dumps(fixed))  # as a file has them
+    defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
     arms: dict[str, dict[str, Any]] = {}
     for arm, args in facts.get("arms", {}).items():
         arms[arm] = {name: args.get(name, default) for name, default in defaults.items()}
@@ -151,8 +153,8 @@ def submit(design: Design, executor: Executor, state: State) -> None:
 def start_run(
     flags: Sequence[str], run: Path, log: Path, folder: Path, threads: int | None = None
 ) -> subprocess.Popen:
-    """Start `train_rl`, with --resume where the run has a folder by now: a job may have waited, or
-    begun before, elsewhere."""
+    """Start `train_rl`, with --resume if the run's folder has begun. This is decided when the job
+    starts, since an earlier attempt may have begun it on another machine meanwhile."""
     words = list(flags)
     if (run / "args.json").exists():
         words.append("--resume")
@@ -160,12 +162,13 @@ def start_run(
 
 
 def settle(design: Design, executor: Executor, state: State, code: int, console: Console) -> None:
-    """Note the end of a run's process and the last that it said, and try a failed run again, once,
-    where that may help."""
-    if is_done(design, state):  # whatever the exit code: what follows the summary changes no result
+    """Update a run's state after its process has ended with exit code `code`. Prints a failure, and
+    submits the run once more where that may help."""
+    # The summary is written last. A process that fails after it has changed no result.
+    if is_done(design, state):
         return
-    # 2 is a mistake in the arguments, or in the user's code that they name, which a second attempt
-    # would repeat.
+    # Exit code 2 is a mistake in the arguments or in the user's code: a second attempt would repeat
+    # it.
     retry = state.attempts < ATTEMPTS and code != 2
     log = design.folder / "logs" / f"{state.name}.log"
     state.status = "failed"
@@ -187,7 +190,7 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
 
 
 def is_done(design: Design, state: State) -> bool:
-    """Whether the run has written its summary, which its state then notes."""
+    """Whether the run has written its summary. If so, its state becomes "done"."""
     has_summary = (design.folder / state.name / "summary.json").exists()
     if has_summary:
         state.status = "done"
@@ -222,8 +225,9 @@ def _progress(design: Design, state: State) -> str:
     return f"step {last['step']} of {num_steps}, reward {last['reward']:.2f}"
 
 
-class Settleable(Protocol):
-    """What `next_runs` reads of a `Comparison`, whose module loads scipy."""
+class HasMoreSeeds(Protocol):
+    """The fields of `statistics.Comparison` that `next_runs` reads. To import the class itself
+    would load scipy."""
 
     @property
     def more_seeds(self) -> int | None: ...
@@ -233,11 +237,13 @@ class Settleable(Protocol):
 
 
 def next_runs(
-    states: Sequence[State], comparisons: Sequence[Settleable], max_seeds: int
+    states: Sequence[State], comparisons: Sequence[HasMoreSeeds], max_seeds: int
 ) -> list[State]:
-    """The runs that bring the arms of every undecided `Comparison` to one seed more than any arm
-    has. [] at `max_seeds`, and where every comparison is decided, has an arm with a failed run, or
-    needs questions rather than seeds."""
+    """The runs that would help to decide the undecided comparisons: one new seed for all of their
+    arms, and the earlier seeds that these arms lack.
+
+    Leaves out comparisons with a failed run, and those that more seeds would not decide
+    (`more_seeds` is None). Empty where none is left, or where there are `max_seeds` seeds."""
     seeds = sorted({state.seed for state in states})
     if len(seeds) >= max_seeds:
         return []
@@ -254,8 +260,8 @@ def next_runs(
 
 
 class Resources(NamedTuple):
-    """Where runs are started, and with how much: --executor, --ray_address, --cpus_per_run,
-    --gpus_per_run, and the parameters of --slurm."""
+    """The executor of the runs and the resources of each: --executor, --ray_address,
+    --cpus_per_run, --gpus_per_run, and the parameters of --slurm."""
 
     executor: str
     ray_address: str
@@ -272,8 +278,8 @@ def make_executor(
     slurm: Mapping[str, int | str],
     folder: Path,
 ) -> Executor:
-    """The executor of --executor; auto is Ray if installed, else local. Raises `UserError` without
-    its package or cluster."""
+    """The executor of a kind (--executor); "auto" is Ray if that is installed, else "local". Raises
+    `UserError` where the executor's package or cluster is missing."""
     if kind == "auto":
         kind = "ray" if find_spec("ray") or address else "local"
     package = {"ray": "ray", "slurm": "submitit"}.get(kind)
@@ -291,7 +297,7 @@ def make_executor(
 
 @contextmanager
 def open_executor(folder: Path, resources: Resources, console: Console) -> Iterator[Executor]:
-    """An executor for the runs in `folder`, whose lock is held meanwhile."""
+    """An executor for the runs in `folder`, which is locked until the block ends."""
     try:
         with closing(make_executor(*resources, folder)) as executor:
             folder.mkdir(parents=True, exist_ok=True)
@@ -353,15 +359,15 @@ def _run_command(command: Command, cpus: int) -> int:
 
 
 class RayExecutor:
-    """Jobs as Ray tasks: as many at a time as the cluster has cores, or whole GPUs, for. Ray gives
-    a task its GPUs by CUDA_VISIBLE_DEVICES, so the run sees them as cuda:0 and up and places its
-    roles on them. Signals are deferred while Ray's own code runs, which does not survive an
-    exception of a signal handler."""
+    """Runs jobs as Ray tasks, as many at a time as the cluster has cores and whole GPUs for.
+
+    Ray sets CUDA_VISIBLE_DEVICES for each task, so its run sees its GPUs as cuda:0 and up. Signals
+    are deferred while Ray's code runs: an exception from a signal handler would break it."""
 
     @signals.deferred_signals()
     def __init__(self, address: str, cpus: int | None, gpus: int | None):
         _refuse_silent_address(address)
-        # the nodes' own environments run the jobs
+        # Jobs run in the Python environment of their node, not in a copy of this one.
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         import ray
 
@@ -372,7 +378,8 @@ class RayExecutor:
             gpus = 1 if has_gpus else 0
         self.cpus = cpus or 1
         self.under_way: dict[Any, str] = {}  # a task's reference -> the job's name
-        # Not repeated by Ray: the sweep counts attempts, and goes on from the last checkpoint.
+        # Ray must not retry a task: the sweep counts attempts, and resumes from the last
+        # checkpoint.
         task = self.ray.remote(num_cpus=self.cpus, num_gpus=gpus, max_retries=0)
         self.task = task(_run_command)
         self._refuse_small_machines(gpus)
@@ -394,7 +401,8 @@ class RayExecutor:
             where = f"--ray_address {address}" if address else "Ray could not start here"
             message = str(error) or type(error).__name__
             raise UserError(f"{where}: {message.splitlines()[0]}") from None
-        # only the main thread may; Ray has put a handler of its own in its place
+        # Ray has replaced the handler of SIGTERM. Only the main thread may set it back; another one
+        # gets a ValueError.
         with suppress(ValueError):
             signal.signal(signal.SIGTERM, handler)
 
@@ -428,7 +436,7 @@ class RayExecutor:
             try:
                 codes[name] = self.ray.get(reference)
             except self.ray.exceptions.RayTaskError as error:
-                # it could not be started
+                # An OSError: the command could not be started.
                 if isinstance(error.cause, OSError):
                     raise error.cause from None
                 raise error from None
@@ -442,8 +450,8 @@ class RayExecutor:
 
 @dataclass
 class SlurmJob:
-    """A command as submitit calls it on a machine of the cluster. It returns the command's exit
-    code."""
+    """A job of submitit, which calls the object on a machine of the cluster. The call runs the
+    command and returns its exit code."""
 
     command: Command
     threads: int | None
@@ -454,13 +462,14 @@ class SlurmJob:
         return self.process.wait()
 
     def checkpoint(self) -> Any:
-        """Called by submitit near the job's time limit or when SLURM takes its machine: the run
-        saves its last step and ends. Returns what the requeued job does, which is the same again,
-        and so resumes the run."""
+        """End the run so that it saves its last step. submitit calls this near the job's time limit
+        and when SLURM preempts the job. Returns the job to queue again: the same command, which
+        resumes the run."""
         from submitit.helpers import DelayedSubmission
 
         if self.process is not None:
-            # it has ended; or it takes too long, and resumes from its last checkpoint
+            # Errors that are ignored: the run has ended already; or it saves for too long, and will
+            # resume from its last checkpoint.
             with suppress(psutil.Error):
                 run = psutil.Process(self.process.pid)
                 run.terminate()
@@ -470,8 +479,8 @@ class SlurmJob:
 
 @contextmanager
 def _package_on_the_path() -> Iterator[None]:
-    """Processes and jobs that begin within the block, which get this process's environment, find
-    the package."""
+    """Put this package on PYTHONPATH during the block, so that jobs submitted within it, which get
+    this process's environment, can import the package."""
     own = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), own]))
     try:
@@ -483,9 +492,9 @@ def _package_on_the_path() -> Iterator[None]:
 
 
 class SlurmExecutor:
-    """Jobs of a SLURM cluster, whose machines share `folder`; those that wait together are one job
-    array. `parameters` are submitit's, under sbatch's names. Tests give submitit's own `cluster`
-    "local"."""
+    """Runs jobs on a SLURM cluster whose machines share `folder`. Jobs that are submitted together
+    form one job array. `parameters` are options of sbatch. With `cluster` "local" submitit runs the
+    jobs on this machine, for tests."""
 
     def __init__(
         self,

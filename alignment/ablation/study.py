@@ -1,5 +1,5 @@
-"""A study: finished runs, from folders of sweeps or of runs, grouped into the arms that a report
-compares."""
+"""A study: the finished runs that a report compares, grouped into arms, as read from folders of
+sweeps or of single runs. The runs of one arm differ only in their seeds."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 
 Record = Mapping[str, Any]
-"""A line of a run's metrics.jsonl or evals.jsonl: numbers by name, among them its step."""
+"""A line of a run's metrics.jsonl or evals.jsonl: numbers by name, among them "step"."""
 
 
 def _count_steps(run: "Run", record: Record) -> float:
@@ -26,14 +26,16 @@ def _count_steps(run: "Run", record: Record) -> float:
 
 
 def _count_samples(run: "Run", record: Record) -> float:
-    """The responses that the step sampled, refills too. Older records have those it trained on."""
+    """The responses that a step sampled, those for refills included. The record of a step that
+    could not refill has no "prompts_asked"; it trained on all that it sampled."""
     if "prompts_asked" in record:
         return record["prompts_asked"] * run.args["group_size"]
     return record.get("responses", 0)
 
 
 def _count_tokens(run: "Run", record: Record) -> float:
-    """The tokens that the step sampled, refills too. Older records have their mean length."""
+    """The tokens that a step sampled, those for refills included. Without "tokens_asked" they
+    follow from the mean length of a response."""
     if "tokens_asked" in record:
         return record["tokens_asked"]
     return _count_samples(run, record) * record.get("response_length", 0)
@@ -49,18 +51,20 @@ AMOUNTS: dict[str, Callable[["Run", Record], float]] = {
     "tokens": _count_tokens,
     "seconds": _count_seconds,
 }
-"""--match -> how much of it a step of a run took, by the step's record."""
+"""The amounts at which arms can be compared (--match) -> the function that counts what one step
+took, of the step's run and its line of metrics.jsonl."""
 
 
 class EvalScores(NamedTuple):
-    """Rewards by evaluation and question: steps of the evaluations [E], ids of the questions [Q],
-    mean rewards [E, Q], and the questions' texts [Q]. A question that was asked twice is there
-    twice, so means are those of `evals.jsonl`."""
+    """The rewards of a run's E evaluations on Q questions.
 
-    steps: tuple[int, ...]
-    questions: tuple[str, ...]
-    rewards_EQ: np.ndarray
-    texts: tuple[str, ...]
+    A question that the test data has twice counts as two, so that the mean over Q is the mean in
+    evals.jsonl."""
+
+    steps: tuple[int, ...]  # [E]
+    questions: tuple[str, ...]  # [Q], ids
+    rewards_EQ: np.ndarray  # mean over a question's completions
+    texts: tuple[str, ...]  # [Q]
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,18 @@ class Run:
     def seed(self) -> int:
         return int(self.args["seed"])
 
-    def spent(self, match: str, records: Sequence[Record]) -> np.ndarray:
-        """How much of what --match names the run had taken by the step of each of the records."""
+    def amounts_until(self, match: str, records: Sequence[Record]) -> np.ndarray:
+        """The steps, samples, tokens or seconds, whichever `match` names, that the run had taken in
+        all by the step of each record."""
+        count = AMOUNTS[match]
         steps = [0, *(record["step"] for record in self.metrics)]
-        amounts = [0, *(AMOUNTS[match](self, record) for record in self.metrics)]
+        amounts = [0, *(count(self, record) for record in self.metrics)]
         return np.interp([record["step"] for record in records], steps, np.cumsum(amounts))
 
     @cached_property
     def scores(self) -> EvalScores:
-        """The rewards of all evaluations. Raises `UserError` where these differ in questions, or
-        questions in completions."""
+        """The rewards of all evaluations. Raises `UserError` where a file is damaged, or where two
+        evaluations asked different questions."""
         rewards: list[list[float]] = []
         questions: tuple[str, ...] | None = None
         texts: tuple[str, ...] = ()
@@ -101,13 +107,13 @@ class Run:
                 raise UserError(
                     f"{file} is damaged: {len(lines)} completions of {problems} problems"
                 )
-            # a question's completions follow each other
+            # The file has the completions of the first question, then those of the second, ...
             samples = len(lines) // problems
             first_lines = lines[::samples]
-            names = tuple(line["problem"] for line in first_lines)
-            if questions not in (None, names):
+            questions_of_file = tuple(line["problem"] for line in first_lines)
+            if questions is not None and questions != questions_of_file:
                 raise UserError(f"{file}: other questions than in the run's first evaluation")
-            questions = names
+            questions = questions_of_file
             texts = tuple(line.get("question") or line["problem"] for line in first_lines)
             scores = [line["score"]["reward"] for line in lines]
             starts = range(0, len(lines), samples)
@@ -118,19 +124,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """Finished runs by arm and seed, and the settings of the sweep. `missing` names the unfinished
-    runs."""
+    """Finished runs by arm and seed, and the settings of the sweep."""
 
     arms: Mapping[str, Mapping[int, Run]]
     # For each arm, its values of the arguments in which arms differ.
     varied: Mapping[str, Mapping[str, object]]
-    missing: tuple[str, ...]
-    tie: float
-    hold: str  # "rollouts" or "prompts" (--hold of `sweep`); "" without a sweep
+    missing: tuple[str, ...]  # Names of the unfinished runs.
+    tie: float  # Difference of accuracies below which two arms are called equal.
+    # What was equal while the group size varied: "rollouts" or "prompts" (--hold of `sweep`). ""
+    # without a sweep.
+    hold: str
     warnings: tuple[str, ...]
-    command: str
+    command: str  # That of the sweep, as a user would type it; "" without a sweep.
     alpha: float = ALPHA  # Largest probability that a table has any false verdict.
-    match: str = "steps"  # --match of `sweep`
+    match: str = "steps"  # Amount at which arms are compared: a key of `AMOUNTS`.
 
     @property
     def runs(self) -> list[Run]:
@@ -138,7 +145,8 @@ class Study:
 
 
 def read_run(path: Path) -> Run:
-    """A run's records. Raises `UserError`, naming the file, where they are damaged or missing."""
+    """Read the folder of a run. Raises `UserError`, which names the file, where a file is damaged,
+    or where there is no args.json."""
     file = path / "args.json"
     try:
         facts = read_json(file)
@@ -167,10 +175,12 @@ def read_run(path: Path) -> Run:
 
 
 def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps") -> Study:
-    """Read a sweep's folder, or group runs that were made apart, in folders of their own or of
-    several sweeps, into arms by their arguments; a single run may still be training. Raises
-    `UserError` for a folder that is neither, for damaged files, and for two runs of equal arguments
-    and seed."""
+    """The study of one sweep's folder, with its arms and settings; or of any other folders of runs
+    and sweeps, whose runs are grouped into arms by their arguments.
+
+    Only finished runs count, but one run alone may still be training. Raises `UserError` for a
+    folder that is neither a run's nor a sweep's, for damaged files, and for two runs with the same
+    arguments and seed."""
     sweeps = {folder: _read_sweep(folder) for folder in folders if (folder / "sweep.json").exists()}
     if len(folders) == len(sweeps) == 1:
         return sweeps[folders[0]]
@@ -202,23 +212,23 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
         tuple(missing),
         tie,
         hold="",
-        warnings=_other_versions(runs),
+        warnings=_version_warnings(runs),
         command="",
         match=match,
     )
 
 
-# the value of an argument that is newer than a run
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(RLArgs)}
 
 
 def _argument(run: Run, name: str) -> Any:
+    """The value of a run's argument; the default where the argument is newer than the run."""
     return run.args.get(name, _DEFAULTS.get(name))
 
 
 def _differing_arguments(runs: Sequence[Run]) -> list[str]:
-    """The names of the arguments that decide a result and have several values among the runs,
-    sorted; empty values are one."""
+    """The names, sorted, of the arguments that may change a result and that have several values
+    among the runs. Empty values such as "", 0, False and None count as the same one."""
     names = {name for run in runs for name in run.args} - BOOKKEEPING
     differing = []
     for name in sorted(names):
@@ -228,8 +238,9 @@ def _differing_arguments(runs: Sequence[Run]) -> list[str]:
     return differing
 
 
-def _other_versions(runs: Sequence[Run]) -> tuple[str, ...]:
-    """A warning for each package, and the code, that the runs have in several versions."""
+def _version_warnings(runs: Sequence[Run]) -> tuple[str, ...]:
+    """A warning for each package of which the runs used several versions. A run's `versions` also
+    has "python", and "code", the commit of this repository."""
     packages = {package for run in runs for package in run.versions}
     warnings = []
     for package in sorted(packages):
@@ -239,6 +250,7 @@ def _other_versions(runs: Sequence[Run]) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+# The entries that every sweep.json has, and their types.
 _SWEEP_TYPES = {
     "arms": dict,
     "seeds": list,
@@ -251,19 +263,19 @@ _SWEEP_TYPES = {
 
 
 def _read_sweep(folder: Path) -> Study:
-    """The finished runs of a sweep's folder. Raises `UserError` where sweep.json is damaged."""
+    """The study of a sweep's folder. Raises `UserError` where sweep.json is damaged."""
     sweep = _read_settings(folder)
-    planned: dict[str, dict[str, Any]] = sweep["arms"]
-    arms: dict[str, dict[int, Run]] = {arm: {} for arm in planned}
+    args_of_arms: dict[str, dict[str, Any]] = sweep["arms"]
+    arms: dict[str, dict[int, Run]] = {arm: {} for arm in args_of_arms}
     expected: set[tuple[str, int]] = set()
     for seed in sweep["seeds"]:
         if type(seed) is int:
-            expected |= {(arm, seed) for arm in planned}
+            expected |= {(arm, seed) for arm in arms}
     for path in sorted(folder.glob("*_seed*")):
         arm, _, seed = path.name.rpartition("_seed")
         if arm not in arms or not seed.isdigit():
             continue
-        # a seed that --until_decided added
+        # Seeds that --until_decided added are not in sweep.json.
         expected.add((arm, int(seed)))
         if (path / "args.json").exists():
             run = read_run(path)
@@ -271,14 +283,16 @@ def _read_sweep(folder: Path) -> Study:
                 arms[arm][int(seed)] = run
     missing = [f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]]
     runs = [run for by_seed in arms.values() for run in by_seed.values()]
+    # A recorded command begins with the Python interpreter. That of a sweep lacks it.
+    command = shell_command(["", *map(str, sweep["command"])])
     return Study(
         arms,
-        varied_values(planned),
+        varied_values(args_of_arms),
         tuple(missing),
         tie=sweep["tie"],
         hold=sweep["hold"],
-        warnings=(*map(str, sweep["warnings"]), *_other_versions(runs)),
-        command=shell_command(["", *map(str, sweep["command"])]),
+        warnings=(*map(str, sweep["warnings"]), *_version_warnings(runs)),
+        command=command,
         alpha=sweep["alpha"],
         match=sweep["match"],
     )
@@ -291,15 +305,15 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     is_typed = all(isinstance(settings.get(key), kind) for key, kind in _SWEEP_TYPES.items())
     arms = settings.get("arms")
     has_arms = isinstance(arms, dict) and arms and all(isinstance(a, dict) for a in arms.values())
-    # a tuple, since a damaged match may be unhashable
+    # A damaged "match" may be unhashable, which a look-up in a dict would not take.
     if not is_typed or not has_arms or settings["match"] not in tuple(AMOUNTS):
         raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(_SWEEP_TYPES)}")
     return settings
 
 
 def shell_command(command: Sequence[str]) -> str:
-    """A recorded command line as a user would type it. It drops --resume, which `sweep` adds when
-    it restarts a run."""
+    """A recorded command, [interpreter, script, arguments...], as a user would type it: `uv run -m
+    alignment.SCRIPT ...`. It drops --resume, which `sweep` adds when it restarts a run."""
     words = [word for word in command if word != "--resume"]
     if len(words) > 1 and words[1].endswith(".py"):
         words = ["uv", "run", "-m", f"alignment.{Path(words[1]).stem}", *words[2:]]

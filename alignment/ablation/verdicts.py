@@ -23,7 +23,7 @@ def budget(study: Study) -> float:
     for steps, of which each run counts its own."""
     if study.match == "steps":
         return math.inf
-    amounts = [float(run.spent(study.match, run.evals[-1:])[0]) for run in study.runs]
+    amounts = [float(run.amounts_until(study.match, run.evals[-1:])[0]) for run in study.runs]
     return min(amounts, default=math.inf)
 
 
@@ -56,7 +56,7 @@ def curve(run: Run, match: str, most: float) -> tuple[np.ndarray, np.ndarray]:
     """What the run had taken [E] by its evaluations, in the unit of `match`, and every question's
     reward in them [E, Q]. A curve that goes on ends at `most`, on a straight line between the
     evaluations before and after."""
-    amounts_E = run.spent(match, run.evals)
+    amounts_E = run.amounts_until(match, run.evals)
     rewards_EQ = run.scores.rewards_EQ
     end = min(most, amounts_E[-1])
     # Interpolation is linear in the values: what each evaluation weighs is the value at `end` of a
@@ -103,7 +103,7 @@ def arm_bend(
     the same way, the smaller one bounds it; where they differ, each bounds one side."""
     above = []
     for run in runs:
-        amounts_E = run.spent(match, run.evals)
+        amounts_E = run.amounts_until(match, run.evals)
         end = min(most, float(amounts_E[-1]))
         above.append(chord_bends(amounts_E, run.scores.rewards_EQ.mean(axis=1), end * shares_X))
     mean_2X = np.mean(above, axis=0)
@@ -344,7 +344,7 @@ def split_of_gain(run: Run, match: str = "steps", most: float = math.inf) -> Gai
     """The gain of accuracy from a `curve`'s beginning to its end, split. Accuracy is the format
     rate f times the accuracy c of well-formed responses; the parts are f's change at mean c and c's
     at mean f."""
-    amounts_E = run.spent(match, run.evals)
+    amounts_E = run.amounts_until(match, run.evals)
     formats_E = [evaluation["avg_format_rewards"] for evaluation in run.evals]
     accuracies_E = [evaluation["avg_all_rewards"] for evaluation in run.evals]
     f_before = formats_E[0]

@@ -50,7 +50,7 @@ class MisreadCommand(NamedTuple):
     """A LaTeX command that a text has lost."""
 
     instead: str  # What the text has in its place, in words: 'a form feed before "rac"'
-    command: str  # The command that was probably meant: "\\frac"
+    command: str  # The command that was probably meant: \frac
 
 
 def is_placeholder(answer: str) -> bool:

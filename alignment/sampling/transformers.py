@@ -1,5 +1,9 @@
-"""Batched decoding over a Hugging Face model. A group shares its prompt's keys and values, and
-finished rows are dropped."""
+"""Batched decoding with a Hugging Face model. The n responses to a prompt share the prompt's keys
+and values, and finished responses are dropped from the batch.
+
+A "row" is a response; a "line" is a line of the tensors, one for each row that is still decoded. A
+model for which shared prompts are not exact takes the "plain path": its own attention and cache,
+one prompt at a time."""
 
 import math
 import threading
@@ -42,21 +46,23 @@ from alignment.system.terminal import say_once
 # The sampler drops finished rows once fewer than this share of the rows in flight are unfinished:
 # dropping copies the keys and values of the rows that stay.
 LIVE_SHARE = 0.8
-CHECK_TOKENS = 6  # of a row of the self-check: more than `self_check.WINDOW`
+# Tokens of a response in the self-check: more than `self_check.WINDOW`, its attention window.
+CHECK_TOKENS = 6
 # Tokens of each row that are drawn before the host looks at them. Each look waits for a GPU.
 STEPS_UNSEEN = {
     "cpu": 1,
     "cuda": 16,
 }
-# Floating-point operations of a product from which one more thread pays (benchmarks/decoding.md).
+# A CPU gets one thread for so many floating-point operations of a layer's largest matrix product
+# (benchmarks/decoding.md).
 WORK_A_THREAD = 2**25
-# Floating-point operations of a product from which a second wave pays, decoded beside the first.
+# Waves are decoded in parallel if that product of each has so many floating-point operations.
 WORK_A_WAVE = 2**24
 
 
 @dataclass
 class _Row:
-    """A response in the making."""
+    """A response that is being decoded."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -64,9 +70,9 @@ class _Row:
 
 
 class Waves(NamedTuple):
-    """Prompts in waves: all rows of a wave are decoded together."""
+    """Prompts in waves. All rows of a wave are decoded as one batch."""
 
-    prompts: list[list[int]]  # Of each wave, the numbers of its prompts.
+    prompts: list[list[int]]  # For each wave, the indices of its prompts.
     parallel: int  # Waves that are decoded at once, each by its share of torch's threads.
 
 
@@ -78,8 +84,8 @@ class DrawnTokens(NamedTuple):
 
 
 class TransformersSampler:
-    """Runs a model on one device, which may be the policy's own: it is only read, and
-    `load_weights` then copies nothing."""
+    """Samples from a model on one device. The model may be the policy's own: the sampler only reads
+    it, and `load_weights` then copies nothing."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, context: int, policy_version: int = 0):
         self._model: PreTrainedModel | None = model
@@ -119,13 +125,13 @@ class TransformersSampler:
         sampling: SamplingConfig,
         on_response_end: OnResponseEnd = None,
     ) -> Completions:
-        """See `Sampler.sample`. Each row has random numbers of its own, so waves and dropped rows
-        change no other row."""
+        """See `Sampler.sample`. Each row has random numbers of its own, so a row does not depend on
+        its wave or on when other rows finish."""
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         uniforms = draw_uniforms(len(prompts), sampling)
         stopped = threading.Event()
 
-        @torch.inference_mode()  # which each thread has for itself
+        @torch.inference_mode()  # Each thread has a mode of its own.
         def decode(wave: Sequence[int]) -> list[_Row]:
             uniforms_of_rows = uniforms[wave].flatten(0, 1).to(self._device)
             return self.decode_wave(
@@ -167,7 +173,7 @@ class TransformersSampler:
         group_bytes = (longest + sampling.n * sampling.max_new_tokens) * token_bytes
         fitting_groups = max(1, CACHE_BYTES[self._device.type] // group_bytes)
         if self.plain_path:
-            # It pads nothing on the left, so the prompts of a wave would have to be equally long.
+            # The plain path cannot left-pad, so prompts of unequal lengths cannot share a batch.
             size = 1
             parallel = 1
         elif may_run_in_parallel(self.model):
@@ -179,7 +185,7 @@ class TransformersSampler:
         if parallel > 1 and largest_product(self.model, size * sampling.n) < WORK_A_WAVE:
             parallel = 1
             size = fitting_groups
-        by_length = sorted(range(len(encoded)), key=lambda number: len(encoded[number]))
+        by_length = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
         waves = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         return Waves(waves, parallel)
 
@@ -192,16 +198,16 @@ class TransformersSampler:
         on_response_end: OnResponseEnd = None,
         stopped: threading.Event | None = None,
     ) -> list[_Row]:
-        """Decode `sampling.n` rows of each of those `prompts` whose numbers are in `wave`.
+        """Decode `sampling.n` rows for each prompt of a wave; `wave` has the indices of its prompts
+        in `prompts`.
 
-        `uniforms` [rows, max_new_tokens] decide every draw. Once `stopped` is set, all rows are cut
-        short."""
+        The random numbers `uniforms` [rows, max_new_tokens] decide every draw. Once `stopped` is
+        set, all rows are cut short."""
         decoding = self._start_decoding([prompts[number] for number in wave], sampling)
         logits = decoding.first_logits
         rows = [_Row([], [], finished=False) for _ in range(len(wave) * sampling.n)]
-        # The tensors have one line for each row that is still decoded: line -> number of its row.
-        live = list(range(len(rows)))
-        unseen: list[DrawnTokens] = []
+        live = list(range(len(rows)))  # For each line of the tensors, the number of its row.
+        unseen: list[DrawnTokens] = []  # Drawn, but not yet copied to the host.
 
         def report_end(number: int) -> None:
             if on_response_end is not None:
@@ -248,8 +254,11 @@ class TransformersSampler:
     def _extend_rows(
         self, rows: Sequence[_Row], drawn: Sequence[DrawnTokens], stop: tuple[str, ...]
     ) -> None:
-        """Add to each line's row the tokens that were drawn for it, up to the row's end. Lines are
-        drawn on until the host looks at them, so tokens may follow an end. Waits for the device."""
+        """Add to each row the tokens that were drawn for it, up to the row's end. Waits for the
+        device.
+
+        The device draws several tokens before the host looks at them, so there may be tokens after
+        a row's end; these are dropped."""
         token_ids = torch.stack([step.token_ids for step in drawn], dim=1).tolist()
         log_probs = torch.stack([step.log_probs for step in drawn], dim=1).tolist()
         for row, row_ids, row_log_probs in zip(rows, token_ids, log_probs, strict=True):
@@ -262,8 +271,10 @@ class TransformersSampler:
 
 
 def draw_uniforms(prompts: int, sampling: SamplingConfig) -> torch.Tensor:
-    """The random numbers [prompts, n, max_new_tokens] of so many prompts from `first_prompt` on: a
-    prompt's numbers follow from the seed and its own number alone."""
+    """Random numbers [prompts, n, max_new_tokens], uniform on [0, 1).
+
+    Prompts are numbered from `sampling.first_prompt`. A prompt's random numbers depend on its
+    number and the seed alone, so splitting the prompts over several calls changes no draw."""
     generator = torch.Generator().manual_seed(sampling.seed)
     end = sampling.first_prompt + prompts
     uniforms = torch.rand(end, sampling.n, sampling.max_new_tokens, generator=generator)
@@ -271,25 +282,31 @@ def draw_uniforms(prompts: int, sampling: SamplingConfig) -> torch.Tensor:
 
 
 class _SharedDecoding:
-    """Decodes `sampling.n` lines of each of G prompts: the first logits, then the next.
+    """Decodes `sampling.n` lines for each of G prompts, and stores each prompt's keys and values
+    once.
 
-    It is a layout (`attention_by_layout`): each of L lines, one token long, sees its group's prompt
-    and then its own cache. A prompt's keys and values are there once. Attention to them is one
-    matrix product a group, of the queries of M seats: each line of the group has a seat, and the
-    groups with fewer lines than M have empty seats."""
+    The model's attention calls `attend` of this object (`attention_by_layout`). Each of the L lines
+    has one query token, which sees the prompt of its group and then the line's own earlier tokens.
+    Attention to a prompt is one matrix product for the whole group: its lines' queries stand in
+    the group's M seats. M is the number of lines of the largest group, so other groups have empty
+    seats.
+
+    Axes: G groups, M seats of a group, C = G * M seats in all, L lines, P tokens of the longest
+    prompt, T tokens of a line so far, H heads of keys, R heads of queries for each of them, D size
+    of a head, S = M * R queries of a group, X the size of what is moved between lines and seats."""
 
     def __init__(
         self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig
     ):
         device = first_device(model)
         self.model = model
-        self.applied = []
+        self.applied = []  # `attention_by_layout` checks that `attend` was called.
         packing = pack([(tuple(prompt_ids), ()) for prompt_ids in encoded])
         cache = DynamicCache()
         input_ids = packing.input_ids_1N.to(device)
         position_ids = packing.position_ids_1N.to(device)
         hidden_NE = self._hidden(input_ids, position_ids, cache, packing)[0]
-        # Where token p of prompt g is among the packed ones.
+        # The prompts are packed into one sequence of N tokens; place of token p of prompt g in it.
         places_GP = packing.spots_BT.to(device)
         lengths_G = torch.tensor([len(prompt_ids) for prompt_ids in encoded], device=device)
         last_places_G = places_GP.gather(1, lengths_G[:, None] - 1).squeeze(1)
@@ -299,7 +316,7 @@ class _SharedDecoding:
             chosen_HND = packed_1HND[0].index_select(1, places_GP.flatten())
             return chosen_HND.unflatten(1, places_GP.shape).transpose(0, 1).contiguous()
 
-        filled_layers: list[Any] = cache.layers  # Of attention, whose keys and values are there.
+        filled_layers: list[Any] = cache.layers  # The prompts' keys and values of each layer.
         self.keys = [by_prompt(layer.keys) for layer in filled_layers]
         self.values = [by_prompt(layer.values) for layer in filled_layers]
         # The padding behind each prompt.
@@ -313,7 +330,7 @@ class _SharedDecoding:
         self.first_logits = logits_GV.repeat_interleave(sampling.n, dim=0)
 
     def keep_lines(self, keep: torch.Tensor, groups: Sequence[int]) -> None:
-        """Go on with the lines `keep` only, whose prompts are `groups`."""
+        """Drop all lines except `keep` [L], whose groups are `groups` [L]."""
         self.positions = self.positions[keep]
         self.cache.batch_select_indices(keep)
         self._give_seats(groups)
@@ -339,7 +356,8 @@ class _SharedDecoding:
         return outputs.last_hidden_state
 
     def _give_seats(self, groups_L: Sequence[int]) -> None:
-        """Say which group each line belongs to. A group's lines stand together, in order."""
+        """Give each line a seat in its group; `groups_L` has the group of each line, in ascending
+        order."""
         device = self.outside_GP.device
         number_of_groups = len(self.outside_GP)
         lines_G = torch.tensor(groups_L).bincount(minlength=number_of_groups).tolist()
@@ -347,21 +365,22 @@ class _SharedDecoding:
         seats: list[int] = []
         for lines in lines_G:
             seats += range(lines)
-        # Line -> its seat among all groups' seats, and back; empty seats show line 0's queries,
-        # whose results nobody reads.
+        # The seat of each line among all seats, and the line of each seat. An empty seat gets the
+        # queries of line 0; its results are never read.
         self.seat_L = torch.tensor(
             [group * most + seat for group, seat in zip(groups_L, seats, strict=True)],
             device=device,
         )
         lines_L = torch.arange(len(groups_L), device=device)
-        line_S = torch.zeros(number_of_groups * most, dtype=torch.int64, device=device)
-        self.line_GM = line_S.scatter(0, self.seat_L, lines_L).view(-1, most)
+        line_C = torch.zeros(number_of_groups * most, dtype=torch.int64, device=device)
+        self.line_GM = line_C.scatter(0, self.seat_L, lines_L).view(-1, most)
         # Where every seat is taken, lines are in the order of seats: nothing has to be gathered.
         self.full = seats == list(range(most)) * number_of_groups
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
-        """See `attention_by_layout`; [L, heads, 1, D] -> [L, 1, heads, D]. R heads of queries share
-        each of H heads of keys."""
+        """Attention of the lines' latest tokens, [L, heads, 1, D] -> [L, 1, heads, D]; see
+        `attention_by_layout`. R heads of queries share each of the H heads of keys. `rule` has the
+        layer's scaling, window, soft cap and softmax."""
         keys_GHPD = self.keys[module.layer_idx]
         values_GHPD = self.values[module.layer_idx]
         lines, heads, drawn, _ = key.shape
@@ -391,8 +410,8 @@ class _SharedDecoding:
         return attended_LHRD.flatten(1, 2)[:, None]
 
     def _unseen_prompt(self, drawn: int, window: int | None) -> torch.Tensor:
-        """Which places of the prompts [G, P] a line's latest token, its `drawn`-th, does not
-        see."""
+        """Mask [G, P] of the prompts' places that a line's latest token does not see: padding, and
+        what lies before its window. The token is the `drawn`-th of its line."""
         if window is None:
             return self.outside_GP
         # Token p of a prompt of length l is l - p + drawn - 1 positions before the latest one.
@@ -401,7 +420,7 @@ class _SharedDecoding:
         return self.outside_GP | (places_P <= lengths_G[:, None] + drawn - 1 - window)
 
     def _by_group(self, lines_LHRX: torch.Tensor) -> torch.Tensor:
-        """[L, H, R, X] -> [G, H, M * R, X]."""
+        """From lines to seats: [L, H, R, X] -> [G, H, M * R, X]."""
         if self.full:
             seats_GMHRX = lines_LHRX.unflatten(0, self.line_GM.shape)
         else:
@@ -409,17 +428,17 @@ class _SharedDecoding:
         return seats_GMHRX.transpose(1, 2).flatten(2, 3)
 
     def _by_line(self, groups_GHSX: torch.Tensor) -> torch.Tensor:
-        """[G, H, M * R, X] -> [L, H, R, X]."""
+        """From seats back to lines: [G, H, M * R, X] -> [L, H, R, X]."""
         most = self.line_GM.shape[1]
-        seats_SHRX = groups_GHSX.unflatten(2, (most, -1)).transpose(1, 2).flatten(0, 1)
+        seats_CHRX = groups_GHSX.unflatten(2, (most, -1)).transpose(1, 2).flatten(0, 1)
         if self.full:
-            return seats_SHRX
-        return seats_SHRX[self.seat_L]
+            return seats_CHRX
+        return seats_CHRX[self.seat_L]
 
 
 class _OwnDecoding:
-    """Decodes one prompt's lines by the model's own attention, and by its own cache if it returns
-    one."""
+    """The plain path: decodes the lines of one prompt with the model's own attention, and with its
+    own cache if it returns one."""
 
     def __init__(
         self, model: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: SamplingConfig
@@ -447,8 +466,8 @@ class _OwnDecoding:
 
 @contextmanager
 def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """On a CPU, as many threads as a layer's largest product has work for: dealing out a step of
-    few rows costs more."""
+    """Within the block torch uses only as many CPU threads as the largest matrix product of a layer
+    has work for. With few rows, splitting the work costs more than it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, largest_product(model, rows) // WORK_A_THREAD)))
     try:
@@ -458,8 +477,8 @@ def few_threads(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 
 def largest_product(model: PreTrainedModel, rows: int) -> int:
-    """Floating-point operations of the largest product of a layer that decodes a token of each of
-    so many rows."""
+    """Floating-point operations of a layer's largest matrix product, that of the MLP, for one token
+    of each of `rows` rows."""
     return 2 * rows * model.config.hidden_size * mlp_width(model.config)
 
 
@@ -467,8 +486,8 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
     """Draw one token for each line of `logits` [lines, vocabulary], by inverting the CDF at
     `uniforms` [lines].
 
-    Log-probs are those of the distribution that the tokens are drawn from; greedy ones (temperature
-    0) are the untempered model's, since a point mass says nothing."""
+    Log-probs are those of the distribution that the tokens are drawn from. With temperature 0,
+    where every greedy token has probability 1, they are those of the model at temperature 1."""
     if sampling.temperature == 0:
         log_probs = logits.float().log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -478,16 +497,16 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingConfig)
         ).log_softmax(dim=-1)
         cdf = cumulative(log_probs.exp())
         targets = uniforms[:, None] * cdf[:, -1:]
-        # right=True finds the first place where the CDF exceeds the target, which always has some
-        # probability.
+        # right=True finds the first token whose CDF exceeds the target. A token of probability 0
+        # does not raise the CDF, so it is never drawn.
         places = torch.searchsorted(cdf, targets, right=True).squeeze(1)
         tokens = places.clamp(max=cdf.shape[1] - 1)
     return DrawnTokens(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(1))
 
 
 class _PreallocatedLayer(StaticLayer):
-    """One layer's keys and values, [lines, heads, capacity, head size], filled in place. It returns
-    the filled part, so attention needs no mask."""
+    """One layer's cache of keys and values, [lines, heads, capacity, head size], filled in place.
+    `update` returns the filled part only, so attention needs no mask."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -506,7 +525,7 @@ class _PreallocatedLayer(StaticLayer):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:  # not yet where rows end with their first token
+        if self.is_initialized:  # Rows may end with their first token, before there is a cache.
             self.keys = self.keys[indices]
             self.values = self.values[indices]
 
@@ -518,9 +537,9 @@ class _PreallocatedLayer(StaticLayer):
 def open_transformers(
     config: SamplerConfig, tokenizer, policy: Policy | None = None
 ) -> TransformersSampler:
-    """A sampler that reads the policy's own model where that sits whole on the device in the right
-    type, else loads a copy. Raises `UserError` as `load_model` does, and for a model that decodes
-    other log-probs than its forward pass has."""
+    """A sampler of the policy's own model, if all of that is on the sampler's device in its dtype;
+    else of a copy that it loads. Raises `UserError` as `load_model` does, and for a model whose
+    decoding gives other log-probs than its forward pass."""
     dtype = getattr(torch, config.dtype)
     model = None
     if policy is not None:
@@ -534,10 +553,10 @@ def open_transformers(
 
 
 def choose_decoding(sampler: TransformersSampler) -> bool:
-    """Have a sampler take the plain path if lines that share a prompt do not get the log-probs of
-    the model's own forward pass.
+    """Check the log-probs of sampled tokens against the model's own forward pass. If decoding with
+    shared prompts disagrees with it, the sampler takes the plain path from now on.
 
-    Returns whether it takes the plain path. Raises `UserError` where that is no better."""
+    Returns whether it takes the plain path. Raises `UserError` if that disagrees too."""
     family = sampler.model.config.model_type
     with checking(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
@@ -555,7 +574,8 @@ def choose_decoding(sampler: TransformersSampler) -> bool:
 
 
 def _decoding_disagreement(sampler: TransformersSampler) -> str:
-    """`disagreement` over two rows of each of two prompts."""
+    """How the log-probs of sampled tokens differ from the model's own, over two rows of each of two
+    prompts; "" if they do not (`disagreement`)."""
     sampling = SamplingConfig(n=2, max_new_tokens=CHECK_TOKENS, stop=())
     prompts = random_pieces(sampler.model, PROMPT_TOKENS[:2])
     generator = torch.Generator().manual_seed(0)
@@ -567,6 +587,7 @@ def _decoding_disagreement(sampler: TransformersSampler) -> str:
     def difference() -> torch.Tensor:
         rows: list[_Row] = []
         for wave in waves:
+            # Waves of one prompt both draw with the last numbers, which does no harm to a check.
             uniforms_of_rows = uniforms[-sampling.n * len(wave) :]
             rows += sampler.decode_wave(prompts, wave, uniforms_of_rows, sampling)
         pairs: list[tuple[list[int], list[int]]] = []

@@ -1,11 +1,14 @@
-"""Function calls in processes that can be killed. A worker imports its modules once and forks a
-child for each call, whose work and memory it limits: ending a call costs no new imports. Messages
-are JSON: the parent never unpickles what a worker sends.
+"""Function calls in processes that can be killed, with limits on work, time and memory. A worker
+imports its modules once and forks a child for each call, so killing a call costs no new imports.
+Messages are JSON: the parent never unpickles what a worker sends.
 
-Work is counted in calls of Python functions, so that what is within the limit on an idle machine is
-within it on a busy one. Clocks only guard against what makes no such calls: a computation in C, a
-wait without end. Counting, by `sys.settrace`, doubles the time, so a call first runs uncounted for
-as short a time as even a fast machine needs for the allowed number."""
+Work is counted in calls of Python functions. This number, unlike a time, is the same on an idle and
+on a busy machine. Clocks only guard against what makes no such calls: a computation in C, or an
+endless wait.
+
+`sys.settrace` counts, which doubles the time. So each call first runs without counting, for the
+time in which the fastest machine could just make the allowed number of calls. A call that ends
+within that time is within the limit; any other is started again, and counted."""
 
 import importlib
 import json
@@ -26,45 +29,46 @@ import psutil
 
 from alignment.system.processes import ChildProcess
 
-# Of Python functions in a second of CPU time: more than a processor makes. Sympy made 1 to 3
-# million.
+# Calls of Python functions in a second of CPU time: more than any processor makes. Sympy was
+# measured at 1 to 3 million.
 CALLS_PER_SECOND = 6_000_000
-# Between two looks at a call; one that sleeps at both and has computed nothing in between is ended.
+# Seconds between two checks of a call. A call that has used no CPU time between two checks, and
+# sleeps at the second, is killed.
 LOOK_SECONDS = 0.4
-CLOCK_SECONDS = 300.0  # by the clock, after which a call or a worker is ended whatever it does
-START_SECONDS = 120.0  # for the imports of a new worker, on a busy machine
-# address space of a call, of which a worker's imports take about a quarter; Linux only
+CLOCK_SECONDS = 300.0  # Wall-clock time after which a call is killed, whatever it does.
+START_SECONDS = 120.0  # Wall-clock time for the imports of a new worker, on a busy machine.
+# Address space of a call, of which the worker's imports take about a quarter. Linux only.
 MEMORY_BYTES = 2 << 30
 
 
 class CallFailed(Exception):
-    """A call gave no answer; the argument is "work" (more calls of functions than allowed),
-    "time-out", "memory" or "died" (killed, crashed in C, or an exception)."""
+    """A call gave no answer. The argument is the reason: "work" (more function calls than allowed),
+    "time-out", "memory", or "died" (it was killed, crashed in C, or raised an exception)."""
 
 
 class LimitedWorkers:
-    """At most `size` threads (default: one a core), each with a worker process that starts with its
-    first call. Any thread, daemonic process or pool may use them; a forked child of this process
-    starts workers of its own."""
+    """A pool of at most `size` threads (default: one for each core). Each thread has a worker
+    process, which starts at the thread's first call. Any thread, daemonic process or process pool
+    may use it; a forked child of this process starts workers of its own."""
 
     def __init__(self, modules: Sequence[str], size: int | None = None):
         self.modules = tuple(modules)
         self.size = size or usable_cores()
         self._start_empty()
-        # The workers' pipes belong to the parent.
+        # A forked child must not use the workers' pipes, which belong to its parent.
         os.register_at_fork(after_in_child=self._start_empty)
 
     def _start_empty(self) -> None:
         self._threads = ThreadPoolExecutor(self.size, "limited_workers")
-        # By thread. A thread replaces an ended worker with its next call.
+        # Thread id -> worker. At its next call a thread replaces a worker that has ended.
         self.workers: dict[int, _Worker] = {}
 
     def submit(
         self, function: str, arguments: Sequence, seconds: float, calls: int | None = None
     ) -> Future:
-        """The future answer of `function`, "module:function", or `CallFailed`. It may call `calls`
-        Python functions, of any number if None; `seconds` of CPU time, which begin with the call,
-        are a guard."""
+        """Call `function`, given as "module:function". The future has its answer, or raises
+        `CallFailed` where it makes more than `calls` calls of Python functions (None: no limit) or
+        uses more than `seconds` of CPU time."""
 
         def call_worker() -> Any:
             return self._worker().call(function, arguments, seconds, calls)
@@ -88,7 +92,7 @@ class LimitedWorkers:
         self.workers.clear()
 
     def _worker(self) -> "_Worker":
-        """This thread's worker: a new one where it has none, or an ended one."""
+        """This thread's worker; a new one if it has none or if its worker has ended."""
         thread = threading.get_ident()
         worker = self.workers.get(thread)
         if worker is None or not worker.is_open:
@@ -108,18 +112,19 @@ class _Worker(ChildProcess):
     """The parent's end of one worker process."""
 
     def __init__(self, modules: Sequence[str]):
-        # The order of sets, and with it the number of calls, depends on the seed of hashes.
+        # The hash seed decides the order of sets, and with it the number of function calls.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         super().__init__("worker", f"{__name__}:serve", environment, log=False, grace_seconds=0)
-        self._seconds_to_start = START_SECONDS  # 0 once the worker has answered.
+        self._seconds_to_start = START_SECONDS  # 0 after the worker's first answer
         self._send(modules)
 
     def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None) -> Any:
-        """The answer. Raises `CallFailed`, and closes the worker if the worker itself died or
-        hangs."""
+        """The answer of the call. Raises `CallFailed`. Closes the worker where the worker itself,
+        and not just its call, has died or hangs."""
         self._send([function, arguments, seconds, calls])
         failure = "time-out"
         try:
+            # The worker makes two attempts, an uncounted and a counted one (`_limited_call`).
             if self.connection.poll(self._seconds_to_start + 2 * CLOCK_SECONDS):
                 self._seconds_to_start = 0
                 call_failure, answer = json.loads(self.connection.recv_bytes())
@@ -147,25 +152,26 @@ def serve(descriptor: int) -> None:
 
 
 def _limited_call(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
-    """The reply to a call, [failure, answer]. One that ends within the first, uncounted attempt
-    made fewer than `calls` calls."""
+    """The reply to a call, [failure, answer] as JSON."""
     if calls is not None:
-        reply = _call_in_fork(function, arguments, max(calls / CALLS_PER_SECOND, 0.001), None)
-        if reply != _COMPUTES:
+        # No machine makes more than `calls` calls in this time, so nothing has to be counted.
+        uncounted_seconds = max(calls / CALLS_PER_SECOND, 0.001)
+        reply = _call_in_fork(function, arguments, uncounted_seconds, None)
+        if reply != _OUT_OF_CPU_TIME:
             return reply
     reply = _call_in_fork(function, arguments, seconds, calls)
-    if reply == _COMPUTES:
+    if reply == _OUT_OF_CPU_TIME:
         return _TIMED_OUT
     return reply
 
 
 _TIMED_OUT = b'["time-out", null]'
-_COMPUTES = b'["computes", null]'
+_OUT_OF_CPU_TIME = b'["out of CPU time", null]'  # never sent to the parent
 
 
 def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int | None) -> bytes:
-    """The reply of a forked child; `_COMPUTES` where `seconds` of CPU time were not enough. The
-    child is killed when it has answered or a limit is met."""
+    """The reply of a forked child that makes the call; `_OUT_OF_CPU_TIME` where `seconds` of CPU
+    time were not enough. Kills the child once it has answered or met a limit."""
     receiver, sender = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
@@ -180,16 +186,17 @@ def _call_in_fork(function: str, arguments: Sequence, seconds: float, calls: int
     receiver.close()
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    endings = {-signal.SIGPROF: _COMPUTES, -signal.SIGALRM: _TIMED_OUT}
+    endings = {-signal.SIGPROF: _OUT_OF_CPU_TIME, -signal.SIGALRM: _TIMED_OUT}
     return reply or endings.get(os.waitstatus_to_exitcode(status), b'["died", null]')
 
 
 def _answer(
     function: str, arguments: Sequence, seconds: float, calls: int | None, sender: Connection
 ) -> None:
-    """Send the answer of a call, and end this process."""
+    """Make a call in this process, send the answer, and end the process: this never returns."""
     try:
-        # The timers end this process even if all of its parents are gone.
+        # The timers kill this process even if its parents are gone: SIGPROF after CPU time, SIGALRM
+        # by the clock.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
         with suppress(ValueError, OSError):
@@ -209,8 +216,8 @@ def _answer(
 
 
 def _limit_calls(calls: int, sender: Connection) -> None:
-    """Let this process end, with the reply "work", at the call of a Python function that is one too
-    many."""
+    """Have this process reply "work" and end when it makes one more call of a Python function than
+    `calls`."""
     remaining = calls
 
     def count(frame, event, argument) -> None:
@@ -224,8 +231,8 @@ def _limit_calls(calls: int, sender: Connection) -> None:
 
 
 def _wait(receiver: Connection, child: int) -> bool:
-    """Whether a child has answered or ended, once it has; false where it sleeps without end. One
-    that waits for a busy processor does not sleep."""
+    """Wait for a child. True once it has answered or ended; false if it sleeps and uses no CPU
+    time. A child that waits for a busy processor is runnable, which is not asleep."""
     process = psutil.Process(child)
     used_before = -1.0  # Seconds of CPU time.
     while not receiver.poll(LOOK_SECONDS):

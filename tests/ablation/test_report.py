@@ -534,10 +534,11 @@ def test_refills_are_samples_too(unequal, tmp_path):
     run = study.arms["long"][0].path
     rewrite_metrics(run, prompts_asked=3)
     assert [
-        float(read_run(run).spent(match, [{"step": 2}])[0]) for match in ("samples", "tokens")
+        float(read_run(run).amounts_until(match, [{"step": 2}])[0])
+        for match in ("samples", "tokens")
     ] == [24, 240]
     rewrite_metrics(run, tokens_asked=70)
-    assert read_run(run).spent("tokens", [{"step": 0}, {"step": 2}]).tolist() == [0, 140]
+    assert read_run(run).amounts_until("tokens", [{"step": 0}, {"step": 2}]).tolist() == [0, 140]
 
 
 def test_an_unknown_amount_in_a_sweeps_file_is_damage(unequal):
