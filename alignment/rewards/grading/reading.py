@@ -180,7 +180,7 @@ def _pieces(inner: str, bare: bool) -> list[str]:
     return split(inner.replace(";", ","))
 
 
-def _part(text: str, levels: int) -> Answer:
+def _read_part(text: str, levels: int) -> Answer:
     """The answer that a part of a list states.
 
     A part that begins with a zero and a digit is kept as words, not read as a number: 3,05 is a
@@ -198,7 +198,7 @@ def _comma_list(text: str, levels: int) -> Answer | None:
         return None
     # `1, ±2` is a list in which the sign belongs to one part, so this reader comes before
     # `_plus_minus`; `(1, ±2)` is two pairs. One part too many is enough for `_collect` to refuse.
-    return _collect("", [_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
+    return _collect("", [_read_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
@@ -340,12 +340,12 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
         sides = sides[::-1]
         signs = [_FLIPPED[sign] for sign in reversed(signs)]
     if len(sides) == 2 and patterns.VARIABLE.fullmatch(sides[0]):
-        end = _end(sides[1])
+        end = _interval_end(sides[1])
         if end is not None:
             return Labelled(_spell_label(sides[0]), answers.half_line(signs[0], end))
     if len(sides) == 3 and set(signs) <= {"<", "≤"} and patterns.VARIABLE.fullmatch(sides[1]):
-        low = _end(sides[0])
-        high = _end(sides[2])
+        low = _interval_end(sides[0])
+        high = _interval_end(sides[2])
         if low is not None and high is not None:
             region = answers.interval(low, signs[0] == "≤", high, signs[1] == "≤")
             return Labelled(_spell_label(sides[1]), region)
@@ -399,7 +399,7 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     return Labelled(name, region)
 
 
-def _end(text: str) -> Decimal | None:
+def _interval_end(text: str) -> Decimal | None:
     """The number at an end of an interval, a real constant or an infinity; None for any other
     text."""
     with suppress(Refused):
@@ -467,7 +467,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
         return read(parts[0], levels - 1)  # {{5}} is {5}
     if len(parts) > 1 or kind == "{}":
-        return _collect(kind, [_part(part, levels - 1) for part in parts])
+        return _collect(kind, [_read_part(part, levels - 1) for part in parts])
     if kind in ("()", "[]"):
         return read(text[1:-1], levels - 1)
     return None
