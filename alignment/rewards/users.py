@@ -71,7 +71,9 @@ class UsersFunction:
             environment = {
                 name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)
             }
-            self._child = ChildProcess("function", f"{__name__}:serve", environment, log=None)
+            self._child = ChildProcess(
+                "function", f"{__name__}:serve", environment, output="inherit"
+            )
             self._child.timeout_flag = "--reward_timeout"
             self._child.ask(START_SECONDS, "start", self.name)
         return self._child
