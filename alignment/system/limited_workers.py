@@ -110,7 +110,9 @@ class _Worker(ChildProcess):
     def __init__(self, modules: Sequence[str]):
         # The order of sets, and with it the number of calls, depends on the seed of hashes.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        super().__init__("worker", f"{__name__}:serve", environment, log=False, grace_seconds=0)
+        super().__init__(
+            "worker", f"{__name__}:serve", environment, output="discard", grace_seconds=0
+        )
         self._seconds_to_start = START_SECONDS  # 0 once the worker has answered.
         self._send(modules)
 
