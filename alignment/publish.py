@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alignment.args import parse
 from alignment.system.errors import UserError, os_error, run_command
-from alignment.system.files import MANIFEST, damage, read_json
+from alignment.system.files import MANIFEST, find_damage, read_json
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def main() -> None:
         raise UserError(
             f"--run {args.run}: must be the folder of a finished run, with a model in final/"
         )
-    if wrong := damage(final):
+    if wrong := find_damage(final):
         raise UserError(f"--run {args.run}: final/ is damaged: {wrong}")
     names = [*read_json(final / MANIFEST), MANIFEST]
     print(*(f"{(final / name).stat().st_size:15,}  {name}" for name in names), sep="\n")

@@ -167,8 +167,8 @@ def read_run(path: Path) -> Run:
         args,
         command=tuple(map(str, command)),
         versions={name: str(version) for name, version in versions.items()},
-        metrics=tuple(read_jsonl(path / "metrics.jsonl", have_steps=True)),
-        evals=tuple(read_jsonl(path / "evals.jsonl", have_steps=True)),
+        metrics=tuple(read_jsonl(path / "metrics.jsonl", require_steps=True)),
+        evals=tuple(read_jsonl(path / "evals.jsonl", require_steps=True)),
         finished=(path / "summary.json").exists(),
         machine=str(facts.get("machine", "")),
     )

@@ -37,7 +37,7 @@ from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError, in_words
-from alignment.system.files import MANIFEST, damage, try_writing
+from alignment.system.files import MANIFEST, find_damage, try_writing
 from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
@@ -388,7 +388,7 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
         return str(embedded_model(name, output_dir))
     if (folder := check_model_path(name, flag)) is None:
         return name
-    if (Path(folder) / MANIFEST).exists() and (wrong := damage(Path(folder))):
+    if (Path(folder) / MANIFEST).exists() and (wrong := find_damage(Path(folder))):
         raise UserError(
             f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}"
         )

@@ -52,9 +52,9 @@ from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,
     lock_run_folder,
-    manifested,
     read_jsonl,
     write_json,
+    write_manifest,
 )
 from alignment.system.signals import deferrable_signals
 from alignment.system.terminal import count_parts, say_once
@@ -160,7 +160,7 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
                     *run.path.glob("*.json"),
                 ):
                     shutil.copy(file, building)
-                with manifested(building):
+                with write_manifest(building):
                     policy.save(building, tokenizer)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():

@@ -27,7 +27,7 @@ from alignment.model.huggingface import (
 )
 from alignment.model.loading import load_config, load_generation_config
 from alignment.system.errors import UserError
-from alignment.system.files import is_disk_fault, written_by_library
+from alignment.system.files import guard_library_write, is_disk_fault
 from alignment.system.terminal import say_once
 
 CONFIG_FILE = "config.json"
@@ -65,7 +65,7 @@ def save_model(
     """Write the weights, by default the model's own, and then the files beside them, as a Hugging
     Face folder. Raises OSError where the disk is at fault, and nothing else once the weights are
     written."""
-    with written_by_library(folder):
+    with guard_library_write(folder):
         with weights_alone():
             try:
                 model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))

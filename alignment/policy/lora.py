@@ -14,7 +14,7 @@ from alignment.model.shape import adapted_layers
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.shards import whole
 from alignment.system.errors import UserError
-from alignment.system.files import written_by_library
+from alignment.system.files import guard_library_write
 
 ADAPTER = "adapter"  # the folder, in PEFT's format, beside a model's merged weights
 FILE = "adapter_model.safetensors"
@@ -147,5 +147,5 @@ def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
     }
     if matrices and writes:
         model.peft_config["default"].save_pretrained(folder / ADAPTER)
-        with written_by_library(folder):
+        with guard_library_write(folder):
             save_file(matrices, folder / ADAPTER / FILE, metadata={"format": "pt"})

@@ -24,7 +24,7 @@ from alignment.policy.micro_batches import choose_micro_batch_tokens
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.shards import own_part, whole
-from alignment.system.files import written_by_library
+from alignment.system.files import guard_library_write
 from alignment.system.registry import import_object
 
 OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
@@ -202,7 +202,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         tensors = {
             name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()
         }
-        with written_by_library(folder):
+        with guard_library_write(folder):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The R1-Zero rewards: the format of a response, and whether its answer is the ground truth.
 
-Model text is hostile input: it is never evaluated as Python, and every size is bounded before
-anything is computed.
+A response is hostile input: it is never evaluated as Python, and the sizes of texts and numbers are
+bounded before anything is computed with them.
 """
 
 import re
@@ -29,9 +29,10 @@ from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
 
-# The published rule wants one space here, the strict rule any white space.
+# Between the two tags the published rule requires one space, the strict rule any white space.
 _BEFORE_ANSWER = re.compile(r"</think>\s+<answer>")
-# What follows the thinking by the strict rule: answer blocks without other tags. Group: the last.
+# The strict rule allows this after `</think>`: answer blocks that contain no other tag, with white
+# space between them. The group `last` is the content of the last block.
 _ANSWER_BLOCKS = re.compile(
     r"""
     [ ]
@@ -47,12 +48,13 @@ _ANSWER_BLOCKS = re.compile(
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> dict[str, float]:
     r"""Score a response: {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0.
 
-    reward = format * answer. The format rule is that of the R1-Zero reward in "Understanding
-    R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783): the format is right if the
-    response contains the literal `</think> <answer>` and `</answer>`; otherwise all three are 0.0.
-    The answer is the text after the last `<answer>`, or what its \boxed states: where there are
-    several boxes, all of them, while the published rule takes the last. A failed grading (see
-    `FAILURES`) adds "grading_failed": 1.0.
+    reward = format_reward * answer_reward. The format rule is that of the R1-Zero reward in
+    "Understanding R1-Zero-Like Training" (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783): the format
+    is right if the response contains the literal `</think> <answer>` and `</answer>`; otherwise all
+    three are 0.0. The answer is the text after the last `<answer>`; if that contains \boxed, the
+    answer is what the boxes hold. Of several boxes the published rule takes the last, this one all.
+    `fast` leaves out the slow stages of grading. A grading that fails, for instance because it runs
+    out of time, adds "grading_failed": 1.0.
     """
     well_formed = "</think> <answer>" in response and "</answer>" in response
     answer = _last_answer(response)
@@ -64,26 +66,27 @@ def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = False) -> d
 def r1_zero_strict_reward_fn(
     response: str, ground_truth: str, fast: bool = False
 ) -> dict[str, float]:
-    r"""Score a response as `r1_zero_reward_fn` does, but only one that gives exactly one final
-    answer.
+    r"""Score a response as `r1_zero_reward_fn` does, but accept only one final answer, worked out.
 
-    Exactly one `</think>` ends the thinking, which is not read; `<think>` may open it once more.
-    Then come, after white space, `<answer>...</answer>` blocks with only white space between and
-    after them; each is closed and contains no other tag. The last block counts as a whole, also the
-    text around a \boxed in it. If the ground truth is a number, an answer that is still to be
-    evaluated (48/2 + 48) is wrong.
+    The format is right if exactly one `</think>` ends the thinking, and nothing follows it but
+    `<answer>...</answer>` blocks with white space before, between and after them. Each block is
+    closed and contains no other tag. The thinking may begin with one `<think>`, which repeats that
+    of the prompt. The last block is graded as a whole, with the text around a \boxed in it. If the
+    ground truth is a number, an expression that is still to be evaluated (48/2 + 48) is wrong.
     """
     response = _BEFORE_ANSWER.sub("</think> <answer>", response)
     answer = strict_answer(response)
     if answer is None:
         return _score(False, None)
-    loose = grade_detail(_last_answer(response) or "", ground_truth, fast)
-    if not loose.equal or not worked_out(answer, ground_truth):
-        return _score(True, Verdict(False, loose.stage))
+    # An answer that is wrong by `r1_zero_reward_fn` is wrong by the strict rule too.
+    verdict = grade_detail(_last_answer(response) or "", ground_truth, fast)
+    if not verdict.equal or not is_worked_out(answer, ground_truth):
+        return _score(True, Verdict(False, verdict.stage))
     return _score(True, grade_detail(answer, ground_truth, fast))
 
 
 def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
+    """The scores of a response; `verdict` is None if it has no answer."""
     answer_reward = float(verdict is not None and verdict.equal)
     format_reward = float(well_formed)
     score = {
@@ -97,16 +100,16 @@ def _score(well_formed: bool, verdict: Verdict | None) -> dict[str, float]:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The text from the last `<answer>` to its `</answer>`, or what its \boxed or \fbox hold.
-
-    None if the format is wrong.
+    r"""The text between the last `<answer>` and the `</answer>` after it, or, where it contains
+    \boxed or \fbox, what these hold. None if the format is wrong.
     """
     answer = _last_answer(response)
     return None if answer is None else boxed_answer(answer).strip()
 
 
 def _last_answer(response: str) -> str | None:
-    """The text from the last `<answer>` to its `</answer>`; None if the format is wrong."""
+    """The text between the last `<answer>` and the `</answer>` after it; None if the format is
+    wrong."""
     if "</think> <answer>" not in response:
         return None
     answer, end, _ = response.rpartition("<answer>")[2].partition("</answer>")
@@ -114,46 +117,50 @@ def _last_answer(response: str) -> str | None:
 
 
 def strict_answer(response: str) -> str | None:
-    r"""The text of the last answer block, with its boxes opened in place; None where the strict
-    format rule fails."""
-    thinking, end, shown = response.partition("</think>")
-    match = _ANSWER_BLOCKS.fullmatch(shown)
+    r"""The text of the last answer block, with the content of each \boxed{...} in its place. None
+    if the format is wrong by the rule of `r1_zero_strict_reward_fn`."""
+    thinking, end, after_thinking = response.partition("</think>")
+    match = _ANSWER_BLOCKS.fullmatch(after_thinking)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
-    content = match["last"][: 2 * MAX_CHARS]  # a longer answer is wrong anyway
+    # Twice `MAX_CHARS` are read and no more: answers over `MAX_CHARS` are wrong.
+    content = match["last"][: 2 * MAX_CHARS]
     return find_boxes(content).opened.strip()
 
 
-def worked_out(answer: str, ground_truth: str) -> bool:
-    """False for an expression still to be evaluated, 48/2 + 48 or 2^10, where the ground truth is a
-    plain number.
+def is_worked_out(answer: str, ground_truth: str) -> bool:
+    """Whether an answer, which may be a sentence, gives a number where the ground truth is one.
 
-    A whole number must be digits, with a power of ten, percent sign or unit; a fraction any
-    fraction or decimal; also in a sentence.
+    It is false for an expression still to be evaluated, such as 48/2 + 48 or 2^10. If the ground
+    truth is a whole number, the answer must be a whole or decimal number, which may have a power of
+    ten, a percent sign or a unit. If the truth is a fraction or a percentage, the answer may be a
+    fraction too. Where the truth is no number, every answer is worked out.
     """
     truth = _read(ground_truth)
-    if not isinstance(truth, Quantity) or not _is_numeral(truth.value, fractions=True):
+    if not isinstance(truth, Quantity) or not _is_numeral(truth.value, allow_fractions=True):
         return True
     is_whole = isinstance(truth.value, Fraction) and truth.value.denominator == 1
-    fractions = not is_whole or truth.unit == "%"
+    allow_fractions = not is_whole or truth.unit == "%"
     read_answer = _read(answer)
     if read_answer is None:
         read_answer = _read(answer_in_sentence(normalise_answer(answer)))
     values = _values(read_answer)
-    return bool(values) and all(_is_numeral(value, fractions) for value in values)
+    return bool(values) and all(_is_numeral(value, allow_fractions) for value in values)
 
 
 def _read(text: str) -> Answer | None:
-    """The answer without its label; None where it cannot be read."""
+    """The answer that a text gives, without the label of `label = answer`; None where the grader
+    cannot read the text."""
     with suppress(Refused):
         return unlabelled(read(normalise_answer(text)))
     return None
 
 
 def _values(answer: Answer | None) -> list[Node]:
-    """The values of an answer's quantities, at any depth, and the right sides of its relations.
+    """The value of each quantity in an answer, and the right side of each relation in it.
 
-    [] if it has anything else.
+    Labels, approximations and lists are searched at any depth. [] if the answer contains anything
+    else, such as words or a matrix.
     """
     if isinstance(answer, Quantity):
         return [answer.value]
@@ -171,16 +178,14 @@ def _values(answer: Answer | None) -> list[Node]:
     return values
 
 
-def _is_numeral(node: Node, fractions: bool) -> bool:
-    """Whether a tree is a number, its negative, or a number times a power of ten.
-
-    Where `fractions` count, also a ratio of two of these.
-    """
+def _is_numeral(node: Node, allow_fractions: bool) -> bool:
+    """Whether an expression tree is a number, its negative, or a number times a power of ten; or,
+    with `allow_fractions`, a ratio of two of these."""
     match node:
-        case ("-", 0, operand):
-            return _is_numeral(operand, fractions)
+        case ("-", 0, operand):  # The tree of -x is that of 0 - x.
+            return _is_numeral(operand, allow_fractions)
         case ("/", top, bottom):
-            return fractions and _is_numeral(top, False) and _is_numeral(bottom, False)
+            return allow_fractions and _is_numeral(top, False) and _is_numeral(bottom, False)
         case ("*", factor, ("^", 10, exponent)):
             return _is_numeral(factor, False) and _is_exponent(exponent)
         case ("^", 10, exponent):
@@ -189,7 +194,7 @@ def _is_numeral(node: Node, fractions: bool) -> bool:
 
 
 def _is_exponent(node: Node) -> bool:
-    """Whether a tree is a number or its negative."""
+    """Whether an expression tree is a number or its negative."""
     match node:
         case ("-", 0, operand):
             return isinstance(operand, Fraction)

@@ -75,7 +75,9 @@ class UsersFunction:
                 for name, value in os.environ.items()
                 if not TORCHRUN_VARIABLE.fullmatch(name)
             }
-            self._child = ChildProcess("function", f"{__name__}:serve", environment, log=None)
+            self._child = ChildProcess(
+                "function", f"{__name__}:serve", environment, output="inherit"
+            )
             self._child.timeout_flag = "--reward_timeout"
             self._child.ask(START_SECONDS, "start", self.name)
         return self._child

@@ -20,7 +20,13 @@ from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
-from alignment.system.files import atomic_folder, lock_run_folder, manifested, read_json, read_jsonl
+from alignment.system.files import (
+    atomic_folder,
+    lock_run_folder,
+    read_json,
+    read_jsonl,
+    write_manifest,
+)
 from alignment.system.signals import Interrupted, deferrable_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 
@@ -274,7 +280,7 @@ class Run:
         self.started = False
         reproducibility = run_folder.reproducibility(self.path, self.config.setting)
         self.clock.begin("checkpoint")
-        with atomic_folder(self.path / "final") as building, manifested(building):
+        with atomic_folder(self.path / "final") as building, write_manifest(building):
             self._policy.save(building, self._tokenizer)
             write_card(building, self.path, reproducibility)
         self.clock.begin("")

@@ -129,7 +129,7 @@ class RunFolder:
                     tensors[key] = tensor[list(rows), :width].contiguous()
             file = self.path / "bad_batches" / f"step_{step:06d}_{number}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            with files.written_by_library(file):
+            with files.guard_library_write(file):
                 save_file(tensors, file)
 
     def flush(self) -> None:
@@ -148,7 +148,7 @@ class RunFolder:
 
     def _write(self, name: str, record: Record) -> None:
         file = self.path / name
-        with files.naming(file), file.open("a", encoding="utf-8") as opened:
+        with files.add_path_to_errors(file), file.open("a", encoding="utf-8") as opened:
             opened.write(json.dumps(record) + "\n")
 
     def _track(self, log: str, record: Record) -> None:
@@ -176,7 +176,7 @@ class RunFolder:
 
 def records_up_to(file: Path, step: int) -> list[dict]:
     """The records of a log that are of no later step."""
-    records = files.read_jsonl(file, have_steps=True)
+    records = files.read_jsonl(file, require_steps=True)
     return [record for record in records if record["step"] <= step]
 
 
@@ -345,7 +345,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
     damages: list[str] = []
     for step in sorted(_steps(run), reverse=True):
         folder = checkpoint_folder(run, step)
-        damage = files.damage(folder)
+        damage = files.find_damage(folder)
         if damage is None:
             return step, damages
         damages.append(f"{folder} is damaged: {damage}")
@@ -376,7 +376,7 @@ def save_checkpoint(
 ) -> None:
     """Write policy, optimiser, tokenizer and rollouts sampled ahead to `folder`, which appears once
     all is on the disk."""
-    with files.atomic_folder(folder) as building, files.manifested(building):
+    with files.atomic_folder(folder) as building, files.write_manifest(building):
         policy.save(building, tokenizer)
         (building / TRAINER).mkdir()
         policy.save_optimizer(building / TRAINER)

@@ -70,7 +70,7 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
 
 def read_state(run: Path, step: int) -> Mapping[str, object] | None:
     """The record of a step in a run's state.jsonl; None if there is none."""
-    for record in read_jsonl(run / STATE, have_steps=True):
+    for record in read_jsonl(run / STATE, require_steps=True):
         if record["step"] == step:
             return record
     return None

@@ -1,5 +1,5 @@
-"""The end of a run: its before and after, its learning curve, where its time went, and
-summary.json."""
+"""What is printed and written at the end of a run: the first evaluation beside the last, the
+learning curve, peaks of memory, seconds of each phase, summary.json and the model card."""
 
 import itertools
 import re
@@ -15,15 +15,16 @@ from alignment.system.files import fill_template, read_json, read_jsonl, write_j
 from alignment.system.terminal import make_table, printable
 
 
-def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, Any]) -> None:
-    """Draw the learning curve, print the run's before and after, and write summary.json.
+def write_summary(path: Path, sampling: str, console: Console, facts: Mapping[str, Any]) -> None:
+    """Draw the learning curve, print the first evaluation beside the last, and write summary.json.
 
-    `title` says how evaluations were sampled. `facts` are "seconds_beside_steps",
-    "reproducibility", "peak_bytes" (place -> phase -> measured, predicted)."""
+    `path` is the run's folder. `sampling` says in words how evaluations were sampled. `facts` go to
+    summary.json as they are: "seconds_beside_steps" (of the run, for all but its steps),
+    "reproducibility", and "peak_bytes" (device -> phase -> [measured, predicted])."""
     evals = read_jsonl(path / "evals.jsonl")
     metrics = read_jsonl(path / "metrics.jsonl")
     plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    print_before_and_after(path.name, title, metrics, evals, console)
+    print_before_and_after(path.name, sampling, metrics, evals, console)
     print_peaks(facts["peak_bytes"], console)
     print_seconds(metrics, console)
     print_first_change(path, evals, console)
@@ -37,7 +38,7 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
         "steps": len(metrics),
         "seconds": total(metrics, "seconds"),
         **facts,
-        "warnings": warnings,  # Name -> in how many steps.
+        "warnings": warnings,  # Name of a warning -> number of steps that had it.
         "bad_updates": total(metrics, "bad_updates"),
         "grading_failed": total(metrics, "grading_failed"),
         "restarts": total(metrics, "restarts"),
@@ -47,14 +48,15 @@ def write_summary(path: Path, title: str, console: Console, facts: Mapping[str, 
 
 
 def total(records: Sequence[Record], key: str) -> Any:
-    """The sum of a number over records."""
+    """The sum of one number of each record."""
     return sum(record[key] for record in records)
 
 
 def print_before_and_after(
-    name: str, title: str, metrics: Sequence[Record], evals: Sequence[Record], console: Console
+    name: str, sampling: str, metrics: Sequence[Record], evals: Sequence[Record], console: Console
 ) -> None:
-    """Print the table of the first and the last evaluation of the run `name`."""
+    """Print a table of the first and the last evaluation of the run `name`, which were sampled as
+    the words `sampling` say."""
     rows = [
         ("accuracy", accuracy_with_interval(evals[0]), accuracy_with_interval(evals[-1])),
         (
@@ -69,28 +71,30 @@ def print_before_and_after(
         ),
         ("seconds of RL", "", f"{total(metrics, 'seconds'):.0f}"),
     ]
-    heading = f"{name}: {evals[-1]['problems']} held-out problems, {title}"
-    sides = ("before", "after")
-    console.print(make_table(heading, ("", *sides), rows, numbers=sides))
+    heading = f"{name}: {evals[-1]['problems']} held-out problems, {sampling}"
+    columns = ("before", "after")
+    console.print(make_table(heading, ("", *columns), rows, numbers=columns))
 
 
 def accuracy_with_interval(evaluation: Record) -> str:
+    """The accuracy and its confidence interval: "0.500 (0.400 .. 0.600)"."""
     low, high = evaluation["avg_all_rewards_ci"]
     return f"{evaluation['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"
 
 
 def print_peaks(peak_bytes: Mapping[str, Mapping[str, Sequence]], console: Console) -> None:
-    """Print the peaks of memory, measured and predicted, of each place and phase."""
+    """Print the peak of memory, measured and predicted, of each device in each phase."""
     rows: list[tuple[str, ...]] = []
-    for place, phases in peak_bytes.items():
+    for device, phases in peak_bytes.items():
         for phase, (measured, predicted) in phases.items():
-            rows.append((place, phase, gigabytes(measured), gigabytes(predicted)))
+            rows.append((device, phase, gigabytes(measured), gigabytes(predicted)))
     columns = ("measured", "predicted")
     headings = ("device", "phase", *columns)
     console.print(make_table("peak memory in GB", headings, rows, numbers=columns))
 
 
 def gigabytes(size: float | None) -> str:
+    """A number of bytes in GB; "" for None."""
     if size is None:
         return ""
     return f"{size / 1e9:.2f}"
@@ -101,17 +105,20 @@ def print_seconds(metrics: Sequence[Record], console: Console) -> None:
     prefix = "seconds_"
     all_keys = set(itertools.chain.from_iterable(metrics))
     seconds: dict[str, float] = {}
-    for key in sorted(key for key in all_keys if key.startswith(prefix)):  # a step may lack one
+    for key in sorted(key for key in all_keys if key.startswith(prefix)):
+        # A step that lacks the key had no such phase.
         seconds[key.removeprefix(prefix)] = sum(record.get(key, 0.0) for record in metrics)
     all_seconds = total(metrics, "seconds")
-    seconds["other"] = all_seconds - sum(seconds.values())  # logging, books
+    # What no phase counts, such as logging.
+    seconds["other"] = all_seconds - sum(seconds.values())
     phases = sorted(seconds, key=lambda phase: seconds[phase], reverse=True)
     shares = [f"{phase} {seconds[phase] / all_seconds:.1%}" for phase in phases]
     console.print(f"of these seconds: {', '.join(shares)}")
 
 
 def print_first_change(path: Path, evals: Sequence[Record], console: Console) -> None:
-    """Print the completions of the first problem whose outcome changed (`first_change`)."""
+    """Print both completions of the first problem whose reward changed from the first evaluation to
+    the last."""
     before, after = first_change(path, evals)
     question = printable(before["question"])
     console.print(f"the first problem whose outcome changed: {question}", markup=False)
@@ -121,16 +128,17 @@ def print_first_change(path: Path, evals: Sequence[Record], console: Console) ->
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:
-    """Write README.md, the model card of a run, to the folder of its final model."""
+    """Write README.md, the model card of the run in the folder `run`, to `folder`, which holds its
+    final model. The licence is that in the card of the base model, where there is one."""
     record = read_json(run / "args.json")
-    model = Path(record["args"]["model"])
-    models_card = ""
-    if (model / "README.md").is_file():
-        models_card = (model / "README.md").read_text(errors="ignore")
+    base_model = Path(record["args"]["model"])
+    base_card = ""
+    if (base_model / "README.md").is_file():
+        base_card = (base_model / "README.md").read_text(errors="ignore")
     facts = {
         **record,
-        "licence": re.findall(r"(?m)^license: *(\S+)$", models_card),
-        "is_local": model.exists(),
+        "licence": re.findall(r"(?m)^license: *(\S+)$", base_card),
+        "is_local": base_model.exists(),
         "run": run.name,
         "evals": read_jsonl(run / "evals.jsonl"),
         "metrics": read_jsonl(run / "metrics.jsonl"),
@@ -143,8 +151,8 @@ def write_card(folder: Path, run: Path, reproducibility: str) -> None:
 def plot_learning_curve(
     path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str
 ) -> None:
-    """Write a PNG of training reward, held-out accuracy with its 95 % interval, and response length
-    over the steps."""
+    """Write a PNG of what changed over the steps: training rewards, held-out accuracy with its 95 %
+    interval, and response length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -179,8 +187,8 @@ def plot_learning_curve(
 
 
 def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
-    """The first and the last evaluation's completion of the first problem whose outcome changed,
-    else of the first problem."""
+    """The completions, in the first and the last evaluation, of the first problem whose reward
+    changed between them; of the first problem if none did."""
     first = read_completions(path, evals[0])
     last = read_completions(path, evals[-1])
     for before, after in zip(first, last, strict=True):
@@ -190,5 +198,5 @@ def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
 
 
 def read_completions(path: Path, evaluation: Record) -> list[dict]:
-    """The completions of an evaluation of the run `path`."""
+    """The completions of one evaluation of the run in the folder `path`."""
     return read_jsonl(path / "completions" / f"eval_{evaluation['step']:06d}.jsonl")

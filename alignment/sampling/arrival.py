@@ -1,5 +1,5 @@
-"""Proof that an engine holds the weights that it was sent: checksums of both sides, bit by bit,
-after every transfer."""
+"""Proof that an engine holds the weights that it was sent: after every transfer, checksums of the
+bits that were sent are compared with checksums of the bits that the engine holds."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,90 +15,98 @@ from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import say_once
 
-COLUMNS = 8  # of each matrix, other ones for each version
+COLUMNS = 8  # A checksum covers so many columns of a matrix, other ones for each version.
 
-# Of each of an engine's tensors, the names of the weights in it, and its checksum.
+# Name of one of an engine's tensors -> the names of the weights that it stacks, and its checksum.
 HeldWeights = Mapping[str, tuple[list[str], int]]
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 # Name of a weight -> its checksum and that of its transpose.
 Checksums = Mapping[str, tuple[int, ...]]
-# Name -> checksums that are computed where the tensors are, each of shape [].
-Sums = dict[str, tuple[torch.Tensor, ...]]
+# The same, where each checksum is a tensor of shape [] on the device of the weight.
+DeviceChecksums = dict[str, tuple[torch.Tensor, ...]]
 
 
 class ProvenSampler(Sampler, Protocol):
-    """A sampler that can prove which weights it holds."""
+    """A sampler that can compute checksums of the weights that it holds."""
 
-    dtype: torch.dtype  # In which it holds the weights.
+    dtype: torch.dtype  # That of the weights it holds, some of which may have another.
 
     def weight_checksums(self, version: int) -> HeldWeights | None:
-        """The `tensor_checksum` in `dtype` of each tensor that it holds; None if several workers
-        hold parts."""
+        """The `weight_checksum` in `dtype` of each tensor that the sampler holds; None if its
+        workers hold parts of tensors, whose checksums are unknown."""
 
 
-def checked_columns(width: int, version: int) -> list[int]:
-    """The columns of a matrix `width` wide that the checksums of `version` cover."""
+def choose_columns(width: int, version: int) -> list[int]:
+    """The numbers of the columns that the checksums of `version` cover, in a matrix with `width`
+    columns. Both sides choose the same."""
     return sorted(random.Random(f"{version} {width}").sample(range(width), min(COLUMNS, width)))
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """The sum of the squared bit patterns of a tensor's numbers, modulo 2^64. Neither the order of
-    the numbers nor zeros change it, so an engine may stack matrices and pad them: the checksum of a
-    stack is the sum of its parts'. -0 counts as 0."""
-    return int(bit_sum(tensor).item())
+    """The checksum of a tensor: the bits of each number, read as an integer, squared, and summed
+    modulo 2^64; -0 counts as 0.
+
+    The order of the numbers does not change it, nor do zeros. So an engine may pad matrices and
+    stack them: the checksum of a stack is the sum of the checksums of its parts."""
+    return int(checksum_on_device(tensor).item())
 
 
-def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's `checksum` as a tensor [] on its device, so that a GPU does not wait until the
-    number has been read."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return (tensor.detach() + 0.0).contiguous().view(integers).long().square().sum()
+def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The `checksum` as a tensor of shape [] on the tensor's own device. The caller may read it
+    later, so that the transfer goes on while the GPU computes it."""
+    integer_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    without_negative_zeros = tensor.detach() + 0.0  # -0.0 + 0.0 is 0.0
+    integers = without_negative_zeros.contiguous().view(integer_dtype).long()
+    return integers.square().sum()
 
 
-def read_sums(sums: Sums) -> dict[str, tuple[int, ...]]:
-    """The numbers of `sums`, which come from each device in one copy."""
+def read_checksums(checksums: DeviceChecksums) -> dict[str, tuple[int, ...]]:
+    """Checksums as Python integers. One copy per device fetches all that are there."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for row in sums.values():
+    for row in checksums.values():
         for number in row:
             by_device.setdefault(number.device, []).append(number)
     copied = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
     read: dict[str, tuple[int, ...]] = {}
-    for name, row in sums.items():
+    for name, row in checksums.items():
         # A device's numbers come back in the order in which they were put into its stack.
         read[name] = tuple(next(copied[number.device]) for number in row)
     return read
 
 
 def checked_part(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The `checked_columns` of a weight, [..., columns]; the whole weight if it is a vector."""
+    """The part of a weight that its checksum covers: the columns that `choose_columns` returns,
+    [..., columns], or the whole weight if it is a vector."""
     if tensor.ndim < 2:
         return tensor
-    columns = checked_columns(tensor.shape[-1], version)
-    # A column at a time: `index_select` would copy all of a transpose first, which takes longer
-    # than its transfer.
+    columns = choose_columns(tensor.shape[-1], version)
+    # Columns are selected one by one. `index_select` would first make a contiguous copy of a whole
+    # transpose, which takes longer than its transfer to the engine.
     return torch.stack([tensor.detach()[..., column] for column in columns], -1)
 
 
-def tensor_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> int:
-    """The checksum of a weight's `checked_part` cast to the engine's `dtype`, since some models
-    keep routers in float32."""
-    return int(tensor_sum(tensor, version, dtype).item())
+def weight_checksum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> int:
+    """The checksum of a weight's `checked_part`, cast to the engine's `dtype`. Both sides cast,
+    because some engines keep some weights, such as routers, in float32."""
+    return int(weight_checksum_on_device(tensor, version, dtype).item())
 
 
-def tensor_sum(tensor: torch.Tensor, version: int, dtype: torch.dtype) -> torch.Tensor:
-    """The `tensor_checksum`, of shape [], on the tensor's device."""
-    return bit_sum(checked_part(tensor, version).to(dtype))
+def weight_checksum_on_device(
+    tensor: torch.Tensor, version: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The `weight_checksum` as a tensor of shape [] on the weight's own device."""
+    return checksum_on_device(checked_part(tensor, version).to(dtype))
 
 
 def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> None:
-    """Give a sampler new weights. Raises `RunStopped` if it then holds others, where it is a
-    `ProvenSampler`."""
+    """Give a sampler new weights. If it is a `ProvenSampler`, raises `RunStopped` if it then holds
+    other weights."""
     if not hasattr(sampler, "weight_checksums"):
         sampler.load_weights(named_tensors, version)
         return
     proven = cast(ProvenSampler, sampler)
-    sent: Sums = {}
-    proven.load_weights(with_checksums(named_tensors, proven.dtype, version, sent), version)
+    sent: DeviceChecksums = {}  # `record_checksums` fills it as the sampler takes the tensors.
+    proven.load_weights(record_checksums(named_tensors, proven.dtype, version, sent), version)
     if not sent:
         raise RunStopped(
             f"the sampler took none of the weights of step {version}. Nothing is sampled with the"
@@ -106,7 +114,7 @@ def load_proven(sampler: Sampler, named_tensors: NamedTensors, version: int) -> 
         )
     held = proven.weight_checksums(version)
     if held is not None:
-        compare(read_sums(sent), held, version)
+        compare_checksums(read_checksums(sent), held, version)
 
 
 def prove_adapters_arrive(
@@ -116,70 +124,81 @@ def prove_adapters_arrive(
     sampling: SamplingConfig,
     pad_token_id: int,
 ) -> str:
-    """Draw with random adapters, then restore the policy's. Returns a line on how log-probs moved.
-    Raises `RunStopped` if they are not the trainer's."""
+    """Sample a few tokens with random adapters, to prove that adapters reach the sampler; then give
+    it the trained ones.
+
+    Returns a line on how far the sampler's log-probs are from the trainer's with and without these
+    adapters. Raises `RunStopped` if the former distance is not below a quarter of the latter."""
     sampling = replace(sampling, n=1, max_new_tokens=min(16, sampling.max_new_tokens))
     version = sampler.policy_version
     policy.use_adapters("random")
     load_proven(sampler, policy.weights(), version)
-    drawn = [group[0] for group in sampler.sample(prompts, sampling)]
-    # The sampler sleeps while the trainer computes; it gets the trained adapters afterwards.
+    completions = [group[0] for group in sampler.sample(prompts, sampling)]
+    # The sampler frees its memory for the trainer. Its weights need not be kept, since it gets the
+    # trained adapters afterwards.
     put_to_sleep(sampler, keep_weights=False)
-    batch = collate([c.prompt_ids for c in drawn], [c.token_ids for c in drawn], pad_token_id)
+    prompt_ids = [completion.prompt_ids for completion in completions]
+    token_ids = [completion.token_ids for completion in completions]
+    batch = collate(prompt_ids, token_ids, pad_token_id)
     with_adapters_BT = policy.log_probs(batch, sampling.distribution)
-    without_BT = policy.base_log_probs(batch, sampling.distribution)
-    from_trainer = mean_distance(with_adapters_BT, batch, drawn)
-    from_base = mean_distance(without_BT, batch, drawn)
-    words = (
+    without_adapters_BT = policy.base_log_probs(batch, sampling.distribution)
+    from_trainer = mean_distance(with_adapters_BT, batch, completions)
+    from_base = mean_distance(without_adapters_BT, batch, completions)
+    distances = (
         f"with random ones its log-probs are {from_trainer:.2g} nats a token from the trainer's,"
         f" {from_base:.2g} from the base's"
     )
     if not from_trainer < from_base / 4:
-        raise RunStopped(f"adapters do not reach the sampler: {words}. Nothing was trained")
+        raise RunStopped(f"adapters do not reach the sampler: {distances}. Nothing was trained")
     policy.use_adapters("trained")
     load_proven(sampler, policy.weights(), version)
-    return f"adapters reach the sampler: {words}"
+    return f"adapters reach the sampler: {distances}"
 
 
 def mean_distance(
     log_probs_BT: torch.Tensor, batch: Batch, completions: Sequence[Completion]
 ) -> float:
-    """The mean distance, in nats a token, of log-probs of a batch of completions from those that
-    the completions carry."""
-    drawn: list[float] = []
+    """The mean distance, in nats per token, between the trainer's log-probs of completions, which
+    `batch` collates, and the sampler's, which the completions carry."""
+    sampler_log_probs: list[float] = []
     for completion in completions:
-        drawn += completion.log_probs
-    return (log_probs_BT[batch.response_mask] - torch.tensor(drawn)).abs().mean().item()
+        sampler_log_probs += completion.log_probs
+    trainer_log_probs = log_probs_BT[batch.response_mask]
+    return (trainer_log_probs - torch.tensor(sampler_log_probs)).abs().mean().item()
 
 
-def with_checksums(
-    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: Sums
+def record_checksums(
+    named_tensors: NamedTensors, dtype: torch.dtype, version: int, checksums: DeviceChecksums
 ) -> NamedTensors:
-    """Yield the same tensors, and enter the checksums in `dtype` of each and of its transpose in
-    `checksums`. An engine may keep the transpose (vLLM does GPT-2's). So a square matrix wrongly
-    transposed passes; the mismatch check of the next update sees it."""
+    """Yield the given tensors one by one, and write into `checksums` those of each tensor and of
+    its transpose, in `dtype`.
+
+    An engine may keep the transpose of a weight, as vLLM does GPT-2's. A square matrix that it
+    transposes by mistake therefore passes; the first update after it fails, because it compares the
+    sampler's log-probs with the trainer's (--max_sampler_mismatch)."""
     for name, tensor in named_tensors:
         transpose = tensor.mT if tensor.ndim > 1 else tensor
         checksums[name] = (
-            tensor_sum(tensor, version, dtype),
-            tensor_sum(transpose, version, dtype),
+            weight_checksum_on_device(tensor, version, dtype),
+            weight_checksum_on_device(transpose, version, dtype),
         )
         yield name, tensor
 
 
-def compare(sent: Checksums, held: HeldWeights, version: int) -> None:
-    """Raise `RunStopped` where an engine holds tensors that differ from those sent and their
-    transposes, or were never sent."""
+def compare_checksums(sent: Checksums, held: HeldWeights, version: int) -> None:
+    """Raise `RunStopped` if a tensor that an engine holds is neither what was sent nor its
+    transpose, or if it was never sent, or if a weight that was sent is in no tensor."""
     never_sent: list[str] = []
     wrong: list[str] = []
-    known_parts: set[str] = set()
-    for name, (parts, number) in held.items():
-        known_parts.update(parts)
-        if not sent.keys() >= set(parts):
-            never_sent.append(name)
-        elif not any_sum_matches([sent[part] for part in parts], number):
-            wrong.append(name)
-    not_held = sorted(sent.keys() - known_parts)
+    held_weights: set[str] = set()
+    for tensor_name, (weights, held_checksum) in held.items():
+        held_weights.update(weights)
+        if not sent.keys() >= set(weights):
+            never_sent.append(tensor_name)
+        elif not matches_stack([sent[weight] for weight in weights], held_checksum):
+            wrong.append(tensor_name)
+    not_held = sorted(sent.keys() - held_weights)
+    # Both at once: the engine has the weights, under other names than they were sent with.
     if never_sent and not_held:
         say_once(
             f"the sampler keeps {len(not_held)} of {len(sent)} weights, such as {not_held[0]},"
@@ -197,7 +216,9 @@ def compare(sent: Checksums, held: HeldWeights, version: int) -> None:
         )
 
 
-def any_sum_matches(parts: Sequence[tuple[int, ...]], number: int) -> bool:
-    """Whether `number` is the checksum of a stack of parts, all as they were sent or all
-    transposed. Each part has the checksums of both; torch's sums wrap at 2^64."""
-    return any((sum(sums) - number) % 2**64 == 0 for sums in zip(*parts, strict=True))
+def matches_stack(weights: Sequence[tuple[int, ...]], held_checksum: int) -> bool:
+    """Whether a checksum is that of a stack of weights, all as they were sent or all transposed.
+    Each weight is given by two checksums, its own and that of its transpose."""
+    as_sent_and_transposed = zip(*weights, strict=True)
+    # Checksums are equal modulo 2^64, where torch's integers wrap.
+    return any((sum(parts) - held_checksum) % 2**64 == 0 for parts in as_sent_and_transposed)

@@ -38,7 +38,7 @@ from alignment.model.self_check import (
     random_pieces,
 )
 from alignment.policy.policy import Policy
-from alignment.sampling.arrival import HeldWeights, NamedTensors, tensor_checksum
+from alignment.sampling.arrival import HeldWeights, NamedTensors, weight_checksum
 from alignment.sampling.sampler import Completions, OnResponseEnd, SamplerConfig, encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
@@ -110,7 +110,7 @@ class TransformersSampler:
 
     def weight_checksums(self, version: int) -> HeldWeights:
         return {
-            name: ([name], tensor_checksum(tensor, version, self.dtype))
+            name: ([name], weight_checksum(tensor, version, self.dtype))
             for name, tensor in self.model.named_parameters()
         }
 

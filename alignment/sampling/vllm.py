@@ -23,13 +23,13 @@ from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import (
+    DeviceChecksums,
     HeldWeights,
     NamedTensors,
-    Sums,
-    bit_sum,
-    checked_columns,
     checked_part,
-    read_sums,
+    checksum_on_device,
+    choose_columns,
+    read_checksums,
 )
 from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import (
@@ -419,7 +419,7 @@ def held_checksums(worker, version: int) -> HeldWeights:
     dtype = worker.vllm_config.model_config.dtype
     stacks = getattr(model, "packed_modules_mapping", {})
     weights_of: dict[str, list[str]] = {}  # Name of a checksum -> names of the weights in it.
-    sums: Sums = {}
+    sums: DeviceChecksums = {}
     weights_of_parameter: dict[torch.nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
         path, _, last = prefix.rpartition(".")
@@ -432,11 +432,11 @@ def held_checksums(worker, version: int) -> HeldWeights:
             if len(sizes) == len(weights) > 1:
                 for weight, rows in zip(weights, held.split(sizes), strict=True):
                     weights_of[weight] = [weight]
-                    sums[weight] = (bit_sum(rows),)
+                    sums[weight] = (checksum_on_device(rows),)
             else:
                 weights_of[f"{prefix}.{name}"] = weights
-                sums[f"{prefix}.{name}"] = (bit_sum(held),)
-    return {name: (weights_of[name], number) for name, (number,) in read_sums(sums).items()}
+                sums[f"{prefix}.{name}"] = (checksum_on_device(held),)
+    return {name: (weights_of[name], number) for name, (number,) in read_checksums(sums).items()}
 
 
 def _dotted(*names: str) -> str:
@@ -457,7 +457,7 @@ def _held_part(
     if name != "weight" or not has_packed_copy:
         return checked_part(parameter, version)
     width: Any = parameter.shape[1] if parameter.ndim == 2 else module.input_size_per_partition
-    columns = torch.tensor(checked_columns(width, version))
+    columns = torch.tensor(choose_columns(width, version))
     unit_vectors = torch.nn.functional.one_hot(columns, width).to(parameter.dtype)
     return product(unit_vectors, parameter, None).T
 

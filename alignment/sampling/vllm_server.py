@@ -33,7 +33,7 @@ from alignment.sampling.sampler import (
 )
 from alignment.sampling.vllm import _repack_output_embedding, held_checksums, request_parameters
 from alignment.system.errors import RunStopped, UserError, os_error
-from alignment.system.files import json_object, read_toml, written_by_library
+from alignment.system.files import guard_library_write, json_object, read_toml
 from alignment.system.processes import START_SECONDS
 
 CONNECT_SECONDS = 10
@@ -303,7 +303,7 @@ def _shape(config) -> dict:
 def _write_files(folder: Path, named_tensors: NamedTensors, dtype: torch.dtype) -> None:
     """Write each weight, cast to `dtype`, as a safetensors file of its own, so that one at a time
     is in memory."""
-    with written_by_library(folder):
+    with guard_library_write(folder):
         for number, (name, tensor) in enumerate(named_tensors):
             # Cast where it is, so that fewer bytes travel.
             weight = tensor.detach().to(dtype).cpu().contiguous()

@@ -1,5 +1,5 @@
-"""Files and folders that appear whole or not at all, checksums of a folder's files, and the lock of
-a run folder."""
+"""Files and folders that appear whole or not at all, manifests with the checksums of a folder's
+files, the lock of a run folder, and readers of the formats we use."""
 
 import errno
 import glob
@@ -24,22 +24,25 @@ from alignment.system.errors import UserError
 
 MANIFEST = "manifest.sha256.json"
 LOCK = ".lock"
+NEEDED_BYTES = 2**20  # A command that writes to a folder needs so much room on its disk to start.
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a hidden sibling folder to fill. After success it is flushed to disk and renamed to
-    `path`, else removed. Never overwrites: raises OSError if `path` exists by then and is not an
-    empty folder, and where the block finds the disk full. Its files get the mode of files that are
-    made here (`written_by_library`)."""
+    """Yield a hidden folder beside `path` for the block to fill. After the block it is flushed to
+    disk and renamed to `path`; if the block raises, it is removed.
+
+    Raises OSError if `path` exists by then and is not an empty folder, so that nothing is ever
+    overwritten, or if the disk is full. The files may be read by everyone who may read a new file
+    beside `path` (`guard_library_write`)."""
     path = Path(path)
-    _remove_of_killed_processes(path)
+    _remove_leftovers(path)
     temporary = _temporary_path(path)
     temporary.mkdir(parents=True)
     try:
-        with written_by_library(temporary, path):
+        with guard_library_write(temporary, path):
             yield temporary
-        with naming(path):
+        with add_path_to_errors(path):
             for file in temporary.rglob("*"):
                 flush(file)
             flush(temporary)
@@ -49,8 +52,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_of_killed_processes(path: Path) -> None:
-    """Remove the temporary folders for `path` of processes of this machine that are gone."""
+def _remove_leftovers(path: Path) -> None:
+    """Remove the hidden folders that processes of this machine made for `path` before they were
+    killed."""
     prefix = f".{path.name}."
     namespace = glob.escape(_process_namespace())
     for folder in path.parent.glob(f"{glob.escape(prefix)}*@{namespace}.*.tmp"):
@@ -60,10 +64,10 @@ def _remove_of_killed_processes(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole text file, or nothing."""
+    """Write a text file that appears whole or not at all."""
     temporary = _temporary_path(path)
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             temporary.write_text(text, encoding="utf-8")
             flush(temporary)
             temporary.replace(path)
@@ -72,32 +76,33 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a whole JSON file, or nothing."""
+    """Write a JSON file that appears whole or not at all."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_jsonl(path: Path, records: Iterable[object]) -> None:
-    """Write a whole file of one JSON value a line, or nothing."""
+    """Write a JSON-lines file that appears whole or not at all."""
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _temporary_path(path: Path) -> Path:
+    """A new hidden path beside `path`. Its name says which process uses it."""
     return path.with_name(
         f".{path.name}.{os.getpid()}@{_process_namespace()}.{uuid.uuid4().hex}.tmp"
     )
 
 
 def _process_namespace() -> str:
-    """The name of the machine, and of the container in it, within which a process id names one
-    process."""
+    """Where this process's id is unique: the name of the machine, and on Linux the id of the
+    container's process namespace."""
     with suppress(OSError):
         return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove all temporary files and folders of killed processes. The caller must hold the folder's
-    lock."""
+    """Remove all temporary files and folders in `folder`. The caller must hold the folder's lock,
+    so that they can only be those of killed processes."""
     for path in folder.rglob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -106,32 +111,32 @@ def remove_unfinished(folder: Path) -> None:
 
 
 @contextmanager
-def manifested(folder: Path) -> Iterator[None]:
-    """Write a manifest after the block: size and SHA-256 of every file that it added. Raises
-    OSError where the disk is full."""
+def write_manifest(folder: Path) -> Iterator[None]:
+    """After the block write a manifest into `folder`: the size and SHA-256 of every file that the
+    block added there. Raises OSError if the disk is full."""
     before = set(folder.rglob("*"))
-    with written_by_library(folder):
+    with guard_library_write(folder):
         yield
     added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
     manifest: dict[str, dict[str, int | str]] = {}
     for file in added:
         name = file.relative_to(folder).as_posix()
         manifest[name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    with naming(folder / MANIFEST):
+    with add_path_to_errors(folder / MANIFEST):
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 class ManifestEntry(NamedTuple):
-    """What a manifest says of a file."""
+    """What a manifest says about one file."""
 
-    name: str  # Its path in the folder.
+    name: str  # Its path relative to the folder.
     size: int  # In bytes.
     sha256: str
 
 
-def damage(folder: Path) -> str | None:
-    """The first difference between a folder and its manifest, or None if every file has the size
-    and SHA-256 given there."""
+def find_damage(folder: Path) -> str | None:
+    """A sentence on the first difference between a folder and its manifest; None if every file of
+    the manifest has the size and SHA-256 given there."""
     try:
         entries = [
             ManifestEntry(name, int(entry["bytes"]), str(entry["sha256"]))
@@ -157,16 +162,17 @@ def damage(folder: Path) -> str | None:
 
 
 def sha256(file: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError` with its holder's host and process. The kernel
-    frees a dead process's lock."""
+    """Hold the folder's lock during the block. Raises `UserError` if another process holds it, with
+    the id and the host of that process. The kernel releases the lock of a process that dies."""
     owner = folder / ".lock_owner"
-    # A soft lock would outlive a killed process.
+    # A soft lock, which is a file that exists, would outlive a killed process.
     lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
     try:
         acquired = lock.acquire()
@@ -177,14 +183,14 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         holder = name or "another process"
         raise UserError(f"{folder} is in use by {holder}: wait for it or stop it") from None
     with acquired:
-        with naming(owner):
+        with add_path_to_errors(owner):
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
 
 
 def read_toml(file: Path, flag: str) -> dict:
-    """The table of the TOML file that `flag` names. Raises `UserError` if it does not exist or
-    holds anything else."""
+    """The content of a TOML file, which is the value of `flag`. Raises `UserError`, which names the
+    flag, if there is no such file or it is not TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -194,8 +200,8 @@ def read_toml(file: Path, flag: str) -> dict:
 
 
 def read_json(file: Path) -> dict:
-    """The object of a JSON file. Raises `UserError` if it holds anything else, FileNotFoundError if
-    it does not exist."""
+    """The object in a JSON file. Raises `UserError` if the file does not hold a JSON object,
+    FileNotFoundError if there is none."""
     value = json_object(file.read_bytes())
     if value is None:
         raise UserError(f"{file} is damaged: it does not hold a JSON object")
@@ -203,7 +209,7 @@ def read_json(file: Path) -> dict:
 
 
 def json_object(text: bytes | bytearray) -> dict | None:
-    """The object of a JSON text; None for any other text."""
+    """The object in a JSON text; None if the text is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -213,11 +219,12 @@ def json_object(text: bytes | bytearray) -> dict | None:
     return value
 
 
-def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
-    """The objects of a JSON-lines file, less an unfinished last line; [] if the file is missing.
+def read_jsonl(file: Path, require_steps: bool = False) -> list[dict]:
+    """The objects in a JSON-lines file; [] if there is no such file. A last line without a line
+    break, which a killed process may have left unfinished, is skipped if it is no object.
 
-    Raises `UserError` with file and line for a line that holds no object or, with `have_steps`, one
-    without a step."""
+    Raises `UserError`, with file and line, for any other line that is no object, and with
+    `require_steps` also for an object without an integer "step"."""
     if not file.exists():
         return []
     lines = file.read_bytes().split(b"\n")
@@ -225,17 +232,18 @@ def read_jsonl(file: Path, have_steps: bool = False) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         record = json_object(line)
         if record is not None:
-            if have_steps and type(record.get("step")) is not int:
+            if require_steps and type(record.get("step")) is not int:
                 raise UserError(f"{file}:{number}: has no step; the file is damaged")
             records.append(record)
+        # The last of `lines` follows the last line break: it is empty or an unfinished line.
         elif number < len(lines):
-            # A finished line ends with a line break, so that the last one is empty.
             raise UserError(f"{file}:{number}: not a JSON object; the file is damaged")
     return records
 
 
 def read_text(file: Path) -> str:
-    """The text of a user's file. Raises `UserError` if it is not UTF-8."""
+    """The text of a user's file, without a byte order mark. Raises `UserError` if it is not
+    UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -243,10 +251,12 @@ def read_text(file: Path) -> str:
 
 
 def fill_template(file: Path, **facts: object) -> str:
-    """The text of a Jinja template, which must get every fact and may include those beside it. HTML
-    is escaped. Lines of blocks leave no trace, except in plain text, which says itself where a line
-    ends."""
-    import jinja2  # here, because few commands fill one
+    """The text that a Jinja template makes of `facts`. A fact that it uses and does not get is an
+    error. It may include other templates of its folder.
+
+    In HTML, facts are escaped. A line with nothing but a block tag ({% if %}) makes no line of the
+    text, except in plain-text templates (.txt.j2), which control line breaks themselves."""
+    import jinja2  # here, because few commands fill a template
 
     is_plain_text = ".txt." in file.name
     environment = jinja2.Environment(
@@ -260,7 +270,7 @@ def fill_template(file: Path, **facts: object) -> str:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or a folder's list of files, through to the disk."""
+    """Make the operating system write a file, or a folder's list of files, to the disk now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -269,9 +279,9 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Give `path` to an OSError of the block that names no file: a full disk fails the write to a
-    file that is open already."""
+def add_path_to_errors(path: Path) -> Iterator[None]:
+    """Make every OSError of the block name a file: `path` if it names none. This is so where a full
+    disk fails a write to a file that is open already."""
     try:
         yield
     except OSError as error:
@@ -281,18 +291,20 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
-    """A block in which a library writes the file `path`, or files in the folder `path`. Raises
-    OSError, which names `shown` (`path`), in place of the errors of safetensors and tokenizers,
-    libraries in Rust, when they cannot write a file.
+def guard_library_write(path: Path, shown: Path | None = None) -> Iterator[None]:
+    """Guard a block in which a library writes the file `path`, or files in the folder `path`.
 
-    Then the files get at least the mode that the umask gives a new file: safetensors makes its own
-    through temporary files, which are their owner's alone (0600)."""
+    Libraries in Rust, such as safetensors and tokenizers, raise errors of their own if they cannot
+    write a file; the block then raises OSError instead. The error names `shown`, by default `path`:
+    a user does not know the hidden folder `path` that is renamed to `shown` later.
+
+    After the block, the files have at least the permissions that the umask gives a new file.
+    safetensors writes temporary files, which their owner alone may read, and renames them."""
     shown = shown or path
     try:
-        with naming(shown):
+        with add_path_to_errors(shown):
             yield
-    # An OSError may have a file of the hidden folder, or a message that names it.
+    # The error's file name, or its message, may contain `path`.
     except OSError as error:
         if error.errno is None:
             message = str(error).replace(str(path), str(shown))
@@ -315,25 +327,25 @@ def written_by_library(path: Path, shown: Path | None = None) -> Iterator[None]:
     for file in written:
         mode = file.stat().st_mode
         if mode | least_mode != mode:
-            with suppress(OSError):  # of a file system that has no modes
+            with suppress(OSError):  # Some file systems have no permissions.
                 file.chmod(mode | least_mode)
 
 
-NEEDED_BYTES = 2**20  # Room on a disk without which nothing is begun.
-
-
 def try_writing(folder: Path, name: str = "room") -> None:
-    """Write a file of `NEEDED_BYTES` into `folder`, or into the nearest folder above it that
-    exists, and remove it. Raises OSError with the folder's name where that fails: it is read-only,
-    its disk is full, or a quota is reached; or with the whole path where a file or folder of that
-    `name` would have too long a one while it is written."""
+    """Test whether `folder` can be written, before a run depends on it: write a file of
+    `NEEDED_BYTES` there, or, if the folder does not exist yet, in the nearest folder above it, and
+    remove the file.
+
+    Raises OSError if this fails, because the folder is read-only, its disk is full or a quota is
+    reached; the error names `folder`. It names `folder / name` if the name is too long for the
+    temporary file or folder that a file or folder `name` begins as."""
     absolute = folder.absolute()
-    # A link to nowhere is there, though it does not `exist`: no folder can be made in its place.
+    # `lexists` also finds a broken link, in whose place no folder can be made; `exists` would not.
     nearest = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
     file = _temporary_path(nearest / name)
     try:
-        with naming(folder):
-            # Zeros take no room on a disk that compresses.
+        with add_path_to_errors(folder):
+            # Random bytes, because a disk that compresses would need no room for zeros.
             file.write_bytes(os.urandom(NEEDED_BYTES))
             flush(file)
     except OSError as error:
@@ -346,17 +358,18 @@ def try_writing(folder: Path, name: str = "room") -> None:
 
 
 def is_disk_fault(error: BaseException) -> bool:
-    """Whether an error is the file system's, such as that of a full disk, also where a library in
-    Rust reports it."""
+    """Whether an error comes from the file system, such as that of a full disk. Libraries in Rust
+    report it as another exception, with "(os error 28)" in its message."""
     if isinstance(error, OSError):
         return error.errno is not None
     return isinstance(error, SafetensorError) or "(os error" in str(error)
 
 
 def mode_of_new_file(folder: Path) -> int:
-    """The permission bits of a file that is made in `folder` now: a process can read its umask by
-    changing it alone, which would reach other threads, and a folder may have rules of its own
-    (POSIX default ACLs)."""
+    """The permission bits of a new file in `folder`, found by making one.
+
+    The umask alone does not say it, since a folder may have rules of its own (POSIX default ACLs).
+    Also, a process can read its umask only by changing it, which would affect its other threads."""
     file = _temporary_path(folder / "mode")
     try:
         file.touch()

@@ -114,8 +114,10 @@ class _Worker(ChildProcess):
     def __init__(self, modules: Sequence[str]):
         # The hash seed decides the order of sets, and with it the number of function calls.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        super().__init__("worker", f"{__name__}:serve", environment, log=False, grace_seconds=0)
-        self._seconds_to_start = START_SECONDS  # 0 after the worker's first answer
+        super().__init__(
+            "worker", f"{__name__}:serve", environment, output="discard", grace_seconds=0
+        )
+        self._seconds_to_start = START_SECONDS  # 0 once the worker has answered.
         self._send(modules)
 
     def call(self, function: str, arguments: Sequence, seconds: float, calls: int | None) -> Any:

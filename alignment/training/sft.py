@@ -20,12 +20,12 @@ from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # Prompt ids, response ids.
-VALIDATION_EXAMPLES = 256
+VALIDATION_EXAMPLES = 256  # The validation loss is that of the first so many.
 
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """How the policy is fine-tuned. The fields are those of the flags of the same names."""
+    """How the policy is fine-tuned. Each field is the value of the flag with its name."""
 
     num_steps: int
     batch_size: int
@@ -38,7 +38,7 @@ class SFTConfig:
 
 
 class SFTData(NamedTuple):
-    """Token ids of the examples to train on, and to validate on; and the id that pads them."""
+    """The examples to train on, those to validate on, and the token id that pads both."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -50,19 +50,26 @@ def fine_tune(
     data: SFTData,
     config: SFTConfig,
     on_step: Callable[[dict, str], None],
-    done: int = 0,
+    steps_done: int = 0,
     step_context: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> None:
-    """Make optimiser steps `done` + 1 to `num_steps` on the mean negative log-likelihood of a
-    batch's response tokens. `on_step` gets each step's record with words for the user. Each step,
-    and its `on_step`, run in `step_context(step)`."""
-    words = ""
-    later_batches = itertools.islice(batches(data.train, config), done, None)
-    for step, examples in zip(range(done + 1, config.num_steps + 1), later_batches, strict=False):
+    """Train the policy from step `steps_done` + 1 to step `num_steps`. A step minimises the mean
+    negative log-likelihood of the response tokens of one batch.
+
+    After each step, `on_step(record, message)` gets the numbers of the step and a message that
+    tells the user the last validation loss. The step and this call run inside
+    `step_context(step)`."""
+    message = ""
+    steps = range(steps_done + 1, config.num_steps + 1)
+    # A resumed run skips the batches that it has trained on.
+    remaining_batches = itertools.islice(batches(data.train, config), steps_done, None)
+    for step, examples in zip(steps, remaining_batches, strict=False):
         with step_context(step):
-            # of dropout: a resumed run draws what an undisturbed one does
+            # Dropout draws from a seed of the step alone, so that a resumed run draws what an
+            # uninterrupted one does.
             torch.manual_seed(derived_seed(config.seed, step))
-            objective = Objective(partial(batch_loss, response_tokens(examples)), entropy=False)
+            micro_batch_loss = partial(batch_loss, count_response_tokens(examples))
+            objective = Objective(micro_batch_loss, entropy=False)
             batch = collate_examples(examples, data.pad_token_id)
             results = policy.accumulate(batch, range(len(examples)), objective)
             loss = sum(result.sums["loss"] for result in results)
@@ -79,16 +86,16 @@ def fine_tune(
                 record["validation_loss"] = validation_loss(
                     policy, data.validation, data.pad_token_id
                 )
-                words = f"validation loss {record['validation_loss']:.3f}"
+                message = f"validation loss {record['validation_loss']:.3f}"
                 if config.curriculum:
                     share = min(1, step * config.batch_size / len(data.train))
-                    words += f", after {share:.0%} of the curriculum"
-            on_step(record, words)
+                    message += f", after {share:.0%} of the curriculum"
+            on_step(record, message)
 
 
 def learning_rate(config: SFTConfig, step: int) -> float:
-    """Linear warm-up over `warmup_steps`, then a linear fall to a tenth at the last step. `step`
-    starts at 1."""
+    """The learning rate of a step, where the first is 1. It rises linearly over `warmup_steps`
+    steps to `config.learning_rate`, then falls linearly to a tenth of that at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * (step / config.warmup_steps)
     falling_steps = max(1, config.num_steps - config.warmup_steps)
@@ -102,17 +109,18 @@ def collate_examples(examples: Sequence[Example], pad_token_id: int) -> Batch:
     return collate(prompts, responses, pad_token_id)
 
 
-def response_tokens(examples: Sequence[Example]) -> int:
-    """The number of tokens that are trained."""
+def count_response_tokens(examples: Sequence[Example]) -> int:
+    """The number of response tokens, which are the ones that the loss counts."""
     return sum(len(response) for _, response in examples)
 
 
 def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[Example]:
-    """Token ids of (prompt, response) pairs, the prompts as samplers encode them, one EOS after
-    each response.
+    """Token ids of (prompt, response) pairs. Prompts are encoded as samplers encode them, and one
+    EOS ends each response.
 
-    Prints what was repaired. Raises `UserError` for a pair beyond the context."""
-    # Each different text is encoded once: many come up more than once.
+    Prints a line for each kind of special token that `prompt_token_ids` had to remove. Raises
+    `UserError` for a pair of more than `context` tokens."""
+    # Many texts occur more than once; each is encoded once.
     prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
     responses = list(dict.fromkeys(response for _, response in pairs))
     encoded = prompt_token_ids(tokenizer, prompts)
@@ -133,8 +141,9 @@ def tokenise(pairs: Sequence[tuple[str, str]], tokenizer, context: int) -> list[
 
 
 def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Example]]:
-    """Endless batches, pass after pass, shuffled unless --curriculum keeps the order: in the order
-    of a sorted file, each batch would be of one kind."""
+    """Batches without end, one epoch after another. Every epoch is shuffled anew, because the
+    examples of a sorted file would make batches of one kind each; --curriculum keeps the order of
+    the file."""
     for epoch in itertools.count():
         ordered = list(examples)
         if not config.curriculum:
@@ -143,16 +152,20 @@ def batches(examples: Sequence[Example], config: SFTConfig) -> Iterator[list[Exa
             yield ordered[start : start + config.batch_size]
 
 
-def batch_loss(tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor):
-    """The negative log-likelihood of a micro-batch, divided by the response `tokens` of its whole
-    batch."""
-    return -masked_normalize(log_probs_bt, mask_bt, tokens), {}
+def batch_loss(
+    batch_tokens: int, rows: Sequence[int], log_probs_bt: torch.Tensor, mask_bt: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The negative log-likelihood of a micro-batch, divided by the number of response tokens of the
+    whole batch, so that micro-batches add up to the batch's mean. It reports no other sums, and
+    needs no row numbers: they are there because an `Objective` passes them."""
+    return -masked_normalize(log_probs_bt, mask_bt, batch_tokens), {}
 
 
 def validation_loss(policy: Policy, examples: Sequence[Example], pad_token_id: int) -> float:
-    """Mean negative log-likelihood, in nats a response token, of the first `VALIDATION_EXAMPLES`
+    """Mean negative log-likelihood, in nats per response token, of the first `VALIDATION_EXAMPLES`
     examples."""
     examples = examples[:VALIDATION_EXAMPLES]
     batch = collate_examples(examples, pad_token_id)
+    # Prompts and padding have log-probs of 0.
     log_probs_BT = policy.log_probs(batch, Distribution())
-    return -log_probs_BT.sum(dtype=torch.float64).item() / response_tokens(examples)
+    return -log_probs_BT.sum(dtype=torch.float64).item() / count_response_tokens(examples)

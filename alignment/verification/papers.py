@@ -1,10 +1,11 @@
 """Advantages, losses and gradients as the papers write them: one response and one token at a time,
-in Python's own numbers, by none of the code that trains. A `setting` has the value of each flag by
-its name; responses are lists [B][t], without padding.
+in Python's own numbers, without any of the code that trains. A `setting` maps the name of a flag to
+its value. Log-probs of responses are lists [B][t], without padding.
 
-The derivative by a log-prob x is Im f(x + ih) / h, to the last digit where h is tiny (Squire &
-Trapp 1998, "Using complex variables to estimate derivatives of real functions"), so log-probs are
-complex; where papers stop gradients, real parts."""
+Gradients come from complex steps: for a tiny h, the derivative of a real function f at x is
+Im f(x + ih) / h, exact to rounding (Squire & Trapp 1998, "Using complex variables to estimate
+derivatives of real functions"). So log-probs are complex numbers here. The imaginary part carries
+the derivative; where a paper stops the gradient, the code takes the real part."""
 
 import cmath
 import operator
@@ -12,13 +13,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-H = 1e-30  # nats
-Rows = Sequence[Sequence[complex]]
+STEP = 1e-30  # the h above, in nats
+LogProbs = Sequence[Sequence[complex]]  # [B][t]
 real = operator.attrgetter("real")
 
 
 class Token(NamedTuple):
-    """The log-probs of one token under each policy."""
+    """The log-prob of one token under each policy."""
 
     policy: complex
     old: complex
@@ -27,8 +28,8 @@ class Token(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What a loss may know of the whole response of a token: its reward and advantage, its length
-    in tokens, and its log-probs under three policies."""
+    """What the loss of a token needs of its whole response: the reward, the advantage, the length
+    in tokens, and the log-prob of the response under three policies."""
 
     reward: float
     advantage: float
@@ -39,35 +40,43 @@ class Response(NamedTuple):
 
 
 def paper_values(
-    setting: Mapping, rewards: Sequence[float], policy: Rows, *others: Rows
+    setting: Mapping,
+    rewards: Sequence[float],
+    policy: LogProbs,
+    old: LogProbs,
+    reference: LogProbs,
+    sampler: LogProbs,
 ) -> list[float]:
-    """The advantage of each response, the loss of an optimiser step on them all, and its gradient
-    by each log-prob of the policy, one response after another. `others` are the log-probs of the
-    old policy, the reference and the sampler."""
-    advantages = [paper_advantage(setting, place, rewards) for place in range(len(rewards))]
+    """The advantage of each response, then the loss of one optimiser step on all responses, then
+    the derivatives of this loss by the policy's log-probs, one response after another. The last
+    four arguments are log-probs under the policy, the old policy, the reference and the sampler."""
+    advantages = [paper_advantage(setting, index, rewards) for index in range(len(rewards))]
 
-    def slope(place: int, token: int) -> float:
-        rows = [list(row) for row in policy]
-        rows[place][token] += 1j * H
-        return paper_loss(setting, rewards, advantages, rows, *others).imag / H
+    def loss_of(log_probs: LogProbs) -> complex:
+        return paper_loss(setting, rewards, advantages, log_probs, old, reference, sampler)
+
+    def derivative(index: int, position: int) -> float:
+        moved = [list(row) for row in policy]
+        moved[index][position] += 1j * STEP
+        return loss_of(moved).imag / STEP
 
     gradient = []
-    for place, row in enumerate(policy):
-        gradient += [slope(place, token) for token in range(len(row))]
-    loss = paper_loss(setting, rewards, advantages, policy, *others).real
-    return [*advantages, loss, *gradient]
+    for index, row in enumerate(policy):
+        gradient += [derivative(index, position) for position in range(len(row))]
+    return [*advantages, loss_of(policy).real, *gradient]
 
 
-def paper_advantage(setting: Mapping, place: int, rewards: Sequence[float]) -> float:
-    """GRPO's (arXiv:2402.03300, section 4.1.2) or RLOO's (arXiv:2402.14740, eq. 8) of the response
-    at a place, over the std of its group or of all rewards (arXiv:2508.08221), or over none (Dr.
-    GRPO, arXiv:2503.20783, section 3.2)."""
-    start = place - place % setting["group_size"]
+def paper_advantage(setting: Mapping, index: int, rewards: Sequence[float]) -> float:
+    """The advantage of response `index`: its reward minus the mean reward of its group (GRPO,
+    arXiv:2402.03300, section 4.1.2) or of the group's other responses (RLOO, arXiv:2402.14740,
+    eq. 8). This is divided by the std of the group's rewards or of all rewards (arXiv:2508.08221),
+    or by nothing (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    start = index - index % setting["group_size"]
     end = start + setting["group_size"]
     group = rewards[start:end]
-    others = [*rewards[start:place], *rewards[place + 1 : end]]
-    baselines = {"group_mean": group, "leave_one_out": others}
-    centred = rewards[place] - statistics.fmean(baselines[setting["baseline"]])
+    others = [*rewards[start:index], *rewards[index + 1 : end]]
+    averaged = {"group_mean": group, "leave_one_out": others}
+    centred = rewards[index] - statistics.fmean(averaged[setting["baseline"]])
     if not setting["normalize_by_std"]:
         return centred
     stds = {
@@ -79,15 +88,29 @@ def paper_advantage(setting: Mapping, place: int, rewards: Sequence[float]) -> f
 
 
 def paper_loss(
-    setting: Mapping, rewards: Sequence[float], advantages: Sequence[float], *policies: Rows
+    setting: Mapping,
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    policy: LogProbs,
+    old: LogProbs,
+    reference: LogProbs,
+    sampler: LogProbs,
 ) -> complex:
-    """The loss of an optimiser step. `policies` are those of `paper_values`."""
-    lengths = [len(row) for row in policies[0]]
+    """The loss of one optimiser step. The last four arguments are log-probs, as in
+    `paper_values`."""
+    lengths = [len(row) for row in policy]
     total: complex = 0.0
-    for reward, advantage, *rows in zip(rewards, advantages, *policies, strict=True):
-        policy, old, _, sampler = map(sum, rows)
-        response = Response(reward, advantage, len(rows[0]), policy, old, sampler)
-        denominator = paper_denominator(setting, response.length, lengths)
+    for index, length in enumerate(lengths):
+        response = Response(
+            rewards[index],
+            advantages[index],
+            length,
+            sum(policy[index]),
+            sum(old[index]),
+            sum(sampler[index]),
+        )
+        denominator = paper_denominator(setting, length, lengths)
+        rows = (policy[index], old[index], reference[index], sampler[index])
         for log_probs in zip(*rows, strict=True):
             token = Token(*log_probs)
             loss = paper_token_loss(setting, response, token)
@@ -102,15 +125,15 @@ def paper_token_loss(setting: Mapping, response: Response, token: Token) -> comp
     advantage = response.advantage
     ratio = cmath.exp(token.policy - token.old)
     response_ratio = cmath.exp((response.policy - response.old) / response.length)
-    constant_ratio = cmath.exp(token.policy.real - token.old)  # without gradient
+    constant_ratio = cmath.exp(token.policy.real - token.old)  # CISPO stops its gradient
     losses = {
         # REINFORCE: Williams 1992, section 4
         "no_baseline": -response.reward * token.policy,
-        # the same section
+        # Williams 1992, section 4
         "reinforce_with_baseline": -advantage * token.policy,
         # arXiv:2402.03300, eq. 3
         "grpo_clip": -paper_surrogate(setting, ratio, advantage),
-        # the same without its clip
+        # arXiv:2402.03300, eq. 3, without the clip
         "grpo_no_clip": -ratio * advantage,
         # arXiv:2507.18071, eqs. 5 and 7
         "gspo": -paper_surrogate(setting, response_ratio, advantage),
@@ -121,26 +144,30 @@ def paper_token_loss(setting: Mapping, response: Response, token: Token) -> comp
 
 
 def paper_clip(setting: Mapping, ratio: complex) -> complex:
-    """The ratio within 1 - cliprange and 1 + cliprange, or DAPO's upper bound (arXiv:2503.14476,
-    eq. 10)."""
+    """The ratio, clipped to [1 - cliprange, 1 + cliprange]. If `cliprange_high` is set, the upper
+    bound is 1 + cliprange_high instead, as in DAPO (arXiv:2503.14476, eq. 10)."""
     upper_range = setting["cliprange_high"]
     if upper_range is None:
         upper_range = setting["cliprange"]
-    return sorted((1 - setting["cliprange"], ratio, 1 + upper_range), key=real)[1]
+    # The middle one of a number and two bounds is the clipped number.
+    _, clipped, _ = sorted((1 - setting["cliprange"], ratio, 1 + upper_range), key=real)
+    return clipped
 
 
 def paper_surrogate(setting: Mapping, ratio: complex, advantage: float) -> complex:
-    """PPO's clipped objective (arXiv:1707.06347, eq. 7), of negative advantages at least
-    `dual_clip` times the advantage (arXiv:1912.09729, eq. 5)."""
-    worse = min(ratio * advantage, paper_clip(setting, ratio) * advantage, key=real)
+    """PPO's clipped objective (arXiv:1707.06347, eq. 7). If `dual_clip` is not 0 and the advantage
+    is negative, it is at least `dual_clip` * advantage (arXiv:1912.09729, eq. 5)."""
+    objective = min(ratio * advantage, paper_clip(setting, ratio) * advantage, key=real)
     if setting["dual_clip"] and advantage < 0:
-        return max(worse, setting["dual_clip"] * advantage, key=real)
-    return worse
+        return max(objective, setting["dual_clip"] * advantage, key=real)
+    return objective
 
 
 def paper_weight(setting: Mapping, response: Response, token: Token) -> float:
-    """The importance weight of the old policy over the sampler. Above the cap it is cut to it
-    (V-trace, arXiv:1802.01561, eq. 1), or the token is left out."""
+    """The importance weight that corrects for the sampler: the probability of the token, or of its
+    whole response, under the old policy over that under the sampler. A weight above the cap becomes
+    the cap (V-trace, arXiv:1802.01561, eq. 1), or 0, which leaves the token out."""
+    # "none", or a level and what is done above the cap, such as "token_truncate".
     level, _, bound = setting["sampler_correction"].partition("_")
     log_ratios = {
         "none": 0.0,
@@ -155,8 +182,8 @@ def paper_weight(setting: Mapping, response: Response, token: Token) -> float:
 
 
 def paper_kl(setting: Mapping, token: Token) -> complex:
-    """An estimate of the KL divergence from the reference (Schulman 2020, "Approximating KL
-    divergence"; k3 also arXiv:2402.03300, eq. 4)."""
+    """An estimate, at one token, of the KL divergence of the policy from the reference (Schulman
+    2020, "Approximating KL divergence"; k3 also arXiv:2402.03300, eq. 4)."""
     log_ratio = token.reference - token.policy
     estimates = {
         "k1": -log_ratio,
@@ -167,8 +194,8 @@ def paper_kl(setting: Mapping, token: Token) -> complex:
 
 
 def paper_denominator(setting: Mapping, length: int, lengths: Sequence[int]) -> int:
-    """What the loss of a token is divided by, where its response has `length` tokens and all
-    responses have `lengths`."""
+    """The divisor of a token's loss. Its response has `length` tokens; `lengths` are those of all
+    responses of the step."""
     denominators = {
         # arXiv:2402.03300, eq. 3
         "sequence_mean": length * len(lengths),

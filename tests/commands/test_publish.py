@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from alignment import publish
-from alignment.system.files import manifested
+from alignment.system.files import write_manifest
 from tests.command_line import exit_code
 
 
@@ -19,7 +19,7 @@ def run(tmp_path):
     run = tmp_path / "run"
     (run / "final").mkdir(parents=True)
     (run / "summary.json").write_text("{}")
-    with manifested(run / "final"):
+    with write_manifest(run / "final"):
         (run / "final" / "model.safetensors").write_bytes(b"weights")
         (run / "final" / "README.md").write_text("card")
     (run / "final" / "notes.txt").write_text("not of the model")

@@ -12,7 +12,7 @@ from alignment.ablation.design import named_arms
 from alignment.ablation.study import read_run, read_study
 from alignment.data.tasks import published
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, damage, manifested, read_jsonl
+from alignment.system.files import atomic_folder, find_damage, read_jsonl, write_manifest
 from benchmarks import audit_grader
 
 JSON = st.recursive(
@@ -163,7 +163,7 @@ def test_a_manifest_is_whole_or_named(tmp_path, content):
     folder.mkdir(exist_ok=True)
     (folder / "weights").write_bytes(b"abc")
     (folder / "manifest.sha256.json").write_bytes(content)
-    wrong = damage(folder)
+    wrong = find_damage(folder)
     assert wrong is None or "manifest" in wrong or "weights" in wrong or "is missing" in wrong
 
 
@@ -172,13 +172,13 @@ def test_a_manifest_is_whole_or_named(tmp_path, content):
 )
 def test_one_changed_bit_is_found(tmp_path_factory, content, place, bit):
     folder = tmp_path_factory.mktemp("folder") / "checkpoint"
-    with atomic_folder(folder) as building, manifested(building):
+    with atomic_folder(folder) as building, write_manifest(building):
         (building / "weights").write_bytes(content)
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     spoilt = np.frombuffer(content, dtype=np.uint8).copy()
     spoilt[place % len(content)] ^= 1 << bit
     (folder / "weights").write_bytes(spoilt.tobytes())
-    assert damage(folder) == "weights has changed since it was written"
+    assert find_damage(folder) == "weights has changed since it was written"
 
 
 def test_versions_that_are_no_text_are_read_as_text(tmp_path):

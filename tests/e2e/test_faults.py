@@ -24,7 +24,7 @@ from alignment.rewards.rules import CONTROLS, RULES, make_part
 from alignment.runs import run as run_module
 from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import run_command
-from alignment.system.files import damage, lock_run_folder, read_jsonl
+from alignment.system.files import find_damage, lock_run_folder, read_jsonl
 from alignment.verify import digests
 from tests.command_line import exit_code
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
@@ -247,7 +247,7 @@ def test_the_newest_whole_checkpoint_is_used_and_a_damaged_one_is_named_and_kept
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1  # one bit, which loads without complaint
     weights.write_bytes(content)
-    assert damage(run / "step_000003") == "model.safetensors has changed since it was written"
+    assert find_damage(run / "step_000003") == "model.safetensors has changed since it was written"
     assert launcher.run(tmp_path, "--sft_base", str(warm), "--resume") == 0
     assert (
         "step_000003 is damaged: model.safetensors has changed since it was written; it is put"

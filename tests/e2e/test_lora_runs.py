@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alignment.sampling.transformers import open_transformers
-from alignment.system.files import damage, read_jsonl
+from alignment.system.files import find_damage, read_jsonl
 from alignment.verify import digests
 from tests.e2e.conftest import NAME
 from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run
@@ -48,7 +48,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path
     run(tmp_path, *command(warm, *ADAPTERS, *flags, "--resume"))
     assert digests(cut) == digests(whole / NAME)
     final, started = cut / "final", AutoModelForCausalLM.from_pretrained(warm)
-    assert damage(final) is None and "adapter/adapter_model.safetensors" in json.loads(
+    assert find_damage(final) is None and "adapter/adapter_model.safetensors" in json.loads(
         (final / "manifest.sha256.json").read_text()
     )
     merged = PeftModel.from_pretrained(started, final / "adapter").merge_and_unload()

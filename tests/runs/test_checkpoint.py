@@ -18,7 +18,7 @@ from alignment.runs.run_folder import (
     last_whole_step,
     save_checkpoint,
 )
-from alignment.system.files import manifested
+from alignment.system.files import write_manifest
 
 
 def open_policy(folder, optimizer: str) -> SingleDevicePolicy:
@@ -77,7 +77,7 @@ def test_other_users_read_a_checkpoint_as_far_as_the_umask_lets_them(tiny_folder
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (5, 10, 15, 1_000_000):
         checkpoint_folder(tmp_path, step).mkdir()
-        with manifested(checkpoint_folder(tmp_path, step)):
+        with write_manifest(checkpoint_folder(tmp_path, step)):
             pass
     drop_old_checkpoints(tmp_path, 0)
     assert last_whole_step(tmp_path) == (1_000_000, [])

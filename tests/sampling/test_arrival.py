@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling.arrival import (
     COLUMNS,
-    checked_columns,
     checksum,
-    compare,
+    choose_columns,
+    compare_checksums,
     load_proven,
-    read_sums,
-    tensor_checksum,
-    with_checksums,
+    read_checksums,
+    record_checksums,
+    weight_checksum,
 )
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.transformers import TransformersSampler
@@ -48,14 +48,14 @@ def test_an_engine_may_stack_and_pad_and_permute(numbers, cut, random):
 
 def test_other_columns_of_a_matrix_are_checked_at_each_version():
     matrix_64 = torch.arange(64.0).expand(3, 64)
-    columns = checked_columns(64, version=5)
+    columns = choose_columns(64, version=5)
     assert (
         len(columns) == COLUMNS
-        and columns != checked_columns(64, version=6)
-        and checked_columns(3, 1) == [0, 1, 2]
+        and columns != choose_columns(64, version=6)
+        and choose_columns(3, 1) == [0, 1, 2]
     )
-    assert tensor_checksum(matrix_64, 5, torch.float32) == checksum(matrix_64[:, columns])
-    seen = {column for version in range(60) for column in checked_columns(64, version)}
+    assert weight_checksum(matrix_64, 5, torch.float32) == checksum(matrix_64[:, columns])
+    seen = {column for version in range(60) for column in choose_columns(64, version)}
     assert seen == set(range(64))
 
 
@@ -63,9 +63,11 @@ def test_stacked_and_tied_tensors_are_compared_by_their_parts():
     sent = {"a.q.weight": (3, 30), "a.k.weight": (2**63 - 1, 40), "wte.weight": (7, 8)}
     stacked = (["a.q.weight", "a.k.weight"], 3 + (2**63 - 1) - 2**64)
     embedding = (["wte.weight"], 7)
-    compare(sent, {"a.qk.weight": stacked, "wte.weight": embedding, "lm_head.weight": embedding}, 1)
+    compare_checksums(
+        sent, {"a.qk.weight": stacked, "wte.weight": embedding, "lm_head.weight": embedding}, 1
+    )
     with pytest.raises(RunStopped, match="1 of 2 tensors differ, such as lm_head.weight"):
-        compare(
+        compare_checksums(
             {"wte.weight": (7, 8)},
             {"wte.weight": embedding, "lm_head.weight": (["wte.weight"], 9)},
             1,
@@ -89,16 +91,16 @@ def test_checksums_are_read_together_after_the_transfer():
     weights = [(str(number), torch.randn(3, 5)) for number in range(6)]
     checksums = {}
     with Reads() as reads:
-        assert len(list(with_checksums(weights, torch.float32, 1, checksums))) == 6
-        numbers = read_sums(checksums)
+        assert len(list(record_checksums(weights, torch.float32, 1, checksums))) == 6
+        numbers = read_checksums(checksums)
     assert reads.count == 0
     with Reads() as reads:
-        expected = {name: tensor_checksum(tensor, 1, torch.float32) for name, tensor in weights}
+        expected = {name: weight_checksum(tensor, 1, torch.float32) for name, tensor in weights}
     assert (
         reads.count == 6
         and {name: of_matrix for name, (of_matrix, _) in numbers.items()} == expected
     )
-    assert list(numbers) == list(expected) and read_sums({}) == {}
+    assert list(numbers) == list(expected) and read_checksums({}) == {}
 
 
 def test_an_engine_may_keep_the_transpose():
@@ -106,30 +108,30 @@ def test_an_engine_may_keep_the_transpose():
     checksums = {}
     assert [
         name
-        for name, _ in with_checksums(
+        for name, _ in record_checksums(
             [("a", matrix_35), ("b", matrix_35[0])], torch.float32, 1, checksums
         )
     ] == [
         "a",
         "b",
     ]
-    of_transpose = tensor_checksum(matrix_35.T.contiguous(), 1, torch.float32)
-    assert checksums["a"] == (tensor_checksum(matrix_35, 1, torch.float32), of_transpose)
-    compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 30)}, 1)
+    of_transpose = weight_checksum(matrix_35.T.contiguous(), 1, torch.float32)
+    assert checksums["a"] == (weight_checksum(matrix_35, 1, torch.float32), of_transpose)
+    compare_checksums({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 30)}, 1)
     # a part of one and a part of the other are neither
     with pytest.raises(RunStopped, match="such as ab"):
-        compare({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 21)}, 1)
+        compare_checksums({"a": (1, 10), "b": (2, 20)}, {"ab": (["a", "b"], 21)}, 1)
 
 
 def test_tensors_that_were_never_sent_or_are_not_held_differ():
     with pytest.raises(RunStopped, match="such as b"):
-        compare({"a": (1, 1)}, {"a": (["a"], 1), "b": (["b"], 2)}, 1)
+        compare_checksums({"a": (1, 1)}, {"a": (["a"], 1), "b": (["b"], 2)}, 1)
     with pytest.raises(RunStopped, match="such as b"):
-        compare({"a": (1, 1), "b": (2, 2)}, {"a": (["a"], 1)}, 1)
+        compare_checksums({"a": (1, 1), "b": (2, 2)}, {"a": (["a"], 1)}, 1)
 
 
 def test_names_of_the_engines_own_are_said_to_be_unchecked(capsys):
-    compare({"a": (1, 1), "experts.0": (2, 2)}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
+    compare_checksums({"a": (1, 1), "experts.0": (2, 2)}, {"a": (["a"], 1), "w13": (["w13"], 9)}, 1)
     assert (
         "keeps 1 of 2 weights, such as experts.0, under names of its own" in capsys.readouterr().err
     )
@@ -152,8 +154,8 @@ def test_weights_that_an_engine_keeps_in_float32_beside_its_type_are_compared_in
     with torch.no_grad():
         sampler.model.model.norm.weight += 1
     with pytest.raises(RunStopped, match="1 of 27 tensors differ, such as model.norm.weight"):
-        sent = {name: (tensor_checksum(w, 1, torch.bfloat16),) for name, w in weights}
-        compare(sent, sampler.weight_checksums(1), 1)
+        sent = {name: (weight_checksum(w, 1, torch.bfloat16),) for name, w in weights}
+        compare_checksums(sent, sampler.weight_checksums(1), 1)
 
 
 # --- engines with a fault -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from alignment.core.records import SamplingConfig
 from alignment.model.loading import load_config, load_model, load_tokenizer
 from alignment.sampling import vllm_server
-from alignment.sampling.arrival import load_proven, tensor_checksum
+from alignment.sampling.arrival import load_proven, weight_checksum
 from alignment.sampling.pool import SamplerPool, check_completions, open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerLost
 from alignment.sampling.vllm_server import SHAPE, Guard, SamplerWorker, VLLMServerSampler
@@ -68,7 +68,7 @@ class Server(ThreadingHTTPServer):
         if body["method"] == "sampler_checksums":
             (version,) = body["args"]
             held = {
-                name: ([name], tensor_checksum(tensor, version, tensor.dtype))
+                name: ([name], weight_checksum(tensor, version, tensor.dtype))
                 for name, tensor in self.weights[-1].items()
             }
             return {"results": [held]}

@@ -14,10 +14,10 @@ from alignment.system import files
 from alignment.system.errors import in_words
 from alignment.system.files import (
     atomic_folder,
+    guard_library_write,
     write_atomically,
     write_json,
     write_jsonl,
-    written_by_library,
 )
 
 
@@ -52,7 +52,7 @@ def test_files_that_a_library_makes_get_the_mode_that_the_umask_says(tmp_path, u
     tensors = {"a": numpy.zeros(3)}
     save_file(tensors, tmp_path / "alone")
     assert mode(tmp_path / "alone") == 0o600
-    with written_by_library(tmp_path / "file"):
+    with guard_library_write(tmp_path / "file"):
         save_file(tensors, tmp_path / "file")
     with atomic_folder(tmp_path / "model") as building:
         (building / "trainer").mkdir()
@@ -105,13 +105,13 @@ def test_a_full_disk_names_the_file(write, tmp_path, monkeypatch):
     ],
 )
 def test_whatever_a_library_raises_of_the_disk_is_an_os_error_with_the_path(error, said):
-    with pytest.raises(OSError) as caught, written_by_library(Path("/data/run")):
+    with pytest.raises(OSError) as caught, guard_library_write(Path("/data/run")):
         raise error
     assert in_words(caught.value).startswith(said)
 
 
 def test_other_errors_of_a_library_stay_what_they_are():
-    with pytest.raises(KeyError), written_by_library(Path("/data/run")):
+    with pytest.raises(KeyError), guard_library_write(Path("/data/run")):
         raise KeyError
 
 
@@ -122,7 +122,7 @@ def test_the_path_that_is_named_is_the_folders_own_and_not_the_hidden_one(error,
     with (
         pytest.raises(OSError) as caught,
         atomic_folder(tmp_path / "step_000003") as building,
-        written_by_library(building / "weights"),
+        guard_library_write(building / "weights"),
     ):
         raise error
     said = in_words(caught.value)

@@ -104,7 +104,7 @@ def test_a_time_limit_kills_the_child_with_what_it_started(child):
 
 
 def test_a_child_without_grace_is_killed_at_once(child):
-    made = child("hang", log=False, grace_seconds=0)
+    made = child("hang", output="discard", grace_seconds=0)
     made.connection.recv()
     start = time.monotonic()
     made.close()

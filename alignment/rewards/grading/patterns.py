@@ -1,8 +1,9 @@
 r"""Regular expressions over normalised text: what counts as a number, a unit, a sentence, a label.
 
-Text is normalised before any of them sees it (`text.normalise`): runs of white space are one space,
-commands of relations are single signs (≤, ∪, ∞), sizing commands and maths delimiters are gone.
-Long expressions are written with `re.VERBOSE`, where `[ ]` is a space.
+Text is normalised before it is matched (`text.normalise`): a run of white space is one space,
+commands such as \le, \cup and \infty are single signs (≤, ∪, ∞), and sizing commands and maths
+delimiters are gone. Long expressions are written with `re.VERBOSE`, where `[ ]` is a space. Most
+comments begin with examples of what the expression below them matches.
 """
 
 import re
@@ -31,13 +32,14 @@ SCALAR = re.compile(
     re.VERBOSE,
 )
 
-# 1.5 million dollars. Groups: the text before the word, the word, what is counted.
+# 1.5 million dollars. Groups: the number and what is before it, the word, what is counted.
 SCALED = re.compile(rf"(.*(?:{NUMBER.pattern})) ?({_SCALES})s?(?: ([A-Za-z].*))?")
 
-# 0.1666... Groups: sign, digits before the point, digits after it.
+# 0.1666... (decimals without end). Groups: sign, digits before the point, digits after it.
 ENDLESS = re.compile(r"([-+]?)([0-9]*)\.([0-9]{1,60}) ?\.\.\.")
 
-# 101_2; (101)_{two}; 101 (base 2). Groups 1 to 3: digits, base as a subscript, base in words.
+# 101_2; (101)_{two}; 101 (base 2). Groups 1 to 3: digits, the base if it is a subscript, the base
+# if it follows the word "base". A subscript may be said again: 101_2 (base 2).
 # 0x1F. Groups 4 and 5: the letter of the prefix, digits.
 BASED = re.compile(
     r"""
@@ -65,7 +67,8 @@ MINUTES = re.compile(
     re.VERBOSE,
 )
 
-# 7:30:15 pm; 5 o'clock; 12 noon. Groups: hour, minute, second, half of the day, half after that.
+# 7:30:15 pm; 5 o'clock; 12 noon; 5 o'clock pm. Groups: hour, minute, second, the word after them,
+# and "am" or "pm" after that word.
 CLOCK = re.compile(
     r"""
     ([0-9]{1,2}) (?: :([0-9]{2}) )? (?: :([0-9]{2}) )?
@@ -85,12 +88,13 @@ MONEY = re.compile(
 )
 # USD 5. Groups: the code, the amount.
 MONEY_CODE = re.compile(r"(USD|EUR|GBP|INR|Rs\.?) ?([0-9].*)")
-# 18 per day, without its currency. Groups: the amount, what follows it.
+# 18 per day; 2 million. This reads what an amount of money is without its currency. Groups: the
+# amount, what follows it.
 AMOUNT_PER = re.compile(
     r"([-+]? ?[0-9.,]*(?: ?(?:hundred|thousand|million|billion|trillion)\b)?)(.*)"
 )
 
-# 50%; 50 percent of the apples. Groups: the number, the words after the sign.
+# 50%; 50 percent of the apples. Groups: the number, the words after the sign or "percent".
 PERCENT = re.compile(
     r"""
     ([-+]? [^%+*-]* [0-9)}])
@@ -99,7 +103,7 @@ PERCENT = re.compile(
     """,
     re.VERBOSE,
 )
-# Words after a percent sign that change nothing.
+# Words after a percent sign that do not change the answer: 50% chance; 50% of the apples.
 SHARE_WORDS = re.compile(
     r"""
     [ ]
@@ -124,7 +128,7 @@ AMOUNT = re.compile(
 
 # --- units
 
-# One factor of a unit with its power, and the sign after it: cm^2; m *. Groups: name, power.
+# cm^2; m * (one factor of a unit, with the sign before the next factor). Groups: name, power.
 FACTOR = re.compile(
     r"""
     [ ]? ([A-Za-zµΩ°¢£Å\u4e00-\u9fff]+\.?)
@@ -134,9 +138,10 @@ FACTOR = re.compile(
     re.VERBOSE,
 )
 
-# Nouns of numbers, which are no units: 5 sixteenths, 5 twenties, 5 quadrillion.
+# sixteenths; twenties; quadrillion. These are numbers, so "5 sixteenths" has no unit.
 NUMBER_NOUN = re.compile(
     r"""
+    # by the ending: thirteen, twentieth, sixties, hundredth, thousandths, million, billionth
     \w*
     (?:
         teen(?:th)? | tieth | (?:twen|thir|for|fif|six|seven|eigh|nine)tie
@@ -148,9 +153,10 @@ NUMBER_NOUN = re.compile(
     re.VERBOSE,
 )
 
+# cats; boxes; classes. A word in -ss, such as class, is no plural.
 PLURAL = re.compile(r"[a-z]{2,}(?<!s)s|[a-z]{2,}(?:sse|e)s")
 
-# Words that may follow a quantity and change nothing: 5 in total, 5 of the apples.
+# Words after a quantity that do not change the answer: 5 in total; 5 of the apples.
 TRAILING_WORDS = re.compile(
     r"""
     [ ]
@@ -168,10 +174,11 @@ TRAILING_WORDS = re.compile(
 
 ARTICLE = re.compile(r"\b(?:the|an?) (?=\w)")
 
-# Letters of any alphabet, apostrophes, hyphens and spaces.
+# snow-white; o'clock; two words. Letters are those of any alphabet.
 WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
 
-# Products of variables: ab, xy, pqr.
+# ab; xy; pqr. These are products of variables and no words: they have two or three letters, none
+# of them a vowel but y, or their letters stand in order among a to d or x to z.
 LETTER_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")
 
 # (A); A.; the correct option is A. Group: the letter.
@@ -186,7 +193,8 @@ OPTION = re.compile(
 OPTIONS = re.compile(r"\(?[A-J]\)?(?:(?:, ?| ?and |, and | )?\(?[A-J]\)?){1,9}")
 # (B) 12; B: 12. Groups: the letter in brackets, the letter without, the option's text.
 OPTION_TEXT = re.compile(r"(?:(?i:option|choice) )?(?:\(([A-J])\)[:.]?|([A-J])[).:]) ?(?=\S)(.*)")
-# What names one more option in an option's text.
+# (C); B:; and. An option's text with one of these may name a second option. The letter A may be an
+# article, so it counts only with a sign.
 OTHER_OPTION = re.compile(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b")
 
 # So there are 15 ways. Group: the text from the number or formula on.
@@ -202,15 +210,17 @@ SENTENCE = re.compile(
 )
 # The function is odd. Group: the predicate.
 PREDICATE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
-# What may follow the answer in a sentence: every day, for the trip. Groups: the answer, the end,
-# the end's words but the first.
+# 15 every day; 15 for the trip. Groups: the answer, the end of the sentence if there is one, the
+# words of this end after its first.
 SENTENCE_END = re.compile(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?")
-# 1/4 (or 0.25). Groups: the two forms.
+# 1/4 (or 0.25). Groups: the two forms of the answer.
 SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
-# What begins a clause about a free parameter: "x = 2k, where ...", or the clause itself.
+# A clause about a free parameter begins with a word (x = 2k, where k is an integer), or with the
+# parameter or "for integers" (x = 2k, k ∈ ℤ).
 CLAUSE_WORD = re.compile(r"(?:, ?| )(?:where |for |with )")
 CLAUSE_VARIABLE = re.compile(r", ?(?=[a-z] ?∈)| (?=for integers?\b)")
-# ", where k is an integer"; " for k ∈ ℤ". Groups: the parameter's name in either order.
+# The whole clause: ", where k is an integer"; " for integers k". Groups: the name of the parameter
+# if it follows "integer", its name if it comes first.
 CLAUSE = re.compile(
     r"""
     (?:,|[ ])? [ ]?
@@ -231,7 +241,7 @@ ABOUT = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Runs of letters; the group leaves out those of commands.
+# Runs of letters. The group is empty for the name of a command.
 BARE_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 
 
@@ -240,8 +250,8 @@ BARE_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 # x; x_1; \alpha_{12}; y'
 VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{_GREEK}))(?:_\{{?\w{{1,3}}\}}?)?'*")
 
-# The left side of `label = answer`.
 _ARGUMENT = "(?:[a-z]|[0-9]{1,4})"
+# The left side of `label = answer`.
 LABEL = re.compile(
     rf"""
     {VARIABLE.pattern}
@@ -270,7 +280,7 @@ LABEL = re.compile(
 
 # {x | x > 3}. Groups: the variable, the condition.
 SET_BUILDER = re.compile(r"\{ ?([a-z])(?: ?∈ ?ℝ)? ?[|:] ?(.*)\}")
-# Groups: the environment, its content.
+# \begin{pmatrix} 1 & 2 \end{pmatrix}. Groups: the environment, its content.
 MATRIX = re.compile(
     r"""
     \\begin[ ]?\{ ([pbvBV]?matrix|smallmatrix|array) \}
@@ -280,18 +290,19 @@ MATRIX = re.compile(
     """,
     re.VERBOSE,
 )
-# Groups: the label before the environment, its content.
+# f(x) = \begin{cases} ... \end{cases}. Groups: the label before the environment, its content.
 CASES = re.compile(r"(?:([A-Za-z][^=&]{0,12})= ?)?\\begin ?\{cases\}(.*)\\end ?\{cases\}")
 # "if x > 0," in a row of cases. Group: the condition.
 CONDITION = re.compile(r" *(?:(?:if|when|for|where) )?(.*?)[ ,.]*")
 
 
-# --- math-verify
+# --- which texts go to the library math-verify
 
-# What our own grammar reads in some places only, or never.
+# A text goes there only if it has one of these commands, which our own grammar reads in some places
+# only, or never.
 FOREIGN = re.compile(r"\\(?:begin|sum|prod|int|lim)(?![A-Za-z])")
 
-# Empty braces, a sign without an operand at an end, a command without its arguments.
+# A broken formula: empty braces, a sign without an operand at an end, a command without arguments.
 INCOMPLETE = re.compile(
     r"""
     \{[ ]?\}
@@ -301,11 +312,13 @@ INCOMPLETE = re.compile(
     """,
     re.VERBOSE,
 )
+# The sign of any power; a power with a short exponent that is no power or product itself; a power
+# with digits in its exponent (group: the digits).
 POWER = re.compile(r"\^|\*\*")
 SMALL_POWER = re.compile(r"\^ ?(?:[\w∞]|\{ ?-? ?[\w∞]{1,2} ?\})(?! ?[\^*!])")
 EXPONENT = re.compile(r"\^ ?\{? ?-? ?([0-9]+)")
-# Numbers so large that computing with them takes long, and two digits after a \frac, which
-# math-verify misreads.
+# What may take long to compute: large numbers and factorials, binomials of expressions, gamma
+# functions, five roots or more. Also two digits after a \frac, which math-verify misreads.
 LARGE = re.compile(
     r"""
     [0-9]{7}
@@ -317,5 +330,6 @@ LARGE = re.compile(
     """,
     re.VERBOSE,
 )
-# Words, numbers side by side, and signs that mean nothing in a single expression.
+# What no single expression contains: words, numbers side by side, and signs such as ! and ≈. Also
+# numbers of 16 digits.
 UNCLEAR = re.compile(r"""[A-Za-z]{2}|[0-9]{16}|[0-9] +[0-9]|[!'"`:;$%#~?≈∅]|\.\.""")

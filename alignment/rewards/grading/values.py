@@ -1,9 +1,11 @@
 """The values of expression trees, and whether two trees have equal values.
 
-Values are exact fractions as long as everything is rational, and otherwise balls: FLINT's real and
-complex numbers with a rigorous bound on their error (Johansson 2017, "Arb: efficient
-arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput. 66(8)). A ball that
-excludes zero proves a difference. Every size is bounded before it is computed.
+A value is an exact fraction (`fmpq`) as long as everything is rational, and otherwise a ball: a
+real (`arb`) or complex (`acb`) number of FLINT with a rigorous bound on its error (Johansson 2017,
+"Arb: efficient arbitrary-precision midpoint-radius interval arithmetic", IEEE Trans. Comput.
+66(8)). If the difference of two balls excludes zero, their values differ for certain. An argument
+`field` is `arb` or `acb`, the type of all balls in a computation. The size of a number is bounded
+before the number is computed.
 """
 
 import itertools
@@ -29,37 +31,47 @@ from alignment.rewards.grading.expressions import (
 )
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
-# Bits of balls. All threads of the process share this setting: it is set once and never changed.
+# Bits of a ball's number. All threads of the process share this setting, so it is never changed.
 flint.ctx.prec = 1024
 
-NEAR_POINTS = 12  # at most, of numbers below 4, at which expressions with variables are compared
-FAR_POINTS = 400  # at most, further out and around the constants, where the near ones leave it open
-ENOUGH = 3  # points at which both sides are defined and agree
-AGREED = 5  # points after which no more are tried
-LANDMARKS = 8  # at most, constants around which far points are chosen; quotients of half are added
-_SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of far points
-_LARGEST_LANDMARK = Fraction(2) ** 256
-_LANDMARK_DIGITS = 30
-MAX_GAMMAS = 8  # a factorial or binomial of a number that is not whole takes milliseconds
+# Expressions with variables are compared at points, each of which gives every variable a number.
+NEAR_POINTS = 12  # Near points, whose numbers are below 4, come first.
+FAR_POINTS = 400  # So many far points at most follow, if the near ones do not decide.
+MIN_AGREED = 3  # Two expressions are equal if they agree at so many points at least.
+ENOUGH_AGREED = 5  # When they agree at so many, no more points are tried.
+_SIZES = [Fraction(2) ** k for k in (-7, -3, 3, 5, 8, 12, 18)]  # of the numbers of far points
 
-# A difference below this, between values below _LARGE, counts as rounding.
+# Landmarks are the constants in the two expressions, and their quotients. Branches often end at
+# them, as those of |x - 9| do at 9, so far points lie around and between them.
+MAX_LANDMARKS = 8  # So many of the largest constants are used, and quotients of half of these.
+_LARGEST_LANDMARK = Fraction(2) ** 256
+_LANDMARK_DIGITS = 30  # of landmarks that are not rational
+
+# A factorial or binomial of a number that is not whole is computed by the gamma function, which
+# takes milliseconds. More of them than this in one comparison are not computed.
+MAX_GAMMAS = 8
+
+# A difference below `_NEGLIGIBLE` times the larger value counts as rounding. Values below
+# `_NEGLIGIBLE` count as this size, and those above `_LARGE` as that.
 _NEGLIGIBLE = arb(2) ** -250
 _LARGE = arb(2) ** 50
 
+# Divisible by every number of at most MAX_BITS bits that has no prime factors but 2 and 5.
 _POWER_OF_TEN = 10**MAX_BITS
 
 _Value = fmpq | arb | acb
 
 
 def equal_values(a: Node, b: Node) -> bool | None:
-    """Whether two trees have equal values; None where that cannot be decided.
+    """Whether two trees have equal values. None if this cannot be decided, because they are
+    undefined or beyond the bounds.
 
-    That is where they are undefined or out of bounds. Constants are compared once, expressions with
-    variables at random rational points (Schwartz 1980, J. ACM 27(4); Zippel 1979), also negative
-    ones, at which both are defined: distinct rational functions agree at a generic point by
-    accident only, and the real branches of |x|, roots and logarithms differ in sign. Points further
-    out follow where too few of the first ones are in the domain, as for sqrt(x - 9), and where a
-    branch may end far out, as for |x - 9|, which is 9 - x up to there.
+    Constants are compared once. Expressions with variables are compared at random rational points
+    where both are defined (Schwartz 1980, J. ACM 27(4); Zippel 1979): different rational functions
+    agree at a generic point by accident only. Some points are negative, because |x|, roots and
+    logarithms have another branch there. Far points follow in two cases: if too few near points
+    were in the domain, as for sqrt(x - 9), and if a branch may end far out, as for |x - 9|, which
+    is 9 - x below 9.
     """
     pair = ("=", a, b)
     gammas = _count_gammas(pair)
@@ -79,42 +91,45 @@ def equal_values(a: Node, b: Node) -> bool | None:
             return False
         if verdict:
             agreed += 1
-        if agreed == AGREED:
+        if agreed == ENOUGH_AGREED:
             break
 
     has_branches = _has_branches(a) or _has_branches(b)
-    if agreed == AGREED and not has_branches:
+    if agreed == ENOUGH_AGREED and not has_branches:
         return True
     landmarks = _landmarks(a, b)
-    most_branches = 0
+    required_points = 0
     if has_branches:
-        # At the landmarks, floors step. Many a pair agrees there and nowhere else, so they prove
-        # differences alone.
+        # The steps of floors are often at landmarks, so a difference may show there alone. But
+        # agreement proves nothing: many different expressions agree at landmarks and nowhere else.
         for point in _points_at(landmarks, names):
             if _equal_at(a, b, point, field) is False:
                 return False
-        # Far points begin with one of every size, between all landmarks, and beyond the outermost.
-        most_branches = 2 * len(_SIZES) + len(landmarks) + 1
+        # Every branch must be met, however many points agree. With one variable, the first far
+        # points do this: one of every size and sign, one between any two neighbouring landmarks,
+        # and one beyond either end.
+        required_points = 2 * len(_SIZES) + len(landmarks) + 1
 
-    most_points = FAR_POINTS
+    max_points = FAR_POINTS
     if gammas:
-        most_points = NEAR_POINTS
-    far_points = itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), most_points)
+        max_points = NEAR_POINTS
+    far_points = itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), max_points)
     for k, point in enumerate(far_points):
-        if agreed >= AGREED and k >= most_branches:
+        if agreed >= ENOUGH_AGREED and k >= required_points:
             break
         verdict = _equal_at(a, b, point, field)
         if verdict is False:
             return False
         if verdict:
             agreed += 1
-    if agreed >= ENOUGH:
+    if agreed >= MIN_AGREED:
         return True
     return None
 
 
 def _count_gammas(node: Node) -> int:
-    """The number of factorials and binomials with a variable in them."""
+    """The number of factorials and binomials with a variable in them, which the gamma function
+    computes."""
     count = 0
     for tree in subtrees(node):
         if isinstance(tree, tuple) and tree[0] in ("!", "binom") and variables(tree):
@@ -123,8 +138,8 @@ def _count_gammas(node: Node) -> int:
 
 
 def _has_branches(node: Node) -> bool:
-    """Whether a tree is made of different analytic pieces on the two sides of some place, which may
-    be anywhere."""
+    """Whether a tree may be one analytic function on one side of some point, and another one on the
+    other side, as |x - 9| is at 9."""
     for tree in subtrees(node):
         if not isinstance(tree, tuple) or not variables(tree):
             continue
@@ -136,8 +151,8 @@ def _has_branches(node: Node) -> bool:
 
 
 def real_value(node: Node) -> arb:
-    """The value of a constant tree. Raises `Refused` where it is not a real number within
-    bounds."""
+    """The value of a tree without variables. Raises `Refused` if this is not a real number within
+    the bounds."""
     if variables(node) or "i" in subtrees(node):
         raise Refused("not a real constant")
     value = _evaluate(node, {}, arb)
@@ -147,10 +162,10 @@ def real_value(node: Node) -> arb:
 
 
 def rounded_value(node: Node) -> Decimal:
-    """`real_value` to 200 digits, which equal values share.
+    """`real_value`, rounded to 200 digits, which are the same for trees of equal value.
 
-    More digits may be lost where large numbers cancel. Raises `Refused` also where the value is not
-    known to 210 digits, or is beyond the exponents of decimal numbers.
+    Raises `Refused` also if the value is not known to 210 digits, because large numbers cancel in
+    it, or if its exponent is too large for a decimal number.
     """
     ball = real_value(node)
     size = abs(ball.mid())
@@ -164,7 +179,8 @@ def rounded_value(node: Node) -> Decimal:
 
 
 def terminates(node: Node) -> bool:
-    """Whether a rational value has a last decimal; true where it is beyond the bounds."""
+    """Whether a tree is rational and its decimal expansion ends; true also for a rational tree
+    whose value is beyond the bounds."""
     if not is_rational(node):
         return False
     with suppress(Refused, ArithmeticError):
@@ -175,7 +191,8 @@ def terminates(node: Node) -> bool:
 
 
 def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
-    """Whether a constant is within half a unit of the last place of a decimal number.
+    """Whether a constant differs from `rounded`, a number with so many decimals, by less than half
+    a unit of its last decimal.
 
     Raises `Refused` as `real_value` does.
     """
@@ -184,8 +201,8 @@ def rounds_to(value: Node, rounded: Node, decimals: int) -> bool:
 
 
 def proportional(a: Node, b: Node, positive: bool = False) -> bool:
-    """Whether two trees with variables differ by a constant factor, with `positive` by a positive
-    one."""
+    """Whether two trees with variables differ by a constant factor, which must be positive if
+    `positive` is set."""
     names = sorted(variables(a) | variables(b))
     if not names:
         return False
@@ -194,6 +211,7 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     points = itertools.chain(
         _points(names, seed=repr((a, b))), itertools.islice(far_points, FAR_POINTS)
     )
+    # The quotient at one point is the factor, if there is one.
     if "i" in subtrees(quotient):
         if positive:
             return False
@@ -201,7 +219,7 @@ def proportional(a: Node, b: Node, positive: bool = False) -> bool:
     for point in points:
         factor = _evaluate(quotient, point, arb)
         if factor is None or isinstance(factor, acb):
-            continue  # a side is undefined at this point
+            continue  # The quotient is undefined at this point.
         if not positive:
             factor = abs(factor)
         if not factor > 0:
@@ -220,9 +238,11 @@ def substitute(node: Node, point: Mapping[str, Node]) -> Node:
 
 
 def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
-    """Rational points by a seed that no answer can foresee.
+    """The near points, of random rational numbers. The seed is the pair of expressions, so that no
+    answer can be written to agree at its own points.
 
-    Half of them are positive, a quarter negative, and values are below and above one in turn.
+    A number is between 1/4 and 1, or between 1 and 4. Half of the points have positive numbers
+    only, and a quarter negative ones only.
     """
     rng = random.Random(seed)
     for k in range(NEAR_POINTS):
@@ -230,14 +250,16 @@ def _points(names: list[str], seed: str) -> Iterator[dict[str, Fraction]]:
         signs = [_sign_of_point(k, rng) for _ in names]
         point = {}
         for j, name in enumerate(names):
-            # Every value is below one, and its inverse above.
+            # Every value is below one, and its inverse above. They take turns: from variable to
+            # variable, and after every two points.
             exponent = (-1) ** (j + k // 2)
             point[name] = signs[j] * values[j] ** exponent
         yield point
 
 
 def _sign_of_point(k: int, rng: random.Random) -> int:
-    """Of every four points two are positive, one has any signs, and one is negative."""
+    """The sign of a variable at near point `k`. Of every four points, two have positive signs, one
+    has random signs, and one has negative signs."""
     if k % 2 == 0:
         return 1
     if k % 4 == 1:
@@ -246,9 +268,8 @@ def _sign_of_point(k: int, rng: random.Random) -> int:
 
 
 def _points_at(landmarks: list[Fraction], names: list[str]) -> Iterator[dict[str, Fraction]]:
-    """As many points as landmarks, with every variable at a different one.
-
-    Variables share landmarks where there are fewer of these.
+    """As many points as there are landmarks. At each point every variable is at another landmark,
+    if there are no more variables than landmarks.
     """
     for k in range(len(landmarks)):
         yield {name: landmarks[(k + j) % len(landmarks)] for j, name in enumerate(names)}
@@ -257,10 +278,11 @@ def _points_at(landmarks: list[Fraction], names: list[str]) -> Iterator[dict[str
 def _far_points(
     names: list[str], landmarks: list[Fraction], seed: str
 ) -> Iterator[dict[str, Fraction]]:
-    """Points without end, in rounds.
+    """The far points, in rounds without end.
 
-    In a round every variable takes every far value. Several variables take them in orders of their
-    own, and in every second round in the same one, so that all are small, or large, at once.
+    In one round each variable takes every number of `_far_values`. In the first round and every
+    second one after it, each variable takes them in a random order of its own. In the other rounds
+    all variables take them in the same order, so that all are small, or large, at once.
     """
     rng = random.Random(seed)
     for round_number in itertools.count():
@@ -273,45 +295,47 @@ def _far_points(
 
 
 def _far_values(landmarks: list[Fraction], rng: random.Random) -> list[Fraction]:
-    """A number of every size with either sign, one between any two neighbouring landmarks, one
-    beyond the lowest and one beyond the highest, then numbers close to each of them."""
+    """Random numbers: one of every size and sign, one between any two neighbouring landmarks, one
+    below the lowest and one above the highest, then four close to each landmark."""
 
-    def share() -> Fraction:
+    def proper_fraction() -> Fraction:
+        """A random number between 0.1 and 0.9."""
         return Fraction(rng.randrange(51, 449), 503)
 
     values = []
     for size in _SIZES:
-        values += [sign * (1 + share()) * size for sign in (1, -1)]
-    values += [low + share() * (high - low) for low, high in itertools.pairwise(landmarks)]
-    values += [(1 + share()) * end for end in (landmarks[0], landmarks[-1])]
+        values += [sign * (1 + proper_fraction()) * size for sign in (1, -1)]
+    neighbours = itertools.pairwise(landmarks)
+    values += [low + proper_fraction() * (high - low) for low, high in neighbours]
+    values += [(1 + proper_fraction()) * end for end in (landmarks[0], landmarks[-1])]
     for reach in (Fraction(1, 3), Fraction(1)):
         for sign in (1, -1):
-            values += [landmark + sign * reach * share() for landmark in landmarks]
+            values += [landmark + sign * reach * proper_fraction() for landmark in landmarks]
     return values
 
 
 def _landmarks(a: Node, b: Node) -> list[Fraction]:
-    """The real constants of two trees, their quotients, both with either sign, and -1, 0, 1; in
-    order.
+    """The sorted landmarks of two trees: the largest real constants in them, quotients of these,
+    1, all of these with the opposite sign, and 0.
 
-    Those that are not rational are rounded to `_LANDMARK_DIGITS` digits.
+    A constant that is not rational is rounded to `_LANDMARK_DIGITS` digits.
     """
-    constants: list[Fraction] = []
+    constant_sizes: list[Fraction] = []
     for constant in (*_constants(a), *_constants(b)):
         size = _size(constant)
-        if size and size not in constants:
-            constants.append(size)
-    constants = sorted(constants, reverse=True)[:LANDMARKS]
-    largest = constants[: LANDMARKS // 2]
+        if size and size not in constant_sizes:
+            constant_sizes.append(size)
+    constant_sizes = sorted(constant_sizes, reverse=True)[:MAX_LANDMARKS]
+    largest = constant_sizes[: MAX_LANDMARKS // 2]
     quotients = [top / bottom for top, bottom in itertools.permutations(largest, 2)]
-    sizes = {Fraction(1), *constants, *quotients}
+    sizes = {Fraction(1), *constant_sizes, *quotients}
     opposites = {-size for size in sizes}
     return sorted({Fraction(0), *sizes, *opposites})
 
 
 def _size(constant: Node) -> Fraction | None:
-    """The absolute value of a tree without variables; None where it is none, or beyond
-    `_LARGEST_LANDMARK`."""
+    """The absolute value of a tree without variables; None if this is not a real number, or not
+    below `_LARGEST_LANDMARK`."""
     value = _evaluate(constant, {}, arb)
     if isinstance(value, fmpq):
         size = abs(Fraction(int(value.numerator), int(value.denominator)))
@@ -325,7 +349,7 @@ def _size(constant: Node) -> Fraction | None:
 
 
 def _constants(node: Node) -> list[Node]:
-    """The largest subtrees without a variable."""
+    """The constants of a tree: the subtrees without a variable that are in no larger one."""
     if not variables(node):
         return [node]
     constants = []
@@ -336,10 +360,10 @@ def _constants(node: Node) -> list[Node]:
 
 
 def _equal_at(a: Node, b: Node, point: Mapping[str, Fraction], field: type) -> bool | None:
-    """Whether two trees have equal values at a point; None where a side is undefined or its error
-    too large.
+    """Whether two trees have equal values at a point; None if one is undefined, or if the bounds on
+    the errors are too large to decide.
 
-    Both verdicts are proved, an equality up to 2^-250 of the values' size.
+    False is proved. True is proved up to a difference that `_NEGLIGIBLE` allows.
     """
     at_a = _evaluate(a, point, field)
     if at_a is None:
@@ -361,7 +385,7 @@ def _equal_at(a: Node, b: Node, point: Mapping[str, Fraction], field: type) -> b
 
 
 def _evaluate(node: Node, point: Mapping[str, Fraction], field: type) -> _Value | None:
-    """The value at a point; None where it is undefined in the field or beyond the bounds."""
+    """The value of a tree at a point; None if it is undefined in the field or beyond the bounds."""
     try:
         return _value(node, point, field)
     except (Refused, ArithmeticError, OverflowError):
@@ -369,6 +393,8 @@ def _evaluate(node: Node, point: Mapping[str, Fraction], field: type) -> _Value 
 
 
 def _value(node: Node, point: Mapping[str, Fraction], field: type) -> _Value:
+    """The value of a tree at a point. Raises `Refused`, ArithmeticError or OverflowError if it is
+    undefined in the field, or beyond the bounds."""
     if isinstance(node, str):
         if node not in point:
             return _constant(node, field)
@@ -416,9 +442,10 @@ def _function(name: str) -> Callable[..., _Value]:
 
 
 def _power(field: type, base: _Value, exponent: _Value) -> _Value:
-    """The real power where there is one: (-8)^(1/3) is -2.
+    """The real power if there is one: (-8)^(1/3) is -2.
 
-    A negative base takes any rational exponent with an odd denominator.
+    A negative base has a real power if the exponent is a fraction with an odd denominator: that of
+    its absolute value, with a minus sign if the numerator is odd too.
     """
     if base == 0:
         if not (isinstance(exponent, fmpq) and exponent > 0):
@@ -441,12 +468,14 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
 
 
 def _factorial(field: type, x: _Value) -> _Value:
+    """x!, which is gamma(x + 1) if x is not whole."""
     if isinstance(x, fmpq) and x.denominator == 1:
-        # 4000! takes 0.1 ms, and what a binomial makes of it may be within MAX_BITS
+        # 4000! has more than MAX_BITS bits, but takes 0.1 ms only, and a binomial may divide it by
+        # a number of its size.
         if not 0 <= x <= 4000:
             raise Refused("too large, or undefined")
         number = int(x.numerator)
-        # The stub takes the static method for one of an instance.
+        # The type stub wrongly declares this static method as one of an instance.
         return fmpq(fmpz.fac_ui(number))  # pyright: ignore[reportArgumentType]
     if not field(x).abs_upper() < 1000:
         raise Refused("too large")
@@ -458,6 +487,7 @@ def _binomial(field: type, n: _Value, k: _Value) -> _Value:
 
 
 def _rounded(name: str, field: type, x: _Value) -> _Value:
+    """The floor or ceiling of a real number, by its name in FLINT."""
     if field is acb and not isinstance(x, fmpq):
         raise Refused("not real")
     return type(x)(getattr(x, name)())
