@@ -9,31 +9,35 @@ from alignment.system.registry import did_you_mean
 
 
 def command_names() -> list[str]:
-    """The modules beside this one that are run."""
-    files = Path(__file__).parent.glob("[!_]*.py")
-    return sorted(
-        file.stem for file in files if "\n    run_command(main)" in file.read_text(encoding="utf-8")
-    )
+    """The modules beside this one that are run, sorted."""
+    names = []
+    for file in Path(__file__).parent.glob("[!_]*.py"):
+        # importing them all would load torch
+        if "\n    run_command(main)" in file.read_text(encoding="utf-8"):
+            names.append(file.stem)
+    return sorted(names)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the command imports, as with `python -m`
-    names, words = command_names(), sys.argv[1:]
+    names = command_names()
+    words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(
             "usage: alignment COMMAND [flags], or alignment COMMAND --help. Commands:"
             f" {', '.join(names)}"
         )
         return
-    if words[0] not in names:
-        near = did_you_mean(words[0], names)
+    command = words[0]
+    if command not in names:
+        near = did_you_mean(command, names)
         print(
-            f"error: {words[0]}: there is no such command; choose one of {', '.join(names)}{near}",
+            f"error: {command}: there is no such command; choose one of {', '.join(names)}{near}",
             file=sys.stderr,
         )
         sys.exit(2)
     del sys.argv[0]
-    runpy.run_module(f"alignment.{words[0]}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"alignment.{command}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

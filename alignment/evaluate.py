@@ -42,32 +42,20 @@ def __getattr__(name: str):
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    run_folder = Path(args.model).expanduser()
-    models = [
-        str(f)
-        for f in (*sorted(run_folder.glob("step_*")), run_folder / "final")
-        if (f / "config.json").is_file()
-    ]
-    models = args.compare or models or (args.model,)
-    for name in args.eval_tasks:
-        find("--eval_tasks", name, benchmarks.BENCHMARKS)
-    paths = {
-        name: f"{benchmarks.__name__}:{name}" if name in benchmarks.BENCHMARKS else name
-        for name in args.eval_tasks
-    }
-    tasks = {
-        name: dataclasses.replace(args, task=path, eval_tasks=()) for name, path in paths.items()
-    } or {args.task: args}
+    models = models_of(args)
+    tasks = arguments_by_task(args)
     roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
-    for of_task in tasks.values():
-        task = check(of_task)
-        check_rules(of_task, task, check_test_split(task, args.dataset_path, args.max_problems))
+    for task_args in tasks.values():
+        task = check(task_args)
+        problems = check_test_split(task, args.dataset_path, args.max_problems)
+        check_rules(task_args, task, problems)
     console = make_console()
-    for rule in {of_task.evaluation_rule for of_task in tasks.values()} - {args.reward}:
-        if args.reward != EvaluateArgs.reward:
+    if args.reward != EvaluateArgs.reward:
+        rules = {task_args.evaluation_rule for task_args in tasks.values()}
+        for rule in rules - {args.reward}:
             console.print(
                 f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False
             )
@@ -82,10 +70,37 @@ def main() -> None:
     if args.preview:
         from alignment.preview import preview_problems
 
-        for of_task in tasks.values():
-            preview_problems(of_task, models[0])
+        for task_args in tasks.values():
+            preview_problems(task_args, models[0])
         return
     evaluate_and_report(args, models, tasks, console)
+
+
+def models_of(args: EvaluateArgs) -> Sequence[str]:
+    """The models to evaluate: those of --compare, else the checkpoints and the final model of a
+    run's folder, else --model itself."""
+    if args.compare:
+        return args.compare
+    run_folder = Path(args.model).expanduser()
+    folders = [*sorted(run_folder.glob("step_*")), run_folder / "final"]
+    models = [str(folder) for folder in folders if (folder / "config.json").is_file()]
+    return models or (args.model,)
+
+
+def arguments_by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
+    """The arguments for each of --eval_tasks, else for --task. Raises `UserError` for an unknown
+    task."""
+    for name in args.eval_tasks:
+        find("--eval_tasks", name, benchmarks.BENCHMARKS)
+    if not args.eval_tasks:
+        return {args.task: args}
+    tasks = {}
+    for name in args.eval_tasks:
+        path = name
+        if name in benchmarks.BENCHMARKS:
+            path = f"{benchmarks.__name__}:{name}"
+        tasks[name] = dataclasses.replace(args, task=path, eval_tasks=())
+    return tasks
 
 
 def evaluate_and_report(
@@ -94,9 +109,14 @@ def evaluate_and_report(
     """Evaluate each model, write the run's folder and print the results. Where a signal, a lost
     sampler or a full disk ends it, what was evaluated is printed all the same, and written as far
     as it can be, but for the summary of a finished one."""
-    names = ["compare" if args.compare else "evaluate", *map(label, args.compare or (args.model,))]
+    names = ["evaluate", label(args.model)]
+    if args.compare:
+        names = ["compare", *map(label, args.compare)]
     default = "_".join([*names, *tasks])
-    run, rows, groups, stop = None, [], [], None
+    run = None
+    rows = []
+    groups = []
+    stop = None
     try:
         with closing(evaluate_models(args, models, tasks, console)) as evaluations:
             for model, task, evaluation in evaluations:
@@ -115,8 +135,9 @@ def evaluate_and_report(
         stop = error
     if rows:
         print_evaluations(args, rows, console)
-    is_whole = len(rows) == len(models) * len(tasks) and not any("left_out" in row for row in rows)
-    if is_whole and not isinstance(stop, OSError):
+    has_all_rows = len(rows) == len(models) * len(tasks)
+    is_complete = has_all_rows and not any("left_out" in row for row in rows)
+    if is_complete and not isinstance(stop, OSError):
         write_report(args, tasks, path, rows, groups, console)
     if run is not None:
         run.close()
@@ -173,16 +194,24 @@ def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
     """Print one table, and how much of what was to be evaluated it holds, where that is not all."""
     from alignment.evaluation import accuracy
 
-    accuracy.print_table(rows, benchmarks.ENTRIES if args.eval_tasks else {}, console)
+    accuracy.print_table(rows, entries_of(args), console)
     for row in rows:
-        if left_out := row.get("left_out"):
-            of_all = f"the first {row['problems']} of {row['problems'] + left_out} problems"
+        left_out = row.get("left_out")
+        if left_out:
             console.print(
-                f"stopped: {row['model']} was evaluated on {of_all}",
+                f"stopped: {row['model']} was evaluated on the first {row['problems']} of"
+                f" {row['problems'] + left_out} problems",
                 style="yellow",
                 markup=False,
                 soft_wrap=True,
             )
+
+
+def entries_of(args: EvaluateArgs) -> Mapping[str, Any]:
+    """What is published of the benchmarks, where the tasks are named as such."""
+    if args.eval_tasks:
+        return benchmarks.ENTRIES
+    return {}
 
 
 def write_report(
@@ -197,20 +226,26 @@ def write_report(
     shapes."""
     from alignment.evaluation import accuracy
 
-    entries = benchmarks.ENTRIES if args.eval_tasks else {}
     if args.compare:
         comparison = accuracy.paired_difference(*groups)
-        difference = {"difference": comparison.difference, "interval": comparison.interval}
-        write_json(path / "summary.json", {"compare": args.compare, **difference})
-        accuracy.write_comparison(comparison, list(map(label, args.compare)), path, console)
-    else:
-        write_json(path / "summary.json", {"evaluations": rows} if len(rows) > 1 else rows[0])
-        rules = {name: of_task.evaluation_rule for name, of_task in tasks.items()}
-        accuracy.write_results(
-            path,
-            rows,
-            {"args": vars(args), "rules": rules, "versions": versions(), "entries": entries},
-        )
+        summary = {
+            "compare": args.compare,
+            "difference": comparison.difference,
+            "interval": comparison.interval,
+        }
+        write_json(path / "summary.json", summary)
+        names = [label(model) for model in args.compare]
+        accuracy.write_comparison(comparison, names, path, console)
+        return
+    summary = {"evaluations": rows} if len(rows) > 1 else rows[0]
+    write_json(path / "summary.json", summary)
+    settings = {
+        "args": vars(args),
+        "rules": {name: task_args.evaluation_rule for name, task_args in tasks.items()},
+        "versions": versions(),
+        "entries": entries_of(args),
+    }
+    accuracy.write_results(path, rows, settings)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ model, or a file):
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +47,23 @@ SET_BY_PIPELINE = {
     "sft": {"sft_base"},
     "train_rl": {"run_name", "resume"},
 }
-COLUMNS = {  # Heading -> the cell, from an evaluation's record.
+# heading -> the cell, from an evaluation's record
+COLUMNS = {
     "stage": "{stage}",
     "accuracy": "{avg_all_rewards:.3f}",
     "95 %": "{avg_all_rewards_ci[0]:.3f} .. {avg_all_rewards_ci[1]:.3f}",
     "format": "{avg_format_rewards:.3f}",
     "tokens": "{response_length:.1f}",
 }
+
+
+class Output(NamedTuple):
+    """What a stage writes: its `result`, and `done`, a path that exists once it has ended well;
+    and the arguments that make it write there."""
+
+    result: Path
+    done: Path
+    arguments: Mapping[str, object]
 
 
 class Stage(NamedTuple):
@@ -81,95 +91,107 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     for name, table in tables.items():
         place = f"--file {file}: stage {name}"
         command = _checked_command(name, table, place)
-        given = {
-            key: _filled(value, results, place)
-            for key, value in {**shared, **table}.items()
-            if key != "command"
-        }
-        made = _stages(name, command, given, folder, place)
-        stages += made
-        results[name] = made[0].result
+        arguments: dict[str, object] = {}
+        for key, value in {**shared, **table}.items():
+            if key != "command":
+                arguments[key] = _fill_in_results(value, results, place)
+        stage, *evaluations = _make_stages(name, command, arguments, folder, place)
+        stages += [stage, *evaluations]
+        results[name] = stage.result
     return stages
 
 
 def _checked_command(name: str, table: object, place: str) -> str:
     """The command of a stage. Raises `UserError` for a bad name, another command, or an argument
     that the pipeline sets."""
-    plain = (
-        re.fullmatch(r"\w[\w-]*", name) and name != "logs" and not name.startswith("evaluation_of_")
-    )
-    if not plain or not isinstance(table, dict):
+    is_reserved = name == "logs" or name.startswith("evaluation_of_")
+    is_plain = re.fullmatch(r"\w[\w-]*", name) and not is_reserved
+    if not is_plain or not isinstance(table, dict):
         raise UserError(
             f"{place}: must be a table with a plain name, neither logs nor evaluation_of_..."
         )
-    if (command := table.get("command")) not in COMMANDS:
+    command = table.get("command")
+    if command not in COMMANDS:
         raise UserError(f"{place}: command {command!r}: must be one of {', '.join(COMMANDS)}")
-    if taken := table.keys() & (SET_BY_PIPELINE[command] | {"output_dir"}):
+    taken = table.keys() & (SET_BY_PIPELINE[command] | {"output_dir"})
+    if taken:
         raise UserError(f"{place}: {', '.join(sorted(taken))}: the pipeline sets it itself")
     return command
 
 
-def _stages(
-    name: str, command: str, given: Mapping[str, object], folder: Path, place: str
+def _make_stages(
+    name: str, command: str, arguments: Mapping[str, object], folder: Path, place: str
 ) -> list[Stage]:
     """The stage and, where it makes a model, the evaluation of that model."""
-    model, file, evaluation = folder / name, folder / f"{name}.jsonl", f"evaluation_of_{name}"
-    result, done, own = {
-        "rejection_sample": (file, file, {"output": str(file)}),
-        "sft": (model, model, {"sft_base": str(model)}),
-        "train_rl": (model / "final", model / "summary.json", {"run_name": name}),
-    }[command]
-    stage = Stage(
-        name, command, _checked_flags(command, {**given, **own}, folder, place), str(result), done
-    )
+    output = _output_of(name, command, folder)
+    flags = _checked_flags(command, {**arguments, **output.arguments}, folder, place)
+    stage = Stage(name, command, flags, str(output.result), output.done)
     if command == "rejection_sample":
         return [stage]
-    shared = {
-        key: value
-        for key, value in given.items()
-        if key in EvaluateArgs.__dataclass_fields__ and key != "sft_base"
+    evaluation_name = f"evaluation_of_{name}"
+    evaluation_arguments = {
+        key: value for key, value in arguments.items() if key in EvaluateArgs.__dataclass_fields__
     }
-    if shared.get("reward") not in RULES:
-        shared.pop("reward", None)  # an evaluation scores by a rule: here the task's own
-    flags = _checked_flags(
-        "evaluate", {**shared, "model": str(result), "run_name": evaluation}, folder, place
+    evaluation_arguments.pop("sft_base", None)
+    if evaluation_arguments.get("reward") not in RULES:
+        # an evaluation scores by a rule: here the task's own
+        evaluation_arguments.pop("reward", None)
+    evaluation_arguments["model"] = stage.result
+    evaluation_arguments["run_name"] = evaluation_name
+    evaluation = Stage(
+        evaluation_name,
+        "evaluate",
+        _checked_flags("evaluate", evaluation_arguments, folder, place),
+        stage.result,
+        folder / evaluation_name / "summary.json",
     )
-    return [
-        stage,
-        Stage(evaluation, "evaluate", flags, str(result), folder / evaluation / "summary.json"),
-    ]
+    return [stage, evaluation]
 
 
-def _filled(value: object, results: Mapping[str, str], place: str) -> object:
+def _output_of(name: str, command: str, folder: Path) -> Output:
+    """Where the stage of that name writes."""
+    if command == "rejection_sample":
+        file = folder / f"{name}.jsonl"
+        return Output(file, file, {"output": str(file)})
+    model = folder / name
+    if command == "sft":
+        return Output(model, model, {"sft_base": str(model)})
+    return Output(model / "final", model / "summary.json", {"run_name": name})
+
+
+def _fill_in_results(value: object, results: Mapping[str, str], place: str) -> object:
     """A flag's value with the results of earlier stages in place of `{name}`. Raises `UserError`
     for an unknown name."""
     if isinstance(value, list):
-        return [_filled(item, results, place) for item in value]
+        return [_fill_in_results(item, results, place) for item in value]
     if not isinstance(value, str):
         return value
-    if unknown := [name for name in re.findall(r"\{(\w[\w-]*)\}", value) if name not in results]:
-        raise UserError(
-            f"{place}: {{{unknown[0]}}} is no earlier stage (there are:"
-            f" {', '.join(results) or 'none'})"
-        )
-    return re.sub(r"\{(\w[\w-]*)\}", lambda match: results[match[1]], value)
+
+    def result(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in results:
+            earlier = ", ".join(results) or "none"
+            raise UserError(f"{place}: {{{name}}} is no earlier stage (there are: {earlier})")
+        return results[name]
+
+    return re.sub(r"\{(\w[\w-]*)\}", result, value)
 
 
 def _checked_flags(
-    command: str, given: Mapping[str, object], folder: Path, place: str
+    command: str, arguments: Mapping[str, object], folder: Path, place: str
 ) -> tuple[str, ...]:
     """The flags of a stage. Raises `UserError` where the stage's command would refuse them."""
     cls = COMMANDS.get(command, EvaluateArgs)
-    if unknown := [key for key in given if key not in cls.__dataclass_fields__]:
+    unknown = [key for key in arguments if key not in cls.__dataclass_fields__]
+    if unknown:
         raise UserError(f"{place}: {command} has no argument {unknown[0]}")
-    flags = flags_of({**given, "output_dir": str(folder)})
+    flags = flags_of({**arguments, "output_dir": str(folder)})
     try:
         parse(cls, flags)
-    except (UserError, SystemExit) as error:
-        raise UserError(
-            f"{place}:"
-            f" {error if isinstance(error, UserError) else 'a value is malformed (see above)'}"
-        ) from None
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    except SystemExit:
+        raise UserError(f"{place}: a value is malformed (see above)") from None
     return tuple(flags)
 
 
@@ -180,19 +202,16 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
         if stage.done.exists():
             console.print(f"{number} of {len(stages)}, {stage.name}: done already", markup=False)
             continue
-        resumed = (
-            ("--resume",)
-            if stage.command == "train_rl" and (folder / stage.name / "args.json").exists()
-            else ()
-        )
+        flags = stage.flags
+        if stage.command == "train_rl" and (folder / stage.name / "args.json").exists():
+            flags = (*flags, "--resume")
         if stage.command == "evaluate":
             # the folder of a stopped evaluation, which cannot resume
             shutil.rmtree(folder / stage.name, ignore_errors=True)
         log = folder / "logs" / f"{stage.name}.log"
-        with console.status(
-            Text(f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})")
-        ):
-            process = start_command(f"alignment.{stage.command}", (*stage.flags, *resumed), log)
+        status = f"{number} of {len(stages)}, {stage.name}: {stage.command} (its output: {log})"
+        with console.status(Text(status)):
+            process = start_command(f"alignment.{stage.command}", flags, log)
             try:
                 process.wait()
             finally:  # also where a signal ends the wait
@@ -221,28 +240,27 @@ def main() -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with lock_run_folder(folder):
-        file, facts = (
-            folder / "pipeline.json",
-            {"stages": [[s.name, s.command, *s.flags] for s in stages]},
-        )
-        if file.exists() and read_json(file) != facts:
+        file = folder / "pipeline.json"
+        description = {"stages": [[stage.name, stage.command, *stage.flags] for stage in stages]}
+        if file.exists() and read_json(file) != description:
             raise UserError(f"{folder} holds a pipeline of other stages; give another --run_name")
-        write_json(file, facts)
+        write_json(file, description)
         run(stages, folder, console)
-    evaluations = [stage for stage in stages if stage.command == "evaluate"]
-    records = [
-        {"stage": s.name.removeprefix("evaluation_of_"), "model": s.result, **read_json(s.done)}
-        for s in evaluations
-    ]
-    rows = [[cell.format_map(record) for cell in COLUMNS.values()] for record in records]
-    console.print(
-        make_table(
-            f"{folder.name}: accuracy after each stage",
-            tuple(COLUMNS),
-            rows,
-            numbers=tuple(COLUMNS)[1:],
-        )
-    )
+    summarise([stage for stage in stages if stage.command == "evaluate"], folder, console)
+
+
+def summarise(evaluations: Sequence[Stage], folder: Path, console: Console) -> None:
+    """Print a table of the evaluations, and write their records to summary.json."""
+    records = []
+    rows = []
+    for stage in evaluations:
+        name = stage.name.removeprefix("evaluation_of_")
+        record = {"stage": name, "model": stage.result, **read_json(stage.done)}
+        records.append(record)
+        rows.append([cell.format_map(record) for cell in COLUMNS.values()])
+    headings = tuple(COLUMNS)
+    title = f"{folder.name}: accuracy after each stage"
+    console.print(make_table(title, headings, rows, numbers=headings[1:]))
     write_json(folder / "summary.json", records)
 
 

@@ -5,9 +5,15 @@ uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100
 run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8
 --gpu_memory 24"""
 
+from __future__ import annotations
+
 import dataclasses
 import shlex
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.builders.checks import check_processes, roles_of
@@ -19,6 +25,10 @@ from alignment.system.errors import run_command
 from alignment.system.files import fill_template, write_json
 from alignment.system.terminal import make_console, make_table
 
+if TYPE_CHECKING:
+    from alignment.builders.prediction import Prediction
+    from alignment.model.shape import ModelShape
+
 
 def main() -> None:
     args = parse(PlanArgs)
@@ -29,34 +39,35 @@ def main() -> None:
     # Here, because it loads torch: mistakes are reported first.
     from alignment.builders.prediction import calibrate, duration, predict, ranked, remedies, span
 
-    run, console = configuration(RLArgs, args), make_console()
+    run = configuration(RLArgs, args)
+    console = make_console()
     prediction = predict(run, *hardware[:3])
     known = calibrate(args.calibrate, prediction.step.itemsize)
-    where = args.hardware or ("this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs")
-    several = f", on each of {hardware.machines} machines" * (
-        hardware.machines > 1 and not args.hardware
-    )
-    print_placement(
-        prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console
-    )
-    seconds, best = (
-        duration(prediction, hardware, known),
-        ranked(run, hardware, known) if args.best else [],
-    )
+    print_placement(prediction, title_of(args, hardware, prediction.kind), console)
+    seconds = duration(prediction, hardware, known)
+    best = []
+    if args.best:
+        best = ranked(run, hardware, known)
+    dollars = None
+    if args.price:
+        dollars = [args.price * hours for hours in seconds["gpu_hours"]]
+    peaks = []
+    for peak in prediction.peaks:
+        peaks.append(dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)})
     facts = {
         "run": vars(prediction.run),
         "machine": hardware._asdict(),
         "command": command_of(prediction, hardware),
-        "peaks": [
-            dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)}
-            for peak in prediction.peaks
-        ],
+        "peaks": peaks,
         "seconds": seconds,
-        "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
+        "dollars": dollars,
         "fits": prediction.fits,
         "remedies": remedies(prediction, *hardware[:3]),
         "off": known.samples,
-        "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
+        "best": [
+            {"seconds": other_seconds, "command": command_of(other, hardware)}
+            for other_seconds, other in best
+        ],
     }
     text = fill_template(
         Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span
@@ -66,41 +77,63 @@ def main() -> None:
         write_json(Path(args.json), facts)
 
 
-def command_of(prediction, hardware: Hardware) -> str:
-    """The command line that trains so; on several machines, of each."""
-    torchrun = (
-        f"torchrun --nnodes {hardware.machines} --nproc_per_node {len(prediction.roles.policy)}"
-        " --rdzv_backend c10d"
-    )
-    start = f"{torchrun} --rdzv_endpoint HOST:29500" if hardware.machines > 1 else "uv run"
+def title_of(args: PlanArgs, hardware: Hardware, kind: str) -> str:
+    """The model, the machines and the kind of policy, in words."""
+    if args.hardware:
+        return f"{args.model} on {args.hardware}, policy {kind}"
+    machine = "this machine" if hardware.gpus is None else f"{hardware.gpus} GPUs"
+    title = f"{args.model} on {machine}, policy {kind}"
+    if hardware.machines > 1:
+        title += f", on each of {hardware.machines} machines"
+    return title
+
+
+def command_of(prediction: Prediction, hardware: Hardware) -> str:
+    """The command line that trains so; on several machines, that of each."""
+    start = "uv run"
+    if hardware.machines > 1:
+        start = (
+            f"torchrun --nnodes {hardware.machines}"
+            f" --nproc_per_node {len(prediction.roles.policy)}"
+            " --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+        )
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
 
 
-def print_placement(prediction, title: str, console) -> None:
+def print_placement(prediction: Prediction, title: str, console: Console) -> None:
     """Print which role and layers each device has, and the bytes of weights, gradients and
     moments."""
-    shape, run, itemsize, rows = prediction.shape, prediction.run, prediction.step.itemsize, []
-    placed = place(
+    shape = prediction.shape
+    run = prediction.run
+    shares = place(
         shape,
         prediction.roles,
         run.optimizer,
-        itemsize,
+        prediction.step.itemsize,
         prediction.kind,
         run.sampler_tensor_parallel,
     )
-    for share in sorted(placed, key=lambda share: share.device):
-        first = next(name for name, parameters in shape.parameters.items() if parameters)
-        ends = ("embeddings",) * (first in share.modules) + ("head",) * (
-            shape.head in share.modules
-        )
-        indices = [name.rpartition(".")[2] for name in share.modules if name in shape.layers]
-        layers = (f"{indices[0]}-{indices[-1]}",) if indices else ()
-        rows.append(
-            (share.device, share.role, ", ".join(layers + ends), f"{share.bytes / 1e9:.2f}")
-        )
+    rows = []
+    for share in sorted(shares, key=lambda share: share.device):
+        layers = describe_modules(shape, share.modules)
+        rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
     kept = f"weights, and for the policy gradients and the moments of {run.optimizer}"
     console.print(f"GB: {kept}; activations and caches come on top")
+
+
+def describe_modules(shape: ModelShape, modules: Collection[str]) -> str:
+    """The first and last layer among the modules, and the model's ends where they are there."""
+    parts = []
+    indices = [name.rpartition(".")[2] for name in modules if name in shape.layers]
+    if indices:
+        parts.append(f"{indices[0]}-{indices[-1]}")
+    embeddings = next(name for name, parameters in shape.parameters.items() if parameters)
+    if embeddings in modules:
+        parts.append("embeddings")
+    if shape.head in modules:
+        parts.append("head")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -18,36 +18,35 @@ from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.system.terminal import printable
 
+# of a response that holds an answer
+SHAPES = (
+    " </think> <answer> {} </answer>",
+    r" \boxed{{{}}}",
+    " {}",
+)
+
 
 def preview_run(args: RLArgs) -> None:
     """Print the first prompts of a training run, as its warm start reads them where there is one.
     Raises `UserError` for prompts that the run would refuse."""
-    has_warm_start = bool(args.sft_base) and Path(args.sft_base).exists()
-    preview_problems(args, args.sft_base if has_warm_start else args.model)
+    model = args.model
+    if args.sft_base and Path(args.sft_base).exists():
+        model = args.sft_base
+    preview_problems(args, model)
 
 
 def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
     """Print a run's first prompts, or the first test problems, each with the rewards of responses
-    that hold its gold answer, as rules see these once a model has said them token by token. Raises
-    `UserError` for prompts that the run would refuse."""
-    # in which a response may hold it
-    shapes = (
-        " </think> <answer> {} </answer>",
-        r" \boxed{{{}}}",
-        " {}",
-    )
+    that hold its gold answer. Rules see these as text that a model has sampled token by token.
+    Raises `UserError` for prompts that the run would refuse."""
     base = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(base)
-    responses, stop = (
-        ResponseReader(tokenizer, load_end_ids(base, tokenizer)),
-        find_task(args.task, args.data).stop,
-    )
+    responses = ResponseReader(tokenizer, load_end_ids(base, tokenizer))
+    stop = find_task(args.task, args.data).stop
     if isinstance(args, RLArgs):
         source = open_source(args.rollout_config, tokenizer)
-        problems, reward = (
-            problems_of_step(source.problems, args.preview, args.seeds["data"], 1),
-            source.reward,
-        )
+        problems = problems_of_step(source.problems, args.preview, args.seeds["data"], 1)
+        reward = source.reward
     else:
         problems = evaluation(args, tokenizer)[0][: args.preview]
         reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
@@ -64,33 +63,45 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
                 "  warning: it says that there is none, and a response that says so is paid: leave"
                 " the row out"
             )
-        said = [shape.format(answer) for shape in shapes for answer in (problem.ground_truth, "")]
+        gold = [shape.format(problem.ground_truth) for shape in SHAPES]
+        empty = [shape.format("") for shape in SHAPES]
         texts = [
-            responses.text(token_ids, stop) for token_ids in response_token_ids(tokenizer, said)
+            responses.text(token_ids, stop)
+            for token_ids in response_token_ids(tokenizer, gold + empty)
         ]
-        [group] = reward.score(
-            [problem], [[Completion((), (), (), text, "stop", 0) for text in texts]]
+        completions = [Completion((), (), (), text, "stop", 0) for text in texts]
+        [group] = reward.score([problem], [completions])
+        print_rewards(
+            texts[: len(SHAPES)], group.scores[: len(SHAPES)], group.scores[len(SHAPES) :]
         )
-        for text, score in zip(texts[::2], group.scores[::2], strict=True):
-            print(
-                f"  '{printable(text, line_breaks=False)}' gets",
-                ", ".join(f"{name} {value:g}" for name, value in score.items()),
-            )
-        if not any(
-            gold["reward"] > empty["reward"]
-            for gold, empty in zip(group.scores[::2], group.scores[1::2], strict=True)
-        ):
-            print(
-                "  warning: none is paid more than without the answer: is this --reward, column or"
-                " --answer_pattern right?"
-            )
+
+
+def print_rewards(
+    gold_texts: Sequence[str],
+    gold_scores: Sequence[dict[str, float]],
+    empty_scores: Sequence[dict[str, float]],
+) -> None:
+    """Print the rewards of responses that hold the gold answer, and a warning where none gets more
+    than the same response without it."""
+    for text, score in zip(gold_texts, gold_scores, strict=True):
+        print(
+            f"  '{printable(text, line_breaks=False)}' gets",
+            ", ".join(f"{name} {value:g}" for name, value in score.items()),
+        )
+    pairs = zip(gold_scores, empty_scores, strict=True)
+    if not any(gold["reward"] > empty["reward"] for gold, empty in pairs):
+        print(
+            "  warning: none is paid more than without the answer: is this --reward, column or"
+            " --answer_pattern right?"
+        )
 
 
 def preview_demonstrations(args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]]) -> None:
     """Print the first demonstrations, their prompts and their trained tokens apart."""
     model = resolve_model(args.model, args.output_dir)
-    tokenizer, shown = load_tokenizer(model), demonstrations[: args.preview]
-    for prompt, response in encode_demonstrations(args, shown, model, tokenizer):
+    tokenizer = load_tokenizer(model)
+    first = demonstrations[: args.preview]
+    for prompt, response in encode_demonstrations(args, first, model, tokenizer):
         print(
             f"the prompt, {len(prompt)} tokens, not trained:",
             printable(tokenizer.decode(prompt)),

@@ -32,30 +32,19 @@ def main() -> None:
         raise UserError(
             f"--run {args.run}: must be the folder of a finished run, with a model in final/"
         )
-    if wrong := find_damage(final):
-        raise UserError(f"--run {args.run}: final/ is damaged: {wrong}")
+    fault = find_damage(final)
+    if fault:
+        raise UserError(f"--run {args.run}: final/ is damaged: {fault}")
     names = [*read_json(final / MANIFEST), MANIFEST]
-    print(*(f"{(final / name).stat().st_size:15,}  {name}" for name in names), sep="\n")
+    for name in names:
+        print(f"{(final / name).stat().st_size:15,}  {name}")
 
-    from huggingface_hub import HfApi, utils
+    from huggingface_hub import utils
 
-    api = HfApi()
     try:
         utils.validate_repo_id(args.repo)
         if not args.dry_run:
-            address = api.create_repo(args.repo, private=args.private, exist_ok=True)
-            if args.private and not api.repo_info(args.repo).private:
-                raise UserError(
-                    f"--private: {args.repo} exists and is public: make it private on the hub, or"
-                    " name another"
-                )
-            api.upload_folder(
-                repo_id=args.repo,
-                folder_path=final,
-                allow_patterns=names,
-                commit_message="A run of alignment",
-            )
-            print(f"published: {address}")
+            print(f"published: {upload(args, final, names)}")
     except UserError:
         raise
     except Exception as error:
@@ -63,6 +52,27 @@ def main() -> None:
         raise UserError(
             f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token"
         ) from None
+
+
+def upload(args: PublishArgs, folder: Path, names: list[str]) -> str:
+    """Upload the named files of a folder, and return the repository's address. Raises `UserError`
+    where the repository is public and must not be, or else what the hub's client raises."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    address = api.create_repo(args.repo, private=args.private, exist_ok=True)
+    if args.private and not api.repo_info(args.repo).private:
+        raise UserError(
+            f"--private: {args.repo} exists and is public: make it private on the hub, or name"
+            " another"
+        )
+    api.upload_folder(
+        repo_id=args.repo,
+        folder_path=folder,
+        allow_patterns=names,
+        commit_message="A run of alignment",
+    )
+    return address
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def main() -> None:
     roles_of(args)
     check_model_path(args.model, "--model")
     check_rules(args, task, check_training_split(task, args.dataset_path))
-    groups = sample_groups(args, read_examples(args.few_shot) if args.few_shot else [], console)
+    examples: Demonstrations = []
+    if args.few_shot:
+        examples = read_examples(args.few_shot)
+    groups = sample_groups(args, examples, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if received_signal():
@@ -76,10 +79,8 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"
-    counts = [
-        ("kept", str(len(rows))),
-        *((f"rejected: {reason}", str(rejected[reason])) for reason in REASONS),
-    ]
+    counts = [("kept", str(len(rows)))]
+    counts += [(f"rejected: {reason}", str(rejected[reason])) for reason in REASONS]
     console.print(make_table(title, ("", "answers"), counts, numbers=("answers",)))
     solved = len({row["id"] for row in rows})
     console.print(
@@ -122,16 +123,16 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
             prompts, eval_sampling(args, args.num_samples), ended
         )
         answered = chosen[: len(completions)] if received_signal() else chosen
-        return score_groups(
-            answered, completions, find_rule(args.evaluation_rule, args.reward_timeout)
-        )
+        rule = find_rule(args.evaluation_rule, args.reward_timeout)
+        return score_groups(answered, completions, rule)
 
 
 def read_examples(file: str) -> Demonstrations:
     """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no
     question."""
     examples = read_demonstrations(file)
-    if not examples or not all(problem.question and not problem.turns for problem, _ in examples):
+    have_questions = all(problem.question and not problem.turns for problem, _ in examples)
+    if not examples or not have_questions:
         raise UserError(
             f'--few_shot {file}: every example needs a "question" and a "response", and there must'
             " be one"
@@ -154,16 +155,21 @@ def select(
     groups: Sequence[Group], keep: str, min_consistency: float
 ) -> tuple[list[dict], Counter[str]]:
     """The rows of the kept answers, and the number of rejected answers by reason."""
-    rows, rejected = [], Counter()
+    rows: list[dict] = []
+    rejected: Counter[str] = Counter()
     for group in groups:
         passed: list[str] = []
+        passed_words: list[list[str]] = []
         for completion, score in zip(group.completions, group.scores, strict=True):
-            if reason := rejection_reason(completion, score, group.problem, min_consistency):
+            words = completion.text.split()
+            reason = rejection_reason(completion, score, group.problem, min_consistency)
+            if reason is None and words in passed_words:
+                reason = "said already"
+            if reason is not None:
                 rejected[reason] += 1
-            elif completion.text.split() in [text.split() for text in passed]:
-                rejected["said already"] += 1
-            else:
-                passed.append(completion.text)
+                continue
+            passed.append(completion.text)
+            passed_words.append(words)
         if keep == "best" and passed:
             rejected["not the best"] += len(passed) - 1
             passed = [min(passed, key=len)]
@@ -180,20 +186,27 @@ def rejection_reason(
     completion: Completion, score: dict[str, float], problem: Problem, min_consistency: float
 ) -> str | None:
     """The first of `REASONS` that rejects an answer by itself, None where none does."""
-    text, paragraphs = completion.text, re.split(r"\n\s*\n", completion.text)
-    printable = (
-        all(letter.isprintable() or letter in "\n\t" for letter in text) and "\ufffd" not in text
-    )
-    readable = printable and "```" not in text and max(map(len, paragraphs)) <= LONGEST_PARAGRAPH
-    finished, consistency = completion.finish_reason == "stop", language_consistency(problem, text)
-    passed = (
-        finished,
-        score["answer_reward"],
-        score["format_reward"] >= 1,
-        readable,
-        consistency >= min_consistency,
-    )
-    return next((reason for reason, holds in zip(REASONS, passed, strict=False) if not holds), None)
+    if completion.finish_reason != "stop":
+        return "unfinished"
+    if not score["answer_reward"]:
+        return "wrong"
+    if score["format_reward"] < 1:
+        return "badly formatted"
+    if not is_readable(completion.text):
+        return "unreadable"
+    if language_consistency(problem, completion.text) < min_consistency:
+        return "in several languages"
+    return None
+
+
+def is_readable(text: str) -> bool:
+    """Whether a text is printable, without code blocks and without very long paragraphs."""
+    if "\ufffd" in text or "```" in text:
+        return False
+    if not all(letter.isprintable() or letter in "\n\t" for letter in text):
+        return False
+    paragraphs = re.split(r"\n\s*\n", text)
+    return max(len(paragraph) for paragraph in paragraphs) <= LONGEST_PARAGRAPH
 
 
 if __name__ == "__main__":

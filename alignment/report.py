@@ -15,13 +15,15 @@ def main() -> None:
     args = parse(ReportArgs)
     from alignment.ablation.study import read_study
 
-    folders, console = [Path(run) for run in args.runs], make_console()
+    console = make_console()
+    folders = [Path(run) for run in args.runs]
     while True:
         study = read_study(folders, args.tie, args.match)
         if study.runs:
             from alignment.ablation.report import report  # loads scipy and matplotlib
 
-            report(study, Path(args.output) if args.output else folders[0], console)
+            output = Path(args.output) if args.output else folders[0]
+            report(study, output, console)
         elif not args.follow:
             raise UserError(
                 f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an"

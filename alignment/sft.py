@@ -21,17 +21,9 @@ def main() -> None:
     if args.preview:
         return preview_demonstrations(args, demonstrations["train"])
     console = make_console()
-    print_table(
-        [
-            {
-                "model": args.sft_base,
-                "task": args.task,
-                **run_sft(args, demonstrations, console).record,
-            }
-        ],
-        {},
-        console,
-    )
+    evaluation = run_sft(args, demonstrations, console)
+    record = {"model": args.sft_base, "task": args.task, **evaluation.record}
+    print_table([record], {}, console)
     console.print(f"model: {args.sft_base}", markup=False)
 
 
