@@ -3,9 +3,7 @@ only read."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from alignment.config.command_line import as_command, as_toml, command_line, flags_of, parse
 from alignment.config.commands import (
@@ -150,7 +148,7 @@ class PipelineArgs:
 
     file: str = flag()
     """TOML file of the stages."""
-    run_name: Annotated[str, tyro.conf.arg(aliases=("--name",))] = flag("", group="run")
+    run_name: str = flag("", group="run", names_folder=True, aliases=("name",))
     """Name of the pipeline's folder; empty: the file's."""
     output_dir: str = flag("checkpoints", group="run")
     """Folder that holds the pipeline's folder."""

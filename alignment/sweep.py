@@ -234,7 +234,7 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
         np.sum([hours[key] for hours in spent], axis=0)
         for key in ("gpu_hours", "evaluations_gpu_hours")
     )
-    task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"][0]
+    task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"].prompts
     everything, given = (
         len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems)
     )

@@ -38,8 +38,9 @@ from alignment.core.tokens import collate
 from alignment.model import log_probs
 from alignment.model.packing import ATTENTION
 from alignment.model.shape import ModelShape
-from alignment.planning.peaks import StepShape, peak_bytes
+from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import Roles
+from alignment.planning.step_shape import StepShape
 from alignment.policy import lora, sharded
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
@@ -217,7 +218,7 @@ def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
         sleeps=False,
     )
     roles = Roles(
-        tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample="", reference="", eval=""
+        tuple(f"cuda:{rank}" for rank in range(case.ranks)), sample=(), reference="", eval=""
     )
     kinds = peak_bytes(ModelShape.from_config(config, case.lora_rank), config, roles, step)[
         0

@@ -30,8 +30,9 @@ from alignment.args import (
     preset_names,
 )
 from alignment.config import presets
-from alignment.config.command_line import GROUPS, OTHER_NAMES
+from alignment.config.command_line import GROUPS
 from alignment.config.flag import Flag, flags_of_class
+from alignment.config.words import OTHER_NAMES
 from alignment.system.errors import UserError
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"

@@ -26,7 +26,7 @@ OTHER_PROGRAMS = {
     "SLURM and submitit": {"array_parallelism", "scancel", "signal_delay_s"},
     "PEFT and its models": {"PeftModel", "k_proj", "q_proj", "v_proj"},
     "vLLM": {"VLLM_CPU_OMP_THREADS_BIND"},
-    "trackers": {"WANDB_MODE", "TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"},
+    "trackers": {"WANDB_MODE", "offline", "TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"},
     "TRL's rewards": {"environments", "log_extra", "log_metric", "reward_weights", "trainer_state"},
     "lm_eval": {"METRIC_stderr"},
     "chat templates": {"im_end", "im_start"},
@@ -40,7 +40,7 @@ OTHER_COLUMNS = {
     ("coming_from.md", "verl"),
     ("coming_from.md", "open-instruct (`grpo_fast`)"),
     ("coming_from.md", "what differs"),
-    ("extending.md", "TRL"),
+    ("extending_rewards.md", "TRL"),
     ("files.md", "in TRL"),
 }
 SUFFIXES = "py|toml|md|json|jsonl|j2|html|tex|csv|txt|png|lock|yml|cff|safetensors|prompt|chat"

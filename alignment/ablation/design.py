@@ -1,5 +1,6 @@
-"""The design of a sweep: its arms, its runs, and warnings about what they cannot show. Pure:
-arguments in, arguments out."""
+"""The design of a sweep: its arms, and warnings about comparisons that they cannot decide. An arm
+is the arguments of a training run, which the sweep repeats with several seeds. Nothing runs
+here."""
 
 import dataclasses
 import itertools
@@ -18,8 +19,8 @@ from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
-ALPHA = 0.05  # chance that any verdict of a sweep is false
-# all that may decide a result
+ALPHA = 0.05  # largest chance that any verdict of a sweep is false
+# The arguments on which a run's result may depend.
 _DECIDING_ARGUMENTS = [
     field.name for field in dataclasses.fields(RLArgs) if field.name not in BOOKKEEPING
 ]
@@ -32,28 +33,29 @@ class Design:
     folder: Path
     arms: Mapping[str, RLArgs]
     seeds: tuple[int, ...]
-    hold: str
-    tie: float
-    # Chance that any verdict is false; with --until_decided, the share of that chance for each
-    # interim analysis.
+    hold: str  # what arms of different group sizes have in common: "rollouts" or "prompts"
+    tie: float  # difference of accuracies below which two arms are taken to tie
+    # Largest chance that any verdict is false. With --until_decided, verdicts are made after each
+    # further seed, and this is the share of one time.
     alpha: float
-    warnings: tuple[str, ...]  # Of questions that it cannot answer, or answers twice.
-    match: str = "steps"  # What arms are compared at equal amounts of: an entry of `AMOUNTS`.
+    warnings: tuple[str, ...]
+    # Arms are compared after equal "steps", "samples", "tokens" or "seconds".
+    match: str = "steps"
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
         return varied_values({name: vars(args) for name, args in self.arms.items()})
 
     def facts(self) -> dict[str, object]:
-        """The part of sweep.json that must stay the same when a sweep is continued: all but the
-        seeds."""
+        """What sweep.json keeps of the design and must not change when the sweep is continued:
+        everything but the seeds. As JSON gives it back, so that it can be compared to the file."""
         arms = {name: vars(args) for name, args in self.arms.items()}
         settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
         return json.loads(json.dumps({**settings, "arms": arms}))
 
 
 def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """For each arm, its values of the arguments in which arms differ."""
+    """The arguments in which arms differ: by arm, {name: value}."""
     first = next(iter(arms.values()))
     names = []
     for name in first:
@@ -67,10 +69,12 @@ def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[st
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
-    """The arms of a grid by name: every combination of the values of the arguments that have
-    several. With `hold` = "rollouts" an arm's prompts a step are divided by its group size, so that
-    all arms train on equally many responses; with "prompts" they train on the same prompts, and a
-    larger group costs more. Raises `UserError` where an arm cannot work."""
+    """The arms of a grid by name. `values` has one or several values for each argument; every
+    combination of the several ones is an arm.
+
+    Where arms differ in the group size, `hold` = "rollouts" gives an arm with larger groups fewer
+    prompts a step, so that all arms train on equally many responses. With "prompts" they train on
+    the same prompts, and a larger group costs more. Raises `UserError` if an arm cannot work."""
     varied: dict[str, list[Any]] = {}
     single: dict[str, Any] = {}
     for name, given in values.items():
@@ -100,8 +104,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
 
 
 def _hold_rollouts(arm: RLArgs, responses: int) -> RLArgs:
-    """The arm with as many prompts a step as make so many responses. Raises `UserError` where no
-    whole number does."""
+    """The arm with its prompts a step changed so that a step has so many `responses`. Raises
+    `UserError` if the group size does not divide them."""
     if responses % arm.group_size:
         reason = (
             f"{responses} responses a step are no whole number of such groups; choose sizes that"
@@ -112,9 +116,9 @@ def _hold_rollouts(arm: RLArgs, responses: int) -> RLArgs:
 
 
 def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str, RLArgs]:
-    """The arms of a TOML file: the values at its top, then the single `values` of the command line,
-    then the arm's own. A table [about] is left out. Raises `UserError`, naming the file, where the
-    file is malformed or an arm cannot work."""
+    """The arms of a TOML file. An arm's values are those at the top of the file, overridden by
+    `values` from the command line, overridden by those of the arm's own table. A table [about] is
+    ignored. Raises `UserError`, naming the file, if it is malformed or an arm cannot work."""
     varied = [name for name, given in values.items() if len(given) > 1]
     if varied:
         raise UserError(
@@ -142,8 +146,8 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
-    """The preset's arguments, overridden by `values`. Raises `UserError`, beginning with `place`,
-    for unknown or bad ones."""
+    """The preset's arguments, overridden by `values`. Raises `UserError` for unknown arguments and
+    bad values; its message begins with `place`, where the values stand."""
     hints = hints_of_flags(RLArgs)
     for name, value in values.items():
         if name not in hints or name in NOT_SWEPT | {"seed"}:
@@ -155,18 +159,18 @@ def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
 
 
 def _type_objection(name: str, value: object, hint: Any) -> str:
-    """What is wrong with the type of a value from a file, or with its choice; "" where nothing
-    is."""
+    """What is wrong with a value from a file: it is none of the argument's choices, or of another
+    type. "" if nothing is wrong."""
     choices: tuple[Any, ...] = flags_of_class(RLArgs)[name].choices
     if get_origin(hint) is Literal:
         choices = get_args(hint)
-    # with a colon it is the path of the user's own
+    # A name with a colon is the import path of a loss of the user's own.
     if name == "loss_type" and ":" not in str(value):
         choices = tuple(LOSSES)
     if choices and value not in choices:
         return f"choose one of {', '.join(map(str, choices))}"
 
-    # of int | None the int: TOML has no None
+    # For a type such as int | None, the value must be an int, since TOML has no None.
     members = [member for member in get_args(hint) if member in _KINDS]
     kind = members[0] if members else hint
     allowed: tuple[Any, ...] = ()
@@ -174,31 +178,32 @@ def _type_objection(name: str, value: object, hint: Any) -> str:
         allowed = (int, float)
     elif kind in _KINDS:
         allowed = (kind,)
-    # not isinstance: True is an int
+    # By `type`, since isinstance(True, int) holds.
     if allowed and type(value) not in allowed:
         return f"must be {_KINDS[kind]}"
     return ""
 
 
 def _label(key: str, value: object) -> str:
-    """A value's part of an arm's name, fit for a folder: `grpo_clip`, `group_size4`,
-    `no_normalize_by_std`."""
+    """The part of an arm's name for one argument, fit for the name of a folder: `grpo_clip`,
+    `group_size4`, `no_normalize_by_std`."""
     if isinstance(value, bool):
         return key if value else f"no_{key}"
     text = str(value).replace("/", "-").replace(":", ".")
-    speaks_for_itself = isinstance(value, str) and bool(value)
-    return text if speaks_for_itself else f"{key}{text}"
+    if isinstance(value, str) and value:
+        return text
+    return f"{key}{text}"
 
 
 def name_of(arm: RLArgs, base: RLArgs) -> str:
-    """A name, fit for a folder, by the arguments in which an arm differs from `base`; "" where it
-    does in none."""
+    """The name of an arm from the arguments in which it differs from `base`, fit for the name of a
+    folder; "" if it differs in none."""
     return "_".join(_label(name, getattr(arm, name)) for name in differing((arm, base)))
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
-    """The arms, and copies of the first one: trained on each negative control, and at a learning
-    rate of 0, so not at all."""
+    """The arms, and as control arms copies of the first one: one for each reward that is a negative
+    control, and one with a learning rate of 0, which does not train."""
     first = next(iter(arms.values()))
     controls = {name: dataclasses.replace(first, reward=name) for name in CONTROLS}
     controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
@@ -206,8 +211,8 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 
 
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
-    """Raise `UserError` where arms would answer different questions, or share a warm start that
-    fits one of them only."""
+    """Raise `UserError` if arms would be evaluated on different problems, or have one warm start
+    for different tasks or models."""
     for field in ("max_problems", "dataset_path", *vars(DataConfig())):
         values = sorted({str(getattr(args, field)) for args in arms.values()})
         if len(values) > 1:
@@ -215,9 +220,10 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
             )
-    shared: dict[str, tuple[str, RLArgs]] = {}
+    # By warm start, the first arm that has it.
+    first_arms: dict[str, tuple[str, RLArgs]] = {}
     for name, args in arms.items():
-        other, first = shared.setdefault(args.sft_base, (name, args))
+        other, first = first_arms.setdefault(args.sft_base, (name, args))
         if args.sft_base and (args.task, args.model) != (first.task, first.model):
             reason = f"{other} and {name} differ in task or model and cannot share a warm start"
             raise UserError(
@@ -227,8 +233,8 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
 
 
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
-    """Warnings of arms that are mathematically the same, of confounded differences, and of a single
-    seed."""
+    """Warnings about arms that compute the same, about arms that differ in more than one quantity,
+    and about a single seed."""
     warnings = [*_equivalent(arms), *_confounded(arms)]
     if len(seeds) < 2:
         warnings.append(
@@ -238,21 +244,26 @@ def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     return warnings
 
 
-FEWEST_INTERVALS = 3  # between evaluations, so that one of them has a neighbour on both sides
+# Arms that are matched by samples, tokens or seconds are compared at an amount at which they may
+# not have been evaluated: there an arm's score is interpolated linearly between evaluations. The
+# error is bounded by how its learning curve bends, which the neighbouring intervals show. So one
+# interval must have a neighbour on both sides.
+FEWEST_INTERVALS = 3
+# Linear interpolation at a distance h is off by at most h^2 max|f''| / 8. For a curve f(x) = 1 -
+# exp(-4 x), which has risen by nine tenths at x = 0.6 of a run, |f''| <= 16, so that 8 intervals
+# (h = 1/8) are off by at most (4 / 8)^2 / 8 = 3 % of the rise.
 ENOUGH_INTERVALS = 8
-"""A curve 1 - exp(-4 x), which has made nine tenths of its way by x = 0.6, lies above a straight
-line by less than (4 / 8)^2 / 8 of that way between 9 evaluations."""
 
 
 def _count_intervals(args: RLArgs) -> int:
-    """The intervals between evaluations, the last one of which may be shorter."""
+    """The number of intervals between a run's evaluations; the last may be shorter."""
     return math.ceil(args.num_steps / args.eval_interval)
 
 
 def refuse_rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> None:
-    """Raise `UserError` where arms are compared between evaluations that are too few to say how
-    their curves bend there."""
-    if not is_between_evaluations(arms, match):
+    """Raise `UserError` if scores are interpolated between evaluations that are too few to show how
+    an arm's learning curve bends."""
+    if not may_interpolate(arms, match):
         return
     for name, args in arms.items():
         intervals = _count_intervals(args)
@@ -270,9 +281,9 @@ def refuse_rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> None:
 
 
 def rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> list[str]:
-    """A warning of arms that are compared between evaluations so far apart that a curve's bend may
+    """A warning if scores are interpolated between evaluations so far apart that the error may
     leave verdicts undecided."""
-    if not is_between_evaluations(arms, match):
+    if not may_interpolate(arms, match):
         return []
     rare = {name: args for name, args in arms.items() if _count_intervals(args) < ENOUGH_INTERVALS}
     if not rare:
@@ -285,20 +296,24 @@ def rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> list[str]:
     return [f"{', '.join(rare)}: {reason} undecided: --eval_interval {most} or less keeps it small"]
 
 
-def is_between_evaluations(arms: Mapping[str, RLArgs], match: str) -> bool:
-    """Whether arms may be compared between two evaluations: all but where the last ones come at
-    equal amounts in every arm."""
+def may_interpolate(arms: Mapping[str, RLArgs], match: str) -> bool:
+    """Whether an arm's score may have to be interpolated between two evaluations. It is not if all
+    arms reach their last evaluation after the same amount of what `match` names."""
     if match == "steps":
         return False
+    if match != "samples":
+        return True
     samples = {args.rollout_size * args.num_steps for args in arms.values()}
-    return match != "samples" or len(samples) > 1 or any(args.max_refills for args in arms.values())
+    return len(samples) > 1 or any(args.max_refills for args in arms.values())
 
 
 def canonical(args: RLArgs) -> dict[str, object]:
-    """The arguments that decide what is computed, less those that have no effect beside the others.
-    With one update a rollout, sampled by the current weights, the ratio to the old policy is 1,
-    where every loss with a ratio, clipped or not, of tokens or responses, has the gradient of -A
-    log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
+    """The arguments on which the result depends, in one form: arms that compute the same have equal
+    ones. Arguments that have no effect given the others are left out.
+
+    With one update a rollout, sampled by the current weights, the ratio to the old policy is 1.
+    There every loss with a ratio, of a token or of a response, clipped or not, has the gradient of
+    -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
     facts = {name: getattr(args, name) for name in _DECIDING_ARGUMENTS}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
@@ -306,9 +321,10 @@ def canonical(args: RLArgs) -> dict[str, object]:
     facts["rollouts"] = "async" if args.staleness else "sync"
     loss = args.loss
     ratio_is_one = args.updates_per_rollout == 1 and not args.trusts_sampler
-    # A loss with one ratio a response averages its tokens before they could be weighted one by one.
-    token_weights = loss.ratio_per_response and args.sampler_correction.startswith("token")
-    if loss.at_ratio_one and ratio_is_one and not token_weights:
+    # With one ratio a response (GSPO) the loss of each token has the gradient of the response's
+    # mean. Weights of single tokens then act otherwise than in the other losses.
+    differs_by_correction = loss.ratio_per_response and args.sampler_correction.startswith("token")
+    if loss.at_ratio_one and ratio_is_one and not differs_by_correction:
         facts["loss_type"] = loss.at_ratio_one
         loss = LOSSES[loss.at_ratio_one]
     if facts["cliprange_high"] is None:
@@ -325,12 +341,13 @@ def canonical(args: RLArgs) -> dict[str, object]:
     if facts["lora_rank"] == 0:
         idle |= {"lora_alpha", "lora_targets"}
     if facts["sft_base"]:
-        idle |= {"model"}  # only the warm start derives from it
+        idle |= {"model"}  # the weights are those of the warm start
     return {name: value for name, value in facts.items() if name not in idle}
 
 
 def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
     """A warning for each group of arms that compute the same."""
+    # By canonical arguments, the names of the arms that have them.
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, args in arms.items():
         texts = [(argument, str(value)) for argument, value in canonical(args).items()]
@@ -344,7 +361,7 @@ def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
 
 
 def _why_equivalent(arms: Sequence[RLArgs]) -> str:
-    """Why these arms compute the same."""
+    """The reason why arms with equal `canonical` arguments compute the same."""
     losses = {args.loss_type for args in arms}
     if len(losses) > 1:
         names = sorted(losses - {"reinforce_with_baseline"})
@@ -358,7 +375,7 @@ def _why_equivalent(arms: Sequence[RLArgs]) -> str:
 
 
 def differing(arms: Sequence[RLArgs]) -> list[str]:
-    """The arguments in which arms differ, less those that never decide a result."""
+    """The arguments in which arms differ, without those on which no result depends."""
     names = []
     for name in _DECIDING_ARGUMENTS:
         values = {getattr(args, name) for args in arms}
@@ -368,8 +385,8 @@ def differing(arms: Sequence[RLArgs]) -> list[str]:
 
 
 class Derived(NamedTuple):
-    """A quantity that follows from several arguments, and `factors`, the arguments that a user
-    changes in order to change it."""
+    """A quantity that follows from several arguments. Some of them, its `factors`, are there to set
+    it; the others change it as a side effect."""
 
     quantity: str
     value: Callable[[RLArgs], int]
@@ -408,6 +425,7 @@ DERIVED = (
     Derived("draws of a group, at most", _draws),
     Derived("responses an update", _responses_an_update, frozenset({"train_mini_batch_size"})),
 )
+# Arguments that change the evaluation along with the training.
 _EVALUATED = frozenset(
     {
         "reward",
@@ -421,12 +439,13 @@ _EVALUATED = frozenset(
 
 
 def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
-    """A warning for each argument whose change, alone between two arms, also changes another
-    quantity."""
-    # The argument and the quantities -> the arms.
+    """A warning for each argument that is the only difference between two arms and changes another
+    quantity as a side effect."""
+    # By the argument and the quantities, the arms.
     confounded: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name_a, a), (name_b, b) in itertools.combinations(arms.items(), 2):
         names = differing((a, b))
+        # --hold rollouts changes the prompts a step together with the group size.
         if "group_size" in names:
             names = [name for name in names if name != "prompts_per_rollout"]
         if len(names) != 1:
@@ -443,8 +462,8 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
 
 
 def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:
-    """The quantities in which two arms differ, though an argument that alone differs between them
-    is not there to change them."""
+    """The quantities that the argument `name`, the only one in which two arms differ, changes as a
+    side effect."""
     effects = []
     for derived in DERIVED:
         if derived.value(a) != derived.value(b) and name not in derived.factors:

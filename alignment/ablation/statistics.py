@@ -17,7 +17,7 @@ from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 from alignment.ablation.places import Places, arms_in_two_places, hidden_shift
-from alignment.core.power import CHANCE
+from alignment.core.power import POWER
 
 Scores = Mapping[int, np.ndarray]
 """The scores of an arm: for each seed, one score a question [Q], in the same order for all arms."""
@@ -44,7 +44,7 @@ class Comparison:
     adjusted for the number of comparisons. `more_seeds` estimates the further seeds that would
     settle an undecided one; None if over MOST_SEEDS or settled. `arms` are both sides' arms.
     `detectable` is about the smallest difference that so many seeds and questions find with a
-    chance of CHANCE, by variances that were measured between seeds and between questions (Cohen
+    chance of POWER, by variances that were measured between seeds and between questions (Cohen
     1988); NaN without a second seed. `hidden` is the largest shift of the difference that so few
     seeds may hide (`hidden_shift`): where it could undo the verdict, this is one of runs like
     these, `firm` is False, and the verdict's words say so."""
@@ -725,7 +725,7 @@ def _detectable(estimate: _Estimate, rule: _Rule) -> float:
     times the error of the mean."""
 
     def by_seeds(variance: float, dof: int, level: float) -> float:
-        noncentrality = nctdtrinc(dof, 1 - CHANCE, -stdtrit(dof, level / 2))
+        noncentrality = nctdtrinc(dof, 1 - POWER, -stdtrit(dof, level / 2))
         return noncentrality * math.sqrt(variance / estimate.seeds)
 
     adjusted_alpha = rule.alpha / rule.family
@@ -735,7 +735,7 @@ def _detectable(estimate: _Estimate, rule: _Rule) -> float:
         together = by_seeds(estimate.sides_variance, estimate.dof, adjusted_alpha)
         largest = max(estimate.own_variance, estimate.sides_variance)
         smallest = max(together, by_seeds(largest, estimate.seeds - 1, rule.alpha))
-    quantiles = ndtri(CHANCE) - ndtri(adjusted_alpha / 2)
+    quantiles = ndtri(POWER) - ndtri(adjusted_alpha / 2)
     return math.hypot(smallest, quantiles * math.sqrt(estimate.question_variance))
 
 
@@ -769,7 +769,7 @@ DRAWS = 4_000  # of simulated tables, from which a design's power is counted
 
 
 class Power(NamedTuple):
-    """The smallest difference found with a chance of CHANCE, infinite with one seed; the chance
+    """The smallest difference found with a chance of POWER, infinite with one seed; the chance
     that none is called a tie."""
 
     difference: float
@@ -792,7 +792,7 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
 
     def shortfall(difference: float) -> float:
         is_shown_N = (errors_LN + difference > halves_LN).any(axis=0)
-        return float(is_shown_N.mean()) - CHANCE
+        return float(is_shown_N.mean()) - POWER
 
     largest = float(halves_LN.max() - errors_LN.min())
     smallest = _find_root(shortfall, 0.0, largest, tolerance=1e-6)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from alignment.args import (
     CHANGEABLE_ON_RESUME,
@@ -25,7 +24,8 @@ from alignment.data.prompts import chat_turns, read_template
 from alignment.data.tasks import Split, Task, check_fields, find_task, own_data, try_rows
 from alignment.data.tasks.own_data import Demonstration
 from alignment.planning.placement import Roles, assign_roles
-from alignment.policy.policy import POLICIES, RANKED
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import POLICIES
 from alignment.rewards.rules import (
     RULES,
     Reward,
@@ -286,33 +286,42 @@ def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_processes(args: Args, kind: str) -> None:
-    """Raise `UserError` for an unknown kind of policy, several processes of one that is one, and
-    8-bit moments in several."""
+    """Raise `UserError` for an unknown kind of policy, several processes of a policy that is one,
+    and an optimiser that it does not take."""
+    names = dict.fromkeys(("auto", *POLICIES), "")
+    find("--policy_parallelism", kind, names, wrap=lambda policy_class: policy_class)
+    # "auto" becomes a kind that fits the processes; of a user's own class nothing is known.
+    policy = POLICIES.get(kind)
+    if policy is None:
+        return
+    several = _several_processes(args)
+    if several and not policy.ranked:
+        raise UserError(f"{several}: a policy that is {kind} is one process")
+    optimizer = getattr(args, "optimizer", "")
+    if optimizer in policy.refused_optimizers:
+        *others, last = (name for name in OPTIMIZERS if name not in policy.refused_optimizers)
+        raise UserError(
+            f"--optimizer {optimizer}: a {kind} policy takes {', '.join(others)} or {last}"
+        )
 
-    def keep_class(policy_class: Any) -> Any:
-        return policy_class
 
-    find("--policy_parallelism", kind, {"auto": "", **POLICIES}, wrap=keep_class)
-    several = ""  # What has several processes.
-    if PROCESSES > 1:
-        several = f"torchrun has started {PROCESSES} processes"
-    for flag in ("policy_ranks", "machines"):  # The last of them is the one that is named.
+def _several_processes(args: Args) -> str:
+    """What asks for several processes of the policy; empty where nothing does."""
+    for flag in ("machines", "policy_ranks"):
         number = getattr(args, flag, 1)
         if number > 1:
-            several = f"--{flag} {number}"
-    if several and kind in ("single", "layer_split"):
-        raise UserError(f"{several}: a policy that is {kind} is one process")
-    if kind in RANKED and getattr(args, "optimizer", "") == "adamw_8bit":
-        raise UserError(
-            f"--optimizer adamw_8bit: a {kind} policy takes adamw, adamw_cpu_offload or muon"
-        )
+            return f"--{flag} {number}"
+    if PROCESSES > 1:
+        return f"torchrun has started {PROCESSES} processes"
+    return ""
 
 
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
     the policy's `devices`."""
     on_cpu = devices[0] == "cpu"
-    is_split = len(devices) > 1 and args.policy_parallelism in ("single", "layer_split")
+    kind = POLICIES.get(args.policy_parallelism)
+    is_split = len(devices) > 1 and kind is not None and not kind.ranked
     if args.use_liger_kernel and (on_cpu or is_split):
         remedy = "leave the flag out"
         if is_split:

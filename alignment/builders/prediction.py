@@ -33,10 +33,12 @@ from alignment.model.activations import CACHE_BYTES
 from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
+from alignment.planning.measured_memory import SPARE
 from alignment.planning.peak_meter import WHOLE, PeakMeter
-from alignment.planning.peaks import SPARE, DevicePeak, StepShape, peak_bytes
+from alignment.planning.peaks import DevicePeak, peak_bytes
 from alignment.planning.placement import Roles
 from alignment.planning.seconds import Hardware, decoding, forward, hardware_of, rates, work
+from alignment.planning.step_shape import SampledRows, StepShape
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import POLICIES, RANKED, Policy
 from alignment.sampling.sampler import engine_name
@@ -244,7 +246,7 @@ def step_shape(
         and roles.policy != (roles.reference,)
     )
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
-    drawn = args.prompts_per_rollout, args.group_size, args.max_new_tokens
+    drawn = SampledRows(args.prompts_per_rollout, args.group_size, args.max_new_tokens)
     ranks = len(roles.policy) if args.policy_parallelism in RANKED else 1
     threads = torch.get_num_threads() // ranks if roles.policy[0] == "cpu" else 1
     return configuration(
@@ -259,7 +261,7 @@ def step_shape(
         * (prompt + args.group_size * args.max_new_tokens),
         sampled={
             "sampling": drawn,
-            "evaluation": (problems, 1, args.eval_max_new_tokens or args.max_new_tokens),
+            "evaluation": SampledRows(problems, 1, args.eval_max_new_tokens or args.max_new_tokens),
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(

@@ -14,7 +14,7 @@ from alignment.model.loading import compute_dtype, load_config
 from alignment.model.shape import ModelShape
 from alignment.planning.placement import STATE_SHARE, Roles, engine_share
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, RANKED
+from alignment.policy.policy import POLICIES, policy_kind
 from alignment.rollouts.config import Schedule
 from alignment.sampling.sampler import SamplerConfig
 from alignment.system.device_memory import total_bytes
@@ -163,8 +163,8 @@ def plan_policy(
     the unknown memory of other machines."""
     devices = roles.policy
     kind = args.policy_parallelism
-    processes_are_given = bool(args.policy_ranks or PROCESSES)
-    if kind in RANKED or (kind == "auto" and processes_are_given):
+    becomes_ranked = kind == "auto" and (args.policy_ranks or PROCESSES)
+    if policy_kind(kind).ranked or becomes_ranked:
         devices = devices_of_ranks(args, devices)
     if kind == "auto":
         ranks = max(PROCESSES, machines.number * len(devices))

@@ -4,28 +4,24 @@ mistakes."""
 import argparse
 import dataclasses
 import json
-import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import tyro
-from tyro._errors import on_parse_error
 
 from alignment.config.commands import Args
-from alignment.config.flag import DataclassInstance, flags_of_class, hints_of_flags
+from alignment.config.flag import DataclassInstance, flags_of_class
 from alignment.config.presets import from_preset, preset_tables
+from alignment.config.words import check_words
 from alignment.system.errors import UserError
-from alignment.system.files import read_json, read_toml
-from alignment.system.registry import did_you_mean
+from alignment.system.files import read_json
 from alignment.system.terminal import make_console
 
 ArgumentsType = TypeVar("ArgumentsType", bound=DataclassInstance)
 CommandType = TypeVar("CommandType", bound=Args)
-OTHER_NAMES = Path(__file__).parents[1] / "other_names.toml"
 GROUPS = (
     "sweep",
     "model",
@@ -81,8 +77,7 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     is_printed = "--print_config" in words and "preset" in flags_of_class(cls)
     if is_printed:
         words = [word for word in words if word != "--print_config"]
-    with on_parse_error(partial(_refuse, cls, words)):
-        args = tyro.cli(cls, args=words, **options)
+    args = tyro.cli(cls, args=check_words(cls, words), **options)
     if is_printed:
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
         sys.exit(0)
@@ -102,6 +97,10 @@ def _print_help(cls: type, options: Mapping[str, Any]) -> None:
             action.nargs = None
         if declared[name].choices:
             action.metavar = _choices_in_help(action.metavar, declared[name].choices)
+        action.option_strings = [
+            *action.option_strings,
+            *(f"--{alias}" for alias in declared[name].aliases),
+        ]
 
     console = make_console()
     formatter = argparse.HelpFormatter("", max_help_position=30, width=min(console.width, 100))
@@ -182,50 +181,6 @@ def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:
         values[name] = tuple(value) if isinstance(value, list) else value
     values |= {"output_dir": str(folder.parent), "run_name": folder.name, "resume": True}
     return [*command_line(cls(**values)), *words[:place], *words[place + 2 :]]
-
-
-def _refuse(cls: type, words: Sequence[str], mistake: Any) -> None:
-    """Raise `UserError` for a mistake that tyro found: with what the flag must be, that it must be
-    given, or the nearest flag, or ours for a name of TRL or verl."""
-    if argument := getattr(mistake, "argument", None):
-        raise UserError(_wrong_value(cls, words, mistake, argument))
-    if missing := getattr(mistake, "missing_arguments", ()):
-        name = missing[0].arg.field.intern_name
-        raise UserError(f"--{name}: must be given; --help says what it is")
-    raise UserError(_unknown_flag(cls, mistake.tokens[0].partition("=")[0]))
-
-
-def _wrong_value(cls: type, words: Sequence[str], mistake: Any, argument: Any) -> str:
-    name = argument.field.intern_name
-    kind = argument.lowered.metavar
-    if hasattr(mistake, "value"):
-        hint = hints_of_flags(cls)[name]
-        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-        choices = [str(choice) for literal in literals[:1] for choice in get_args(literal)]
-        choices = choices or mistake.choices
-        nearest = did_you_mean(mistake.value, choices)
-        return f"--{name} {mistake.value}: choose one of {', '.join(choices)}{nearest}"
-    if "INT" in kind:
-        wanted = "a whole number"
-    elif "FLOAT" in kind:
-        wanted = "a number"
-    else:
-        wanted = kind
-    value = re.search(rf"--{name}[ =](.*?)( --|$)", " ".join(words))
-    given = value[1] if value else "(no value)"
-    return f"--{name} {given}: must be {wanted}"
-
-
-def _unknown_flag(cls: type, given: str) -> str:
-    name = given.lstrip("-+").replace("-", "_")
-    for remedy, names in read_toml(OTHER_NAMES, given).items():
-        if name in names:
-            return f"{given}: there is no such flag; {remedy}"
-    hints = hints_of_flags(cls)
-    negations = [f"no_{flag}" for flag, hint in hints.items() if hint is bool]
-    known = sorted({"help", *hints, *negations})
-    nearest = did_you_mean(f"--{name}", [f"--{flag}" for flag in known]) or "; --help lists all"
-    return f"{given}: there is no such flag{nearest}"
 
 
 def as_command(cls: type[CommandType], other: Args) -> CommandType:

@@ -5,7 +5,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from alignment.config.data import DataFlags, TrainingDataFlags
@@ -55,7 +54,6 @@ class Args(
 
     def __post_init__(self) -> None:
         check_flags(self)
-        require_plain_folder(self)
         refuse_unknown_reward(self.reward)
         check_packages(self)
         if self.compile and self.use_liger_kernel:
@@ -463,12 +461,3 @@ def configuration(cls: type[Config], args: Args, **fields) -> Config:
         if field.name not in fields and hasattr(args, field.name):
             values[field.name] = getattr(args, field.name)
     return cls(**values)
-
-
-def require_plain_folder(arguments) -> None:
-    """Raise `UserError` for a --run_name that is no folder's."""
-    folder = arguments.run_name
-    is_plain = folder not in (".", "..") and Path(folder).name == folder
-    is_short = len(folder.encode(errors="surrogateescape")) <= 150
-    wanted = "a plain folder name without slashes, of at most 150 bytes"
-    require(arguments, "run_name", is_plain and is_short, wanted)

@@ -1,10 +1,11 @@
-"""A flag's declaration: what a value must be, and what is known of the flag, at its field.
+"""Declarations of command-line flags, which are fields of dataclasses of arguments:
 
     group_size: int = flag(8, group="rollouts", above=0)
     \"\"\"Responses sampled for each prompt.\"\"\"
 
-The docstring below the field is the flag's help. `check_flags` holds the values against what their
-fields declare, in every command and from Python alike.
+`flag` declares which values the flag may have, and other facts about it; the docstring below the
+field is its help. `check_flags` compares the values to the declarations. It does so for every
+command, and also where Python code makes the arguments.
 """
 
 import dataclasses
@@ -12,12 +13,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, get_type_hints
 
 from alignment.system.errors import UserError
 from alignment.system.registry import did_you_mean
 
-LARGEST_SEED = 2**31 - 1  # what every library that draws random numbers takes
+LARGEST_SEED = 2**31 - 1  # the largest that all libraries with random numbers take
 
 
 class DataclassInstance(Protocol):
@@ -28,47 +30,54 @@ class DataclassInstance(Protocol):
 
 @dataclass(frozen=True)
 class Extra:
-    """A package that a flag needs unless its value is 0, false or empty, and the extra that has it.
+    """A package that a flag needs, and the extra of this project that installs it.
 
-    `only_for` names the one value that needs it, where others do not."""
+    A flag needs it for the value `only_for`, or where that is empty for every value except 0, false
+    and empty ones."""
 
     package: str
     extra: str
     only_for: str = ""
 
     def is_needed_for(self, value: object) -> bool:
-        return value == self.only_for if self.only_for else bool(value)
+        if self.only_for:
+            return value == self.only_for
+        return bool(value)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What is known of a flag beside its name, type, default and help."""
+    """The facts about a flag that are not its name, type, default or help."""
 
     group: str = ""
     """The section of --help that shows it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the flag, without dashes."""
     choices: tuple[str, ...] = ()
-    """The values that it may have; empty: any. Of a tuple, the values of its parts."""
+    """The values that it may have; empty: any. If the value is a tuple, those of its elements."""
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
     or_zero: bool = False
-    """Whether 0 will do beside the numbers within these bounds."""
+    """Whether it may also be 0, which is not within the bounds above."""
     zero: str = ""
-    """What 0 means, where it is a case of its own."""
+    """What 0 means, if it has a meaning of its own, such as "none"."""
     because: str = ""
-    """Why the bounds are what they are, for the message that names them."""
+    """The reason for the bounds, which the error message states with them."""
+    names_folder: bool = False
+    """Whether it is the name of a folder, which has no slashes."""
     needs: Extra | None = None
     swept: bool = True
-    """Whether arms of a sweep may differ in it. A sweep sets the others itself, or places them anew
-    on the devices that a run is given."""
+    """Whether arms of a sweep may differ in it. A sweep sets the other flags itself, some of them
+    anew for each run, such as its devices."""
     bookkeeping: bool = False
     """Whether it decides where, how fast or how often something is computed, never its value."""
     changeable: bool = False
     """Whether a resumed run may have another value than it began with."""
     setting: bool = False
-    """Whether it decides how far a run is reproducible: what `verify` shows holds for runs with the
-    same values of these."""
+    """Whether the reproducibility of a run depends on it. What the command `verify` finds for a run
+    also holds for other runs that have the same values of all such flags."""
 
     @property
     def has_bound(self) -> bool:
@@ -91,7 +100,8 @@ class Flag:
         return self.below is None or number < self.below
 
     def bound_in_words(self, kind: type) -> str:
-        """The numbers that will do, as the end of "must be ...". `kind` is int or float."""
+        """The end of the sentence "must be ...", for those combinations of bounds that flags have.
+        `kind` is the type of the number, int or float."""
         zero = f"0 ({self.zero})" if self.zero else "0"
         if self.or_zero:
             return f"{zero} or above {self.above}"
@@ -117,34 +127,41 @@ class Flag:
 
 
 def flag(default: Any = dataclasses.MISSING, **facts: Any) -> Any:
-    """A dataclass field whose metadata is a `Flag` of these facts; without a default it must be
-    given."""
+    """A dataclass field with the declaration `Flag(**facts)` in its metadata. Without a default the
+    flag is required."""
     return dataclasses.field(default=default, metadata={"flag": Flag(**facts)})
 
 
 def flags_of_class(arguments: Any) -> dict[str, Flag]:
-    """Name -> declaration, of every flag of a class of arguments, or of one of its instances."""
+    """The declarations of all flags, by name. `arguments` is a class of arguments, or an instance
+    of one."""
     return {
         field.name: field.metadata.get("flag", Flag()) for field in dataclasses.fields(arguments)
     }
 
 
 def hints_of_flags(arguments: type) -> dict[str, Any]:
-    """Name -> type, of every flag of a class of arguments."""
+    """The types of all flags of a class of arguments, by name."""
     hints = get_type_hints(arguments)
     return {field.name: hints[field.name] for field in dataclasses.fields(arguments)}
 
 
+def required_flags(arguments: type) -> list[str]:
+    """The flags of a class of arguments that have no default."""
+    fields = dataclasses.fields(arguments)
+    return [field.name for field in fields if field.default is dataclasses.MISSING]
+
+
 def names_of_flags(arguments: Any, property_name: str) -> frozenset[str]:
-    """The flags of a class of arguments whose declaration has that property true."""
+    """The names of the flags whose declaration has this property of a `Flag` true, such as
+    "bookkeeping"."""
     flags = flags_of_class(arguments)
     return frozenset(name for name, facts in flags.items() if getattr(facts, property_name))
 
 
-def require(arguments: Any, name: str, holds: bool, wanted: str) -> None:
-    """Raise `UserError` for the argument `name`, with its value and what it must be, unless the
-    condition holds."""
-    if holds:
+def require(arguments: Any, name: str, condition: bool, wanted: str) -> None:
+    """Raise `UserError`, "--name value: must be {wanted}", unless the condition is true."""
+    if condition:
         return
     value = getattr(arguments, name)
     if isinstance(value, tuple):
@@ -155,19 +172,28 @@ def require(arguments: Any, name: str, holds: bool, wanted: str) -> None:
 
 
 def check_flags(arguments: Any) -> None:
-    """Raise `UserError` for a value that its field's declaration does not admit, and for a package
-    that a value needs and that is not installed. The numbers of a sweep's tuples are checked arm by
-    arm."""
+    """Raise `UserError` for a value that is not one of its flag's choices, or out of its bounds. A
+    tuple of numbers, which only a sweep has, is not checked here: each arm checks its number."""
     for name, facts in flags_of_class(arguments).items():
         value = getattr(arguments, name)
         if facts.choices:
             check_choices(name, value if isinstance(value, tuple) else (value,), facts.choices)
+        if facts.names_folder:
+            wanted = "a plain folder name without slashes, of at most 150 bytes"
+            require(arguments, name, is_plain_folder_name(value), wanted)
         if facts.has_bound and value is not None and not isinstance(value, tuple):
             require(arguments, name, facts.admits(value), facts.bound_in_words(type(value)))
 
 
+def is_plain_folder_name(name: str) -> bool:
+    """Whether every file system takes it as the name of one folder; empty names none, and will
+    do."""
+    is_plain = name not in (".", "..") and Path(name).name == name
+    return is_plain and len(name.encode(errors="surrogateescape")) <= 150
+
+
 def check_choices(name: str, values: Iterable[object], choices: Iterable[str]) -> None:
-    """Raise `UserError`, with the nearest choice, for a value that is none of the choices."""
+    """Raise `UserError`, which suggests the nearest choice, for a value that is not a choice."""
     choices = list(choices)
     for value in values:
         if value not in choices:

@@ -22,7 +22,7 @@ class RunFlags:
     """Seed of data order, initialisation and sampling."""
     output_dir: str = flag("checkpoints", group="run", swept=False, changeable=True)
     """Folder that holds the run folders."""
-    run_name: str = flag("", group="run", swept=False, changeable=True)
+    run_name: str = flag("", group="run", names_folder=True, swept=False, changeable=True)
     """Name of the run's folder; empty: made from the preset, the command and the seed."""
     trackers: tuple[str, ...] = flag(
         ("tensorboard",), group="run", choices=tuple(TRACKERS), swept=False, changeable=True

@@ -45,7 +45,7 @@ class SweepOptions:
     sweep_file: str = flag("", group="sweep")
     """TOML file of named arms, for arms that differ in several arguments: a table [arms.NAME]
     each."""
-    run_name: Annotated[str, tyro.conf.arg(aliases=("--sweep_name",))] = flag("", group="run")
+    run_name: str = flag("", group="run", names_folder=True, aliases=("sweep_name",))
     """Name of the folder, a new one or to continue."""
     output_dir: str = flag("checkpoints", group="run")
     """Folder that holds the sweep's folder; with several machines, one that all of them share."""

@@ -1,26 +1,28 @@
-"""How much a mean accuracy varies, and the smallest difference of two that can be shown: pure
-numbers."""
+"""The standard deviation of a mean accuracy, and the smallest difference of two accuracies that a
+test detects."""
 
 import math
 from statistics import NormalDist
 
-CHANCE = 0.8  # with which a smallest difference would be found
+POWER = 0.8  # Chance that a test detects the smallest detectable difference.
 
 
 def score_std(seed_std: float, questions: float, accuracy: float = 0.5) -> float:
-    """The standard deviation of a run's accuracy on a number of questions.
+    """The standard deviation of a run's accuracy, which is measured with one answer to each of
+    `questions` questions.
 
-    `seed_std` is the deviation between runs of different seeds, were every question asked for ever.
+    `seed_std` is the standard deviation between seeds of the accuracy on unlimited questions. The
+    answers add the variance of a Bernoulli mean.
     """
     sampling_variance = accuracy * (1 - accuracy) / questions
     return math.sqrt(seed_std**2 + sampling_variance)
 
 
 def detectable_difference(std: float, alpha: float = 0.05) -> float:
-    """The smallest difference that a two-sided test at `alpha` finds with a chance of CHANCE.
+    """The smallest difference that a two-sided test at level `alpha` detects with power POWER.
 
-    The two scores are independent and normal with standard deviation `std`: the difference is
-    (z(1 - alpha / 2) + z(CHANCE)) sqrt(2) std (Cohen 1988).
+    The two scores are independent and normal, each with standard deviation `std`. The difference is
+    (z(1 - alpha / 2) + z(POWER)) sqrt(2) std, where z is the normal quantile (Cohen 1988).
     """
     z = NormalDist().inv_cdf
-    return (z(1 - alpha / 2) + z(CHANCE)) * math.sqrt(2) * std
+    return (z(1 - alpha / 2) + z(POWER)) * math.sqrt(2) * std

@@ -1,7 +1,9 @@
-"""What looks wrong in the user's own rows but may be meant: it is said in one line on stderr, and
-the rows are taken as they are.
+r"""Warnings about the user's own data: LaTeX commands that lost their backslash, placeholders for
+answers, and questions with several answers. Each kind of finding is one line on stderr. The rows
+are used unchanged, since they may be as the user wants them.
 
-The words of LaTeX are in latex.toml."""
+In JSON and in Python strings a backslash with a letter may stand for a control character: "\frac"
+with one backslash becomes a form feed and "rac". The LaTeX commands are in latex.toml."""
 
 import re
 from collections import Counter
@@ -16,19 +18,28 @@ from alignment.system.terminal import CONTROL_NAMES, printable, say_once
 
 LATEX = read_toml(Path(__file__).with_name("latex.toml"), "latex")
 COMMANDS = frozenset(LATEX["commands"].split())
+# Commands whose rest, after \n has become a line break, may be a word of its own: "e" of \ne.
 AMBIGUOUS = frozenset(LATEX["ambiguous_after_line_break"].split())
-# What a backslash and a letter are in JSON, or in a Python string: character -> letter.
-ESCAPES = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r"}
-ESCAPED_WORD = re.compile(r"([\a\b\t\n\v\f\r])([A-Za-z]+)")
-DOUBLED = re.compile(r"(?<!\\)\\\\([A-Za-z]+)")
-# Ground truths of published data that say that there is no answer to compare with.
+# Control character -> the letter that stands for it after a backslash.
+LETTER_OF_CONTROL = {
+    "\a": "a",
+    "\b": "b",
+    "\t": "t",
+    "\n": "n",
+    "\v": "v",
+    "\f": "f",
+    "\r": "r",
+}
+CONTROL_AND_WORD = re.compile(r"([\a\b\t\n\v\f\r])([A-Za-z]+)")
+TWO_BACKSLASHES_AND_WORD = re.compile(r"(?<!\\)\\\\([A-Za-z]+)")
+# What published data has as the ground truth of a question without an answer.
 PLACEHOLDERS = frozenset(
     {"proof", "see solution", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"}
 )
 
 
 class PlacedText(NamedTuple):
-    """A text of a row, and where it is."""
+    """A text of the user's data, with its place: the file and line of its row, and its column."""
 
     place: str
     column: str
@@ -36,60 +47,66 @@ class PlacedText(NamedTuple):
 
 
 class MisreadCommand(NamedTuple):
-    """What a text has instead of a LaTeX command, in words, and that command."""
+    """A LaTeX command that a text has lost."""
 
-    instead: str
-    command: str
+    instead: str  # What the text has in its place, in words: 'a form feed before "rac"'
+    command: str  # The command that was probably meant: "\\frac"
 
 
 def is_placeholder(answer: str) -> bool:
-    """Whether an answer says that there is none, such as "proof"."""
+    """Whether a text such as "proof" or "n/a" stands where an answer is missing."""
     return plain(answer) in PLACEHOLDERS
 
 
 def stripped(text: str) -> str:
-    """A text without the white space around it, but with a control character that stands before it
-    for a backslash and a letter: a form feed before "rac" shows that the author's command was
-    lost."""
+    r"""A text without the white space around it, except for a character that is the rest of a LaTeX
+    command. Of "\frac" with one backslash in JSON, the form feed before "rac" stays."""
     inner = text.strip()
-    first = text[: text.find(inner)][-1:] + inner
-    return first if _lost_backslash(ESCAPED_WORD.match(first), first) else inner
+    white_space = text[: text.find(inner)]
+    with_control = white_space[-1:] + inner
+    match = CONTROL_AND_WORD.match(with_control)
+    if match is not None and _is_lost_command(match, with_control):
+        return with_control
+    return inner
 
 
 def misread_command(text: str) -> MisreadCommand | None:
-    r"""What a text has instead of a LaTeX command: of "\frac" with one backslash in JSON, a form
-    feed before "rac". None where it has nothing of the kind."""
-    for match in ESCAPED_WORD.finditer(text):
-        if _lost_backslash(match, text):
+    """The first LaTeX command that a text has lost, to a control character or to two backslashes
+    instead of one; None if it has lost none."""
+    for match in CONTROL_AND_WORD.finditer(text):
+        if _is_lost_command(match, text):
             instead = f'a {CONTROL_NAMES[match[1]]} before "{match[2]}"'
-            return MisreadCommand(instead, f"\\{ESCAPES[match[1]]}{match[2]}")
-    if r"\begin{" in text:  # where two backslashes end a line
+            return MisreadCommand(instead, f"\\{LETTER_OF_CONTROL[match[1]]}{match[2]}")
+    # In an environment, such as a matrix, two backslashes end a line: \\ cos x is no mistake.
+    if r"\begin{" in text:
         return None
-    for match in DOUBLED.finditer(text):
+    for match in TWO_BACKSLASHES_AND_WORD.finditer(text):
         if match[1] in COMMANDS:
             return MisreadCommand(f'two backslashes before "{match[1]}"', f"\\{match[1]}")
     return None
 
 
-def _lost_backslash(match: re.Match | None, text: str) -> bool:
-    """Whether a control character and a word, `match` in `text`, were meant as a command. Tabs and
-    line breaks are so only before the rest of a known command, and before what may be a word of its
-    own only in a formula, after an odd number of $."""
-    if match is None:
-        return False
+def _is_lost_command(match: re.Match, text: str) -> bool:
+    """Whether a control character and the word after it, a match of `CONTROL_AND_WORD` in `text`,
+    were written as a LaTeX command."""
     character = match[1]
-    word = ESCAPES[character] + match[2]
-    if character in "\a\b\v\f":  # nobody writes these
+    command = LETTER_OF_CONTROL[character] + match[2]
+    # Nobody writes a bell, backspace, vertical tab or form feed on purpose.
+    if character in "\a\b\v\f":
         return True
-    if word not in COMMANDS:
+    # Tabs and line breaks are common, so a known command has to follow.
+    if command not in COMMANDS:
         return False
-    is_ambiguous = character == "\n" and word in AMBIGUOUS
+    # The line break and "e" of \ne may as well be a line that begins with "e". Within $...$, which
+    # an odd number of $ before it shows, it is the command.
+    is_ambiguous = character == "\n" and command in AMBIGUOUS
     in_formula = text.count("$", 0, match.start()) % 2 == 1
     return in_formula or not is_ambiguous
 
 
 def warn_of_misread_latex(texts: Iterable[PlacedText]) -> None:
-    """Say at how many places text was likely another one for its author, and what at the first."""
+    """Warn in one line of texts that have lost a LaTeX command: what the first one has, and the
+    number of rows."""
     findings: list[tuple[PlacedText, MisreadCommand]] = []
     for text in texts:
         misread = misread_command(text.text)
@@ -105,34 +122,39 @@ def warn_of_misread_latex(texts: Iterable[PlacedText]) -> None:
 
 
 def warn_of_answers(problems: Sequence[Problem]) -> None:
-    """Say how many answers say that there is none, and how many questions come with different
-    answers."""
+    """Warn of answers that are placeholders, and of questions that come with different answers, in
+    a line each."""
     placeholders = [problem for problem in problems if is_placeholder(problem.ground_truth)]
     if placeholders:
         counts = Counter(problem.ground_truth for problem in placeholders)
-        counted = [f"{answer} {number}" for answer, number in counts.most_common()]
-        kinds = printable(", ".join(counted))
-        share = f"{len(placeholders)} of {len(problems)} answers"
-        paid = f"the first at {placeholders[0].id}: a response that says so is paid"
-        say_once(f"warning: {share} say that there is none ({kinds}), {paid}; leave these rows out")
+        kinds = ", ".join(f"{answer} {number}" for answer, number in counts.most_common())
+        say_once(
+            f"warning: {len(placeholders)} of {len(problems)} answers say that there is none"
+            f" ({printable(kinds)}), the first at {placeholders[0].id}: a response that says so is"
+            " paid; leave these rows out"
+        )
     conflicts = conflicting(problems)
     if conflicts:
-        examples = next(iter(conflicts.values()))
-        answers = " and ".join(f"{row.id} ({printable(row.ground_truth)})" for row in examples)
+        first_conflict = next(iter(conflicts.values()))
+        examples = " and ".join(
+            f"{problem.id} ({printable(problem.ground_truth)})" for problem in first_conflict
+        )
         number = len(conflicts)
         questions = "1 question comes" if number == 1 else f"{number} questions come"
-        graded = "each row is graded by its own"
-        say_once(f"warning: {questions} with different answers, as in {answers}: {graded}")
+        say_once(
+            f"warning: {questions} with different answers, as in {examples}: each row is graded by"
+            " its own"
+        )
 
 
 def conflicting(problems: Iterable[Problem]) -> Mapping[str, tuple[Problem, Problem]]:
-    """Of each question with different answers, the first problem and the first that has another
-    answer."""
-    first: dict[str, Problem] = {}
+    """The questions that come with different answers: question -> its first problem, and the first
+    problem with another answer."""
+    first_problems: dict[str, Problem] = {}
     conflicts: dict[str, tuple[Problem, Problem]] = {}
     for problem in problems:
-        key = question_text(problem)
-        known = first.setdefault(key, problem)
-        if key not in conflicts and plain(known.ground_truth) != plain(problem.ground_truth):
-            conflicts[key] = known, problem
+        question = question_text(problem)
+        first = first_problems.setdefault(question, problem)
+        if question not in conflicts and plain(first.ground_truth) != plain(problem.ground_truth):
+            conflicts[question] = first, problem
     return conflicts

@@ -26,7 +26,8 @@ class AttentionRule:
     scaling: float
     window: int | None = None
     """A token sees those less than so many positions before it (Mistral, arXiv:2310.06825)."""
-    soft_cap: float | None = None  # of scores: `soft_capped`
+    soft_cap: float | None = None
+    """Of scores: `soft_capped`."""
     sinks: torch.Tensor | None = None
     """[heads of queries]; exp(sink) joins the denominator (gpt-oss, arXiv:2508.10925)."""
 
@@ -35,12 +36,12 @@ class AttentionRule:
         queries, one after another."""
         if self.sinks is None:
             return scores_XHSK.softmax(dim=3, dtype=torch.float32)
-        sinks_HG = self.sinks.view(scores_XHSK.shape[1], -1)
-        sinks_HS = sinks_HG.repeat_interleave(scores_XHSK.shape[2] // sinks_HG.shape[1], dim=1)
-        column = (
-            sinks_HS[None, :, :, None].expand(len(scores_XHSK), -1, -1, 1).to(scores_XHSK.dtype)
-        )
-        return torch.cat([scores_XHSK, column], dim=3).softmax(dim=3, dtype=torch.float32)[..., :-1]
+        rows, key_heads, queries, _ = scores_XHSK.shape
+        sinks_HG = self.sinks.view(key_heads, -1)
+        sinks_HS = sinks_HG.repeat_interleave(queries // sinks_HG.shape[1], dim=1)
+        sinks_XHS1 = sinks_HS[None, :, :, None].expand(rows, -1, -1, 1)
+        scores = torch.cat([scores_XHSK, sinks_XHS1.to(scores_XHSK.dtype)], dim=3)
+        return scores.softmax(dim=3, dtype=torch.float32)[..., :-1]
 
 
 class Part(NamedTuple):
@@ -48,10 +49,30 @@ class Part(NamedTuple):
     right-padded with -1."""
 
     queries_XQ: torch.Tensor
-    keys_XK: torch.Tensor  # padded only where they are the queries
-    # positions from the first key to the first query; 0: the keys are the queries, and see those up
-    # to themselves
+    keys_XK: torch.Tensor
+    """Padded only where they are the queries."""
     before: int
+    """Positions from the first key to the first query; 0: the keys are the queries, and see those
+    up to themselves."""
+
+
+class Inputs(NamedTuple):
+    """Queries, keys and values: of a sequence [N, heads, size], or of a part's rows [X, heads,
+    tokens, size]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class JointOutput(NamedTuple):
+    """What the gradient by any part's scores needs of attention over all parts."""
+
+    gradient: torch.Tensor
+    """Of the loss by the output."""
+    out: torch.Tensor
+    log_sum: torch.Tensor
+    """The log-sum-exp of scores."""
 
 
 class JoinedAttention(torch.autograd.Function):
@@ -67,145 +88,213 @@ class JoinedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_NHD, k_NJD, v_NJE, sinks_H, parts, rule):
-        (tokens, heads, _), precise = q_NHD.shape, torch.promote_types(q_NHD.dtype, torch.float32)
+        tokens, heads, _ = q_NHD.shape
+        precise = torch.promote_types(q_NHD.dtype, torch.float32)
+        # Padding's place, -1, is that of one more token, whose sums are dropped at the end.
         out = q_NHD.new_zeros(tokens + 1, heads, v_NJE.shape[2], dtype=precise)
         log_sum = q_NHD.new_zeros(tokens + 1, heads, dtype=precise)
-        for queries, keys, before in parts:
-            found = _attend(
-                _rows(q_NHD, queries), _rows(k_NJD, keys), _rows(v_NJE, keys), before, rule
-            )
-            own_out, own_log_sum = (
-                result.transpose(1, 2).flatten(0, 1).to(precise) for result in found
-            )
-            places = queries.flatten() % len(out)  # padding's, -1, is that of one more token here
-            if before:  # the difference that these keys make, by their share of the denominator
-                earlier_out, earlier = out.index_select(0, places), log_sum.index_select(0, places)
-                own_out = torch.sigmoid(own_log_sum - earlier)[..., None] * (own_out - earlier_out)
-                own_log_sum = torch.logaddexp(own_log_sum, earlier) - earlier
-            out.index_add_(0, places, own_out)  # several times faster on a CPU than assigning
-            log_sum.index_add_(0, places, own_log_sum)
+        for part in parts:
+            _add_part(out, log_sum, Inputs(q_NHD, k_NJD, v_NJE), part, rule)
         if sinks_H is not None:
             out *= torch.sigmoid(log_sum - sinks_H)[..., None]
             log_sum = torch.logaddexp(log_sum, sinks_H)
-        out_NHE, log_sum_NH1 = out[:-1].to(q_NHD.dtype), log_sum[:-1, :, None]
+        out_NHE = out[:-1].to(q_NHD.dtype)
+        log_sum_NH1 = log_sum[:-1, :, None]
         ctx.save_for_backward(q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum_NH1)
-        ctx.parts, ctx.rule = parts, rule
+        ctx.parts = parts
+        ctx.rule = rule
         return out_NHE
 
     @staticmethod
     def backward(ctx, gradient_NHE):
-        *inputs, sinks_H, out_NHE, log_sum_NH1 = ctx.saved_tensors
-        sums = [torch.zeros_like(tensor, dtype=log_sum_NH1.dtype) for tensor in inputs]
+        q_NHD, k_NJD, v_NJE, sinks_H, out_NHE, log_sum_NH1 = ctx.saved_tensors
+        inputs = Inputs(q_NHD, k_NJD, v_NJE)
+        joint = JointOutput(gradient_NHE, out_NHE, log_sum_NH1)
+        precise = log_sum_NH1.dtype
+        sums = [torch.zeros_like(tensor, dtype=precise) for tensor in inputs]
         for part in ctx.parts:
-            _add_gradients(sums, (gradient_NHE, out_NHE, log_sum_NH1), inputs, part, ctx.rule)
+            _add_gradients(sums, joint, inputs, part, ctx.rule)
+        to_q, to_k, to_v = (
+            total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)
+        )
         to_sinks = None
         if sinks_H is not None:
-            delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=log_sum_NH1.dtype)
-            to_sinks = (
-                -((sinks_H - log_sum_NH1[..., 0]).exp() * delta_NH).sum(dim=0).to(sinks_H.dtype)
-            )
-        return (
-            *(total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)),
-            to_sinks,
-            None,
-            None,
-        )
+            # A sink's share of the denominator lessens every output: d/ds = -share * (dO . O).
+            shares_NH = (sinks_H - log_sum_NH1[..., 0]).exp()
+            delta_NH = (gradient_NHE * out_NHE).sum(dim=2, dtype=precise)
+            to_sinks = -(shares_NH * delta_NH).sum(dim=0).to(sinks_H.dtype)
+        return to_q, to_k, to_v, to_sinks, None, None
 
 
-def _add_gradients(sums, joint, inputs, part: Part, rule: AttentionRule) -> None:
-    """Add a part's gradients by the `inputs` q, k and v to `sums`; `joint` are the output's
-    gradient, the output and the log-sum-exp of all parts. What is gathered for that is freed at the
-    end."""
+def _add_part(
+    out: torch.Tensor, log_sum: torch.Tensor, inputs: Inputs, part: Part, rule: AttentionRule
+) -> None:
+    """Join a part's attention to `out` [N + 1, H, E] and `log_sum` [N + 1, H], in place."""
+    out_XHQE, log_sum_XHQ = _attend(_rows_of_part(inputs, part), part.before, rule)
+    change = out_XHQE.transpose(1, 2).flatten(0, 1).to(out.dtype)
+    log_change = log_sum_XHQ.transpose(1, 2).flatten(0, 1).to(out.dtype)
+    places = part.queries_XQ.flatten() % len(out)
+    if part.before:
+        # With o, L of the earlier parts and o', L' of this one, the joint output is
+        # o + sigmoid(L' - L) (o' - o), and its log-sum-exp logaddexp(L', L).
+        earlier_out = out.index_select(0, places)
+        earlier_log_sum = log_sum.index_select(0, places)
+        share = torch.sigmoid(log_change - earlier_log_sum)[..., None]
+        change = share * (change - earlier_out)
+        log_change = torch.logaddexp(log_change, earlier_log_sum) - earlier_log_sum
+    out.index_add_(0, places, change)  # several times faster on a CPU than assigning
+    log_sum.index_add_(0, places, log_change)
+
+
+def _add_gradients(
+    sums: Sequence[torch.Tensor],
+    joint: JointOutput,
+    inputs: Inputs,
+    part: Part,
+    rule: AttentionRule,
+) -> None:
+    """Add a part's gradients by the `inputs` q, k and v to `sums`. What is gathered for that is
+    freed at the end."""
     queries, keys, before = part
     gradient, out, log_sum = (_rows(tensor, queries) for tensor in joint)
-    # so that padding weighs nothing
+    # Where the denominator is infinite, as padding's, weights are 0.
     log_sum = log_sum.squeeze(3).masked_fill(queries[:, None] < 0, torch.inf)
-    rows = [
-        _rows(tensor, places) for tensor, places in zip(inputs, (queries, keys, keys), strict=True)
-    ]
-    found = _attend_backward((gradient, out, log_sum, *rows), before, rule)
-    for total, places, by_rows in zip(sums, (queries, keys, keys), found, strict=True):
+    rows = _rows_of_part(inputs, part)
+    gradients = _attend_backward(JointOutput(gradient, out, log_sum), rows, before, rule)
+    for total, places, by_rows in zip(sums, (queries, keys, keys), gradients, strict=True):
         added = by_rows.transpose(1, 2).flatten(0, 1).to(total.dtype)
         total.index_add_(0, places.flatten().clamp(min=0), added)  # padding adds 0
 
 
-def _rows(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _rows_of_part(inputs: Inputs, part: Part) -> Inputs:
+    """The queries, keys and values of a part's rows."""
+    queries, keys, _ = part
+    return Inputs(_rows(inputs.q, queries), _rows(inputs.k, keys), _rows(inputs.v, keys))
+
+
+def _rows(tensor: torch.Tensor, places_XP: torch.Tensor) -> torch.Tensor:
     """[X, heads, P, size], what a sequence [N, heads, size] has at places [X, P]; at padding
     anything."""
-    return (
-        tensor.index_select(0, places.flatten().clamp(min=0))
-        .unflatten(0, places.shape)
-        .transpose(1, 2)
-    )
+    gathered = tensor.index_select(0, places_XP.flatten().clamp(min=0))
+    return gathered.unflatten(0, places_XP.shape).transpose(1, 2)
 
 
-def _attend(q, k, v, before: int, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(inputs: Inputs, before: int, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [X, H, Q, E] of q [X, H, Q, D], k [X, J, K, D] and v [X, J, K, E], and the
     log-sum-exp of scores [X, H, Q]."""
-    if _has_kernel(q, v, before, rule):
-        if not q.is_cuda:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, before == 0, scale=rule.scaling
-            )
-        given = (q, _repeated(k, q), _repeated(v, q), None, True, 0.0, before == 0)
-        out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(*given, scale=rule.scaling)
-        return out, log_sum[..., : q.shape[2]]  # which comes padded
-    outs, log_sums = [], []
-    for (queries, keys, _), unseen_QK in _pieces(q, k, before, rule):
-        scores = _scores(q[:, :, queries], k[:, :, keys], unseen_QK, rule)
-        log_sums.append(scores.logsumexp(dim=3))
-        outs.append(
-            (scores - log_sums[-1][..., None]).exp_().to(v.dtype) @ _repeated(v[:, :, keys], q)
+    if not _has_kernel(inputs, before, rule):
+        return _attend_in_pieces(inputs, before, rule)
+    q, k, v = inputs
+    causal = before == 0
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=rule.scaling
         )
+    # no bias, with the log-sum-exp, no dropout
+    out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
+        q, _repeated(k, q), _repeated(v, q), None, True, 0.0, causal, scale=rule.scaling
+    )
+    return out, log_sum[..., : q.shape[2]]  # the kernel pads it
+
+
+def _attend_in_pieces(
+    inputs: Inputs, before: int, rule: AttentionRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend` for any rule, `QUERIES_AT_A_TIME` of each row."""
+    q, k, v = inputs
+    outs = []
+    log_sums = []
+    for piece in _pieces(inputs, before, rule):
+        scores = _scores(q[:, :, piece.queries], k[:, :, piece.keys], piece.unseen_QK, rule)
+        log_sum = scores.logsumexp(dim=3)
+        weights = scores.sub_(log_sum[..., None]).exp_()
+        outs.append(weights.to(v.dtype) @ _repeated(v[:, :, piece.keys], q))
+        log_sums.append(log_sum)
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
 
 def _attend_backward(
-    rows: Sequence[torch.Tensor], before: int, rule: AttentionRule
+    joint: JointOutput, inputs: Inputs, before: int, rule: AttentionRule
 ) -> Sequence[torch.Tensor]:
-    """Gradients by q, k and v through the scores of `_attend`. `rows` are the output's gradient,
-    the output and log-sum-exp, which other scores have joined, and q, k and v."""
-    gradient, out, log_sum, q, k, v = rows
-    if _has_kernel(q, v, before, rule):
-        if not q.is_cuda:
-            given = (gradient, q, k, v, out, log_sum, 0.0, before == 0)
-            return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *given, scale=rule.scaling
-            )
-        padded = pad(log_sum, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
-        seed = torch.zeros((), dtype=torch.int64)
-        given = (gradient, q, _repeated(k, q), _repeated(v, q), None, out, padded, seed, seed, 0.0)
-        kernel = aten._scaled_dot_product_efficient_attention_backward
-        to_q, to_k, to_v, _ = kernel(
-            *given, [True, True, True, False], before == 0, scale=rule.scaling
-        )
-        return to_q, *(
-            repeated.unflatten(1, (k.shape[1], -1)).sum(dim=2) for repeated in (to_k, to_v)
-        )
-    delta = (gradient * out).sum(dim=3, dtype=log_sum.dtype)
-    sums = [torch.zeros_like(tensor, dtype=log_sum.dtype) for tensor in (q, k, v)]
-    for slices, unseen_QK in _pieces(q, k, before, rule):
-        inputs = [
-            tensor[:, :, here].detach().requires_grad_()
-            for tensor, here in zip((q, k, v), slices, strict=True)
+    """Gradients by q, k and v through the scores of `_attend`. The log-sum-exp of `joint` is that
+    of these and other scores."""
+    if not _has_kernel(inputs, before, rule):
+        return _backward_in_pieces(joint, inputs, before, rule)
+    if inputs.q.is_cuda:
+        return _backward_on_gpu(joint, inputs, before, rule)
+    gradient, out, log_sum = joint
+    q, k, v = inputs
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, log_sum, 0.0, before == 0, scale=rule.scaling
+    )
+
+
+def _backward_on_gpu(
+    joint: JointOutput, inputs: Inputs, before: int, rule: AttentionRule
+) -> Sequence[torch.Tensor]:
+    """`_attend_backward` by torch's memory-efficient kernel."""
+    gradient, out, log_sum = joint
+    q, k, v = inputs
+    # The kernel reads the log-sum-exp in blocks of 32 queries; infinity gives padding no weight.
+    padded = pad(log_sum, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
+    k_repeated = _repeated(k, q)
+    v_repeated = _repeated(v, q)
+    seed = torch.zeros((), dtype=torch.int64)  # of dropout, and its offset: there is none
+    wanted = [True, True, True, False]  # by q, k and v; not by the bias, which is None
+    to_q, to_k, to_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        gradient,
+        q,
+        k_repeated,
+        v_repeated,
+        None,
+        out,
+        padded,
+        seed,
+        seed,
+        0.0,
+        wanted,
+        before == 0,
+        scale=rule.scaling,
+    )
+    heads = (k.shape[1], -1)  # of keys, and of queries to each
+    return to_q, to_k.unflatten(1, heads).sum(dim=2), to_v.unflatten(1, heads).sum(dim=2)
+
+
+def _backward_in_pieces(
+    joint: JointOutput, inputs: Inputs, before: int, rule: AttentionRule
+) -> Sequence[torch.Tensor]:
+    """`_attend_backward` for any rule, `QUERIES_AT_A_TIME` of each row.
+
+    With scores S, the joint log-sum-exp L, weights P = exp(S - L) and this part's O = P V, the
+    gradient by S is P * (dO V^T - delta), where delta = dO . O of the joint output: autograd's, of
+    O by dO and of P by -delta, where L is a constant."""
+    delta = (joint.gradient * joint.out).sum(dim=3, dtype=joint.log_sum.dtype)
+    sums = [torch.zeros_like(tensor, dtype=joint.log_sum.dtype) for tensor in inputs]
+    for piece in _pieces(inputs, before, rule):
+        slices = (piece.queries, piece.keys, piece.keys)
+        leaves = [
+            tensor[:, :, tokens].detach().requires_grad_()
+            for tensor, tokens in zip(inputs, slices, strict=True)
         ]
-        queries = slices[0]
+        q, k, v = leaves
         with torch.enable_grad():
-            weights = (_scores(*inputs[:2], unseen_QK, rule) - log_sum[:, :, queries, None]).exp_()
-            piece = weights.to(v.dtype) @ _repeated(inputs[2], q)
-        given = gradient[:, :, queries], -delta[:, :, queries, None].expand_as(weights)
-        for total, here, found in zip(
-            sums, slices, torch.autograd.grad((piece, weights), inputs, given), strict=True
-        ):
-            total[:, :, here] += found
+            scores = _scores(q, k, piece.unseen_QK, rule)
+            weights = (scores - joint.log_sum[:, :, piece.queries, None]).exp_()
+            out = weights.to(v.dtype) @ _repeated(v, q)
+        by_out = joint.gradient[:, :, piece.queries]
+        by_weights = -delta[:, :, piece.queries, None].expand_as(weights)
+        gradients = torch.autograd.grad((out, weights), leaves, (by_out, by_weights))
+        for total, tokens, gradient in zip(sums, slices, gradients, strict=True):
+            total[:, :, tokens] += gradient
     return sums
 
 
-def _has_kernel(q, v, before: int, rule: AttentionRule) -> bool:
+def _has_kernel(inputs: Inputs, before: int, rule: AttentionRule) -> bool:
     """Whether torch has a kernel for a rule: it knows no windows that end what is seen, no caps,
     and one size of heads."""
-    reach = before + q.shape[2]
-    return (rule.window or reach) >= reach and rule.soft_cap is None and q.shape[3] == v.shape[3]
+    reach = before + inputs.q.shape[2]
+    sees_all = not rule.window or rule.window >= reach
+    return sees_all and rule.soft_cap is None and inputs.q.shape[3] == inputs.v.shape[3]
 
 
 def _repeated(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -213,18 +302,27 @@ def _repeated(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return keys.repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
-def _pieces(
-    q, k, before: int, rule: AttentionRule
-) -> Iterator[tuple[tuple[slice, slice, slice], torch.Tensor]]:
-    """Slices of queries, of the keys that any of them sees, and of values; and which of these keys
-    each query does not see."""
-    window = rule.window or before + q.shape[2]
-    for start in range(0, q.shape[2], QUERIES_AT_A_TIME):
+class Piece(NamedTuple):
+    """Some queries of each row, the keys that any of them sees, and which of these keys each query
+    does not see."""
+
+    queries: slice
+    keys: slice
+    unseen_QK: torch.Tensor
+
+
+def _pieces(inputs: Inputs, before: int, rule: AttentionRule) -> Iterator[Piece]:
+    """All queries, `QUERIES_AT_A_TIME` in a piece."""
+    queries = inputs.q.shape[2]
+    window = rule.window or before + queries
+    places_Q = torch.arange(queries, device=inputs.q.device)
+    places_K = torch.arange(inputs.k.shape[2], device=inputs.q.device)
+    for start in range(0, queries, QUERIES_AT_A_TIME):
         end = start + QUERIES_AT_A_TIME
-        queries, keys = slice(start, end), slice(max(0, before + start - window + 1), before + end)
-        places_Q, places_K = (torch.arange(tensor.shape[2], device=q.device) for tensor in (q, k))
-        distance_QK = before + places_Q[queries, None] - places_K[keys]
-        yield (queries, keys, keys), (distance_QK < 0) | (distance_QK >= window)
+        own = slice(start, end)
+        seen = slice(max(0, before + start - window + 1), before + end)
+        distance_QK = before + places_Q[own, None] - places_K[seen]
+        yield Piece(own, seen, (distance_QK < 0) | (distance_QK >= window))
 
 
 def _scores(q, k, unseen_QK: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

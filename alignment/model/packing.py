@@ -7,12 +7,17 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from alignment.core.tokens import Row, rows_by_prompt
 from alignment.model.attention import AttentionRule, JoinedAttention, Part
-from alignment.model.huggingface import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from alignment.model.huggingface import (
+    ALL_ATTENTION_FUNCTIONS,
+    AttentionInterface,
+    PreTrainedModel,
+)
 
 
 @dataclass
@@ -23,13 +28,15 @@ class Packing:
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
-    # The place in the sequence of token t of row b of the batch; 0 beyond the row's end
     spots_BT: torch.Tensor
-    # Who sees whom: prefixes and suffixes themselves, then suffixes their prefixes, which are of
-    # one length
+    """The place in the sequence of token t of row b of the batch; 0 beyond the row's end."""
     parts: list[Part]
+    """Who sees whom: prefixes and suffixes themselves, then suffixes their prefixes, which are of
+    one length in each part."""
     applied: list[bool] = field(default_factory=list)
+    """Not empty once a model's attention has gone by this packing."""
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
+    """The same on other devices."""
 
     def attend(self, module, query, key, value, rule) -> torch.Tensor:
         """See `attention_by_layout`; there is one row, of N tokens."""
@@ -38,9 +45,8 @@ class Packing:
         q_NHD, k_NHD, v_NHD = (
             tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)
         )
-        return JoinedAttention.apply(
-            q_NHD, k_NHD, v_NHD, rule.sinks, self.to(query.device).parts, rule
-        )[None]
+        parts = self.to(query.device).parts
+        return JoinedAttention.apply(q_NHD, k_NHD, v_NHD, rule.sinks, parts, rule)[None]
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
@@ -48,16 +54,17 @@ class Packing:
         if device == self.input_ids_1N.device:
             return self
         if device not in self.copies:
-            moved = {
-                name: send(value, device)
-                for name, value in vars(self).items()
-                if isinstance(value, torch.Tensor)
-            }
-            parts = [
-                Part(send(queries, device), send(keys, device), before)
-                for queries, keys, before in self.parts
-            ]
-            self.copies[device] = replace(self, **moved, parts=parts, copies={})
+            self.copies[device] = replace(
+                self,
+                input_ids_1N=send(self.input_ids_1N, device),
+                position_ids_1N=send(self.position_ids_1N, device),
+                spots_BT=send(self.spots_BT, device),
+                parts=[
+                    Part(send(queries, device), send(keys, device), before)
+                    for queries, keys, before in self.parts
+                ],
+                copies={},
+            )
         return self.copies[device]
 
 
@@ -69,90 +76,145 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)  # what comes to a CPU must have arrived
 
 
+class Segment(NamedTuple):
+    """One prefix or suffix: a run of tokens of the sequence, and the rows that have it."""
+
+    ids: tuple[int, ...]
+    first: int
+    """Position, in its rows, of the first token."""
+    rows: list[int]
+    prefix: int
+    """Number of the prefix that it is, or that it follows."""
+
+    @property
+    def end(self) -> int:
+        """Position, in its rows, after the last token."""
+        return self.first + len(self.ids)
+
+
 def pack(rows: Sequence[Row]) -> Packing:
     """Pack rows, on the CPU: those of one prompt together."""
-    prompt_groups = rows_by_prompt(rows)
-    # Each piece of the sequence has token ids, the position of the first of them, and rows.
-    # Prefixes come first.
-    pieces = [
-        (prompt + rows[own[0]][1] if len(own) == 1 else prompt, 0, own)
-        for prompt, own in prompt_groups.items()
-    ]
-    members = [
-        (prefix, row)
-        for prefix, own in enumerate(prompt_groups.values())
-        for row in own
-        if len(own) > 1
-    ]
-    sharing = [(prefix, row) for prefix, row in members if rows[row][1]]
-    pieces += [(rows[row][1], len(rows[row][0]), [row]) for _, row in sharing]
+    prefixes, suffixes = _segments(rows)
+    segments = [*prefixes, *suffixes]
+    # The places in the sequence of each segment's tokens: one segment after another.
+    lengths = [len(segment.ids) for segment in segments]
+    ends = list(itertools.accumulate(lengths))
+    places = [torch.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
-    ends = itertools.accumulate(len(ids) for ids, *_ in pieces)
-    ranges = [
-        torch.arange(end - len(ids), end) for (ids, *_), end in zip(pieces, ends, strict=True)
-    ]
-    spots_BT = torch.zeros(
-        len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.int64
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+    spots_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for segment, places_of_segment in zip(segments, places, strict=True):
+        spots_BT[segment.rows, segment.first : segment.end] = places_of_segment
+    ids = itertools.chain.from_iterable(segment.ids for segment in segments)
+    positions = [torch.arange(segment.first, segment.end) for segment in segments]
+    return Packing(
+        input_ids_1N=torch.tensor([list(ids)]),
+        position_ids_1N=torch.cat(positions)[None],
+        spots_BT=spots_BT,
+        parts=_parts(prefixes, suffixes, places),
     )
-    for (ids, first, own), places in zip(pieces, ranges, strict=True):
-        spots_BT[own, first : first + len(ids)] = places
-    input_ids_1N = torch.tensor([[token for ids, *_ in pieces for token in ids]])
-    position_ids_1N = torch.cat(
-        [torch.arange(first, first + len(ids)) for ids, first, _ in pieces]
-    )[None]
-    prefixes, suffixes = ranges[: len(prompt_groups)], ranges[len(prompt_groups) :]
-    parts = [
-        Part(places, places, 0) for places in (_padded(own) for own in (prefixes, suffixes) if own)
-    ]
-    for length in sorted({len(prefixes[prefix]) for prefix, _ in sharing}):
-        seen = [
-            (own, prefixes[prefix])
-            for own, (prefix, _) in zip(suffixes, sharing, strict=True)
-            if len(prefixes[prefix]) == length
-        ]
-        parts.append(Part(*(_padded(places) for places in zip(*seen, strict=True)), length))
-    return Packing(input_ids_1N, position_ids_1N, spots_BT, parts)
+
+
+def _segments(rows: Sequence[Row]) -> tuple[list[Segment], list[Segment]]:
+    """The prefixes of rows, and the suffixes: the responses, other than empty ones, of prompts that
+    several rows have."""
+    prefixes = []
+    suffixes = []
+    for prefix, (prompt, members) in enumerate(rows_by_prompt(rows).items()):
+        if len(members) == 1:
+            _, response = rows[members[0]]
+            prefixes.append(Segment(prompt + response, 0, members, prefix))
+            continue
+        prefixes.append(Segment(prompt, 0, members, prefix))
+        for row in members:
+            _, response = rows[row]
+            if response:
+                suffixes.append(Segment(response, len(prompt), [row], prefix))
+    return prefixes, suffixes
+
+
+def _parts(
+    prefixes: Sequence[Segment], suffixes: Sequence[Segment], places: Sequence[torch.Tensor]
+) -> list[Part]:
+    """Who sees whom, of segments with these places, prefixes first: see `Packing.parts`."""
+    prefix_places = places[: len(prefixes)]
+    suffix_places = places[len(prefixes) :]
+    parts = []
+    for own in (prefix_places, suffix_places):
+        if own:
+            places_XP = _padded(own)
+            parts.append(Part(places_XP, places_XP, 0))
+    # A suffix sees all of its prefix, so that prefixes of one length need no padding.
+    seen_by_length: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for suffix, own in zip(suffixes, suffix_places, strict=True):
+        prefix = prefix_places[suffix.prefix]
+        seen_by_length.setdefault(len(prefix), []).append((own, prefix))
+    for length, seen in sorted(seen_by_length.items(), key=lambda item: item[0]):
+        queries = _padded([own for own, _ in seen])
+        keys = _padded([prefix for _, prefix in seen])
+        parts.append(Part(queries, keys, length))
+    return parts
 
 
 def _padded(places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Places of several segments as rows [X, P], right-padded with -1."""
     return torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True, padding_value=-1)
+
+
+class Layout(Protocol):
+    """Which tokens see which, for `attention_by_layout`."""
+
+    applied: list[bool]
+    """Not empty once a model's attention has gone by the layout."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """The output [rows, tokens, heads, D] of one layer's queries, keys and values [rows, heads,
+        tokens, D]."""
+        ...
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout=None, **kwargs):
     """(Output, None) of scaled dot-product attention as transformers calls it, by a layout where
     one is given. Raises ValueError for arguments that it does not know, such as a position bias,
     and for those that only a layout knows."""
-    window, soft_cap, sinks = (kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux"))
+    window = kwargs.get("sliding_window")
+    soft_cap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     if layout is None:
-        if (
-            soft_cap is not None
-            or sinks is not None
-            or (window is not None and key.shape[2] > window)
-        ):
+        ends_what_is_seen = window is not None and key.shape[2] > window
+        if soft_cap is not None or sinks is not None or ends_what_is_seen:
             raise ValueError(
                 "attention without a layout has no window, soft cap or sinks: use attention_named"
             )
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # Of the numbers and tensors beside its scaling a layout knows positions, and it leaves out
-    # dropout.
-    known = {"sliding_window", "softcap", "s_aux", "dropout", "position_ids", "cache_position"}
-    unknown = [
-        name
-        for name, told in kwargs.items()
-        if isinstance(told, torch.Tensor | float) and name not in known
-    ]
-    if unknown:
-        raise ValueError(f"attention is told {unknown[0]}, which is not supported")
+    for name, argument in kwargs.items():
+        if isinstance(argument, torch.Tensor | float) and name not in KNOWN_TO_LAYOUTS:
+            raise ValueError(f"attention is told {name}, which is not supported")
     layout.applied.append(True)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return (
-        layout.attend(module, query, key, value, AttentionRule(scaling, window, soft_cap, sinks)),
-        None,
-    )
+    rule = AttentionRule(scaling, window, soft_cap, sinks)
+    return layout.attend(module, query, key, value, rule), None
 
 
+# The numbers and tensors beside its scaling that attention by a layout takes, or, as dropout, may
+# leave out.
+KNOWN_TO_LAYOUTS = {
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "dropout",
+    "position_ids",
+    "cache_position",
+}
 VARIANTS = 64  # of a compiled layer's code, at most: by device, gradient mode, window, adapters
 # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
 ATTENTION = "layout"
@@ -165,7 +227,7 @@ OWN_ATTENTION = "eager"
 
 def compiled(forward: Callable) -> Callable:
     """A layer's forward pass, compiled for any number of tokens."""
-    options = {"dynamic": True}
+    options: dict[str, Any] = {"dynamic": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = VARIANTS
     else:  # an older torch, which has one limit for all code
@@ -173,33 +235,35 @@ def compiled(forward: Callable) -> Callable:
     return torch.compile(**options)(forward)
 
 
-def compile_layers(model: torch.nn.Module) -> None:
+def compile_layers(model: PreTrainedModel) -> None:
     """Have torch compile a model's decoder layers, each by itself and for any number of tokens; our
     attention, whose layout differs from batch to batch, is left as it is. Only one thread at a time
     may run a model that `is_compiled`."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
-    stacks = [
-        child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)
-    ]
-    for layer in itertools.chain(*stacks):
-        # Without hooks, which move inputs between devices.
-        layer.forward = compiled(layer.forward)
-    model.is_compiled = True
+    for stack in model.get_decoder().children():
+        if not isinstance(stack, torch.nn.ModuleList):
+            continue
+        for layer in stack:
+            # Without hooks, which move inputs between devices.
+            layer.forward = compiled(layer.forward)
+    # The types of torch say that a module's attributes are tensors or modules.
+    model.is_compiled = True  # pyright: ignore[reportArgumentType]
 
 
-def takes_plain_path(model: torch.nn.Module) -> bool:
+def takes_plain_path(model: PreTrainedModel) -> bool:
     """Whether `take_plain_path` was called with this model."""
     return getattr(model, "takes_plain_path", False)
 
 
-def take_plain_path(model: torch.nn.Module) -> None:
+def take_plain_path(model: PreTrainedModel) -> None:
     """Have a model's log-probs and decoding go by the plain path from now on."""
-    model.takes_plain_path = True
+    # As above, of the types of torch.
+    model.takes_plain_path = True  # pyright: ignore[reportArgumentType]
     model.config._attn_implementation = OWN_ATTENTION
 
 
 @contextmanager
-def attention_named(model: torch.nn.Module, name: str) -> Iterator[None]:
+def attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Have a model compute attention by the entry `name` of transformers' table, whatever it was
     loaded with."""
     before = model.config._attn_implementation
@@ -211,14 +275,13 @@ def attention_named(model: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by_layout(model: torch.nn.Module, layout) -> Iterator[None]:
-    """Have a model's attention go by a layout: its `attend(module, query, key, value, rule)` makes
-    [rows, tokens, heads, D] of [rows, heads, tokens, D]; its list `applied` is not empty once it
-    has: a model that ignores it would mix up its rows in silence. Raises ValueError if the model
-    drops it, or would on recomputing layers."""
-    if model.config._attn_implementation != ATTENTION and getattr(
-        model, "is_gradient_checkpointing", False
-    ):
+def attention_by_layout(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
+    """Have a model's attention go by a layout.
+
+    Raises ValueError if the model drops the layout, which would mix up its rows in silence, or
+    would drop it on recomputing layers."""
+    recomputes_layers = getattr(model, "is_gradient_checkpointing", False)
+    if recomputes_layers and model.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"load the model with attn_implementation={ATTENTION!r}: its layers are run again in"
             " backward"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from alignment.model.device_map import partition_layers
 from alignment.model.shape import ModelShape
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import RANKED
+from alignment.policy.policy import policy_kind
 from alignment.system.errors import UserError
 
 # of a device's memory that weights, gradients and moments may take; the rest is for activations
@@ -202,20 +202,22 @@ class Share:
 def policy_shares(
     shape: ModelShape, devices: Sequence[str], kind: str, optimizer: str
 ) -> list[Share]:
-    """What each rank, or each device of a policy of one process, holds on one machine; `kind` is
+    """The shares of a machine's ranks, or of the devices of a policy of one process; `kind` is
     --policy_parallelism."""
-    parts, everything = len(devices) if kind == "sharded" else 1, tuple(shape.parameters)
-    held = [(device, everything) for device in devices]
-    if kind not in RANKED:
-        placed = partition_layers(shape, devices)
-        held = [
-            (device, tuple(n for n in everything if placed[n] == device))
-            for device in dict.fromkeys(placed.values())
+    policy = policy_kind(kind)
+    everything = tuple(shape.parameters)
+    modules_on = [(device, everything) for device in devices]
+    if policy.holds == "layers":
+        device_map = partition_layers(shape, devices)
+        modules_on = [
+            (device, tuple(name for name in everything if device_map[name] == device))
+            for device in dict.fromkeys(device_map.values())
         ]
-    a_number = OPTIMIZERS[optimizer].device_bytes
+    parts = policy.parts(len(devices))
+    trained_bytes = OPTIMIZERS[optimizer].device_bytes
     return [
-        Share(device, "policy", names, shape.state_bytes(names, a_number) // parts, parts)
-        for device, names in held
+        Share(device, "policy", modules, shape.state_bytes(modules, trained_bytes) // parts, parts)
+        for device, modules in modules_on
     ]
 
 
@@ -246,7 +248,7 @@ def place(
     on_host = (
         shape.trained(everything)
         * OPTIMIZERS[optimizer].host_bytes
-        * (len(policy) if kind == "replicated" else 1)
+        * policy_kind(kind).copies(len(policy))
     )
     moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
     sizes = {"eval": total * itemsize, "reference": shape.frozen_bytes(itemsize)}

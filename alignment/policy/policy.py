@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from alignment.core.records import Batch, Distribution
 from alignment.system.registry import import_object
@@ -138,18 +138,76 @@ class Policy(Protocol):
         """Read what `save_optimizer` of any kind of policy, of any number of processes, wrote."""
 
 
-POLICIES: Mapping[
-    str, str
-] = {  # --policy_parallelism -> the policy class; its constructor takes a `PolicyConfig`.
-    "single": "alignment.policy.single_device:SingleDevicePolicy",
-    "layer_split": "alignment.policy.layer_split:LayerSplitPolicy",
-    "replicated": "alignment.policy.sharded:ReplicatedPolicy",
-    "sharded": "alignment.policy.sharded:ShardedPolicy",
+@dataclass(frozen=True)
+class PolicyKind:
+    """One kind of policy: the path of its class, and the facts about it that planning and checks
+    need before any weight, or torch, is loaded. The defaults are all that is known of a class of a
+    user's own."""
+
+    path: str
+    """package.module:name of the class; its constructor takes a `PolicyConfig`."""
+    ranked: bool = False
+    """Whether each device has a process of its own, a rank of torch.distributed; else one process
+    has all devices."""
+    holds: Literal["layers", "copy", "part"] = "layers"
+    """What a device holds of the weights, gradients and moments: some of the layers, a copy of
+    everything, or an equal part of every weight."""
+    moves: tuple[Literal["hidden states", "weights", "gradients"], ...] = ()
+    """What devices send one another in an update: hidden states from layer to layer, weights that
+    each pass gathers, gradients that ranks sum."""
+    refused_optimizers: tuple[str, ...] = ()
+    """Keys of `OPTIMIZERS` that it does not take."""
+
+    def processes(self, devices: int) -> int:
+        """Processes on a machine where the policy has so many devices."""
+        return devices if self.ranked else 1
+
+    def parts(self, devices: int) -> int:
+        """Parts that a machine's devices cut each weight into; a device holds one of them."""
+        return devices if self.holds == "part" else 1
+
+    def copies(self, devices: int) -> int:
+        """Copies of all weights on a machine."""
+        return devices if self.holds == "copy" else 1
+
+    def stages(self, devices: int) -> int:
+        """Devices that a micro-batch passes one after another, while others are on their way."""
+        return devices if "hidden states" in self.moves else 1
+
+
+# --policy_parallelism -> the kind
+POLICIES: Mapping[str, PolicyKind] = {
+    "single": PolicyKind("alignment.policy.single_device:SingleDevicePolicy"),
+    "layer_split": PolicyKind(
+        "alignment.policy.layer_split:LayerSplitPolicy",
+        moves=("hidden states",),
+    ),
+    "replicated": PolicyKind(
+        "alignment.policy.sharded:ReplicatedPolicy",
+        ranked=True,
+        holds="copy",
+        moves=("gradients",),
+        refused_optimizers=("adamw_8bit",),
+    ),
+    "sharded": PolicyKind(
+        "alignment.policy.sharded:ShardedPolicy",
+        ranked=True,
+        holds="part",
+        moves=("weights", "gradients"),
+        refused_optimizers=("adamw_8bit",),
+    ),
 }
-RANKED = ("replicated", "sharded")  # those of one process a device
+RANKED = tuple(name for name, kind in POLICIES.items() if kind.ranked)
 
 
-def open_policy(kind: str, config: PolicyConfig) -> Policy:
-    """Load a policy; `kind` is a key of `POLICIES` or package.module:name. Raises `UserError` for a
-    bad name or bad weights."""
-    return import_object("--policy_parallelism", POLICIES.get(kind, kind))(config)
+def policy_kind(name: str) -> PolicyKind:
+    """The kind of policy that is called `name` in `POLICIES`, or that a user's own class
+    `package.module:name` is."""
+    return POLICIES.get(name, PolicyKind(name))
+
+
+def open_policy(name: str, config: PolicyConfig) -> Policy:
+    """Load a policy of the kind that is called `name`, as for `policy_kind`. Raises `UserError` for
+    a bad name or bad weights."""
+    policy_class: Any = import_object("--policy_parallelism", policy_kind(name).path)
+    return policy_class(config)

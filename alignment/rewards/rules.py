@@ -334,7 +334,8 @@ def try_reward(reward: Reward, problem: Problem) -> None:
         reward.score([problem], [completions])
     except RunStopped as stopped:
         raise UserError(
-            f"{stopped}. This was a made-up response; docs/extending.md says how a reward is called"
+            f"{stopped}. This was a made-up response; docs/extending_rewards.md says how a reward"
+            " is called"
         ) from None
 
 

@@ -1,5 +1,5 @@
-"""Reward functions of the user's own, each in a process of its own, which ends where a call takes
-too long."""
+"""Reward functions of the user's own. Each runs in a process of its own, which is killed if a call
+takes too long."""
 
 import asyncio
 import functools
@@ -17,21 +17,21 @@ from alignment.core.records import Completion, Problem, Score
 from alignment.system.errors import RunStopped
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 from alignment.system.registry import import_object
-from alignment.system.remote import TORCHRUN
+from alignment.system.remote import TORCHRUN_VARIABLE
 
+# Parameters by which a function is known to have the signature of TRL's reward functions.
 TRL_NAMES = ("prompts", "completions", "completion_ids")
-
-
-RULE_KEYS = ("reward", "format_reward", "answer_reward")
+# What a `Score` has.
+SCORE_KEYS = ("reward", "format_reward", "answer_reward")
 
 
 class UsersFunction:
-    """The function `name`, package.module:function, in a process that the first call starts and
-    that keeps the function's state.
+    """The user's function `name`, as package.module:function.
 
-    A call may take `seconds`; threads take turns. Every method raises `RunStopped`, with the line
-    of the user's file where there is one, for a function that fails, takes longer, or returns
-    something else than it should.
+    The first call starts the function's process. Later calls go to the same process, so that the
+    function may keep state; threads take turns. Every method raises `RunStopped` if the function
+    fails, takes longer than `seconds`, or returns something else than it should; the message has
+    the line of the user's file that failed, if one did.
     """
 
     def __init__(self, name: str, parameters: Mapping[str, inspect.Parameter]):
@@ -39,18 +39,19 @@ class UsersFunction:
         self.seconds = 60.0
         self._child: ChildProcess | None = None
         self._turn = threading.Lock()
-        # Reports ask again for what was trained on.
+        # A cache: reports score again what was scored in training.
         self.score = functools.lru_cache(2**14)(self._score)
         self._parameters = parameters
         self._takes_all = any(
             parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
         )
+        # Like TRL's: f(completions, ...) or f(**columns). All others are f(response, ground_truth).
         names_trl = not parameters.keys().isdisjoint(TRL_NAMES)
-        self._as_trl = names_trl or (self._takes_all and len(parameters) == 1)
+        self._is_like_trl = names_trl or (self._takes_all and len(parameters) == 1)
 
     def __call__(self, *arguments, **columns):
-        """What the function returns, with lists for arrays, tensors and iterators; a coroutine is
-        awaited."""
+        """Call the function, and await the coroutine if it returns one. Arrays, tensors and
+        iterators in the result become lists."""
         with self._turn:
             try:
                 child = self._running_child()
@@ -59,17 +60,20 @@ class UsersFunction:
                 raise self._fault(str(lost)) from None
 
     def close(self) -> None:
-        """End its process. The next call starts another one."""
+        """End the function's process. The next call starts another one."""
         with self._turn:
             if self._child is not None:
                 self._child.close()
 
     def _running_child(self) -> ChildProcess:
-        """The process of the function, started where none runs."""
+        """The function's process, started if none runs."""
         if self._child is None or not self._child.is_open:
-            # The function's libraries would take torchrun's variables for their own.
+            # Without torchrun's variables, by which libraries of the function would think that
+            # their process is one of the ranks.
             environment = {
-                name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)
+                name: value
+                for name, value in os.environ.items()
+                if not TORCHRUN_VARIABLE.fullmatch(name)
             }
             self._child = ChildProcess("function", f"{__name__}:serve", environment, log=None)
             self._child.timeout_flag = "--reward_timeout"
@@ -77,9 +81,9 @@ class UsersFunction:
         return self._child
 
     def _score(self, response: str, ground_truth: str) -> Score:
-        """The score by a rule, f(response, ground_truth)."""
+        """The score of a response, from a function f(response, ground_truth) -> score."""
         score = self(response, ground_truth)
-        if not isinstance(score, Mapping) or not score.keys() >= set(RULE_KEYS):
+        if not isinstance(score, Mapping) or not score.keys() >= set(SCORE_KEYS):
             keys = "reward, format_reward and answer_reward"
             raise self._fault(f"gave {score!r}; a rule gives {keys}")
         return {key: self._number(value) for key, value in score.items()}
@@ -87,13 +91,14 @@ class UsersFunction:
     def rewards(
         self, problems: Sequence[Problem], completions: Sequence[Completion], _: Sequence[Score]
     ) -> list[float | None]:
-        """One reward for each completion; None where the reward does not apply to it.
+        """One reward for each completion; None if the reward does not apply to it.
 
-        The function is f(response, ground_truth) -> number or score, or
-        f(prompts=..., completions=..., **columns) -> list, as TRL calls it.
+        The function is f(response, ground_truth) -> number or score, or has the signature of TRL's
+        reward functions, f(prompts=..., completions=..., **columns) -> list. The scores by the
+        run's rule, which other rewards may use, are ignored.
         """
         pairs = zip(problems, completions, strict=True)
-        if not self._as_trl:
+        if not self._is_like_trl:
             answers = [self(completion.text, problem.ground_truth) for problem, completion in pairs]
             return [self._reward_of(answer) for answer in answers]
         rows = [_row(problem, completion) for problem, completion in pairs]
@@ -109,13 +114,13 @@ class UsersFunction:
         return [None if value is None else self._number(value) for value in values]
 
     def _reward_of(self, answer: object) -> float:
-        """The reward of a score, or a number."""
-        if isinstance(answer, dict):
-            answer = answer.get("reward", answer)
+        """The reward from what the function returned, a number or a score."""
+        if isinstance(answer, dict) and "reward" in answer:
+            answer = answer["reward"]
         return self._number(answer)
 
     def _number(self, value: object) -> float:
-        # Rewards are floats: a whole number beyond them is no reward, and has no `isfinite`.
+        # Not `math.isfinite`, which fails for an int beyond the floats. NaN is not <= either.
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             return value
         raise self._fault(f"gave {repr(value)[:100]}, which is no number")
@@ -128,10 +133,10 @@ _FUNCTIONS: dict[str, UsersFunction] = {}
 
 
 def users_function(name: str, seconds: float | None = None) -> UsersFunction:
-    """The user's function of that name, always the same one, whose calls may from now on take
-    `seconds`.
+    """The `UsersFunction` of that name, the same object each time. `seconds`, if given, becomes the
+    time limit of its calls.
 
-    Raises `UserError` where it cannot be imported, and `ValueError` for one without a signature.
+    Raises `UserError` if the function cannot be imported, and `ValueError` if it has no signature.
     """
     if name not in _FUNCTIONS:
         function: Any = import_object("--reward", name)
@@ -148,8 +153,8 @@ def close_functions() -> None:
 
 
 def _row(problem: Problem, completion: Completion) -> dict[str, object]:
-    """What TRL gives a reward function of one completion: the columns of the problem's row among
-    it, as they are."""
+    """The arguments that TRL's trainer would pass to a reward function for one completion: the
+    prompt, the completion, and the columns of the data set."""
     row: dict[str, object] = {
         "answer": problem.ground_truth,
         "id": problem.id,
@@ -162,7 +167,7 @@ def _row(problem: Problem, completion: Completion) -> dict[str, object]:
     row["prompts"] = problem.prompt
     row["completions"] = completion.text
     if problem.turns:
-        # A chat: lists of messages in place of texts.
+        # For a chat TRL passes lists of messages, not texts.
         row["prompts"] = [{"role": role, "content": text} for role, text in problem.turns]
         row["completions"] = [{"role": "assistant", "content": completion.text}]
     row["completion_ids"] = list(completion.token_ids)
@@ -174,14 +179,15 @@ def _column(rows: Sequence[Mapping[str, object]], name: str) -> list[object]:
 
 
 def serve(descriptor: int) -> None:
-    """Be the process of a `UsersFunction`, until its end closes the pipe."""
+    """Run the process of a `UsersFunction`: answer its requests from the pipe `descriptor` until it
+    closes the pipe."""
     verbs = {"start": _load, "call": _call, "stop": _close}
-    with suppress(Exception):  # the other end has been told
+    with suppress(Exception):  # `answer_requests` has sent it to the other end
         answer_requests(descriptor, verbs)
 
 
 class _Loaded(NamedTuple):
-    """The user's function, and the one loop for its coroutines."""
+    """The user's function, and the event loop that runs all of its coroutines."""
 
     function: Callable
     loop: asyncio.Runner
@@ -196,16 +202,19 @@ def _close(loaded: _Loaded) -> None:
 
 
 def _call(loaded: _Loaded, _, arguments: Sequence, columns: Mapping) -> object:
+    """Call the function. The second argument is the pipe, which only other verbs of
+    `answer_requests` use."""
     try:
         result = loaded.function(*arguments, **columns)
         if inspect.iscoroutine(result):
             result = loaded.loop.run(result)
-        # Plain numbers, texts, lists and dicts.
+        # As plain numbers, strings, lists and dicts: the other end lacks the user's classes.
         return json.loads(json.dumps(result, default=_as_list))
     except SystemExit as error:
+        # As an `Exception`, which `answer_requests` reports.
         raise RuntimeError(f"it has called sys.exit({error})") from None
 
 
 def _as_list(value: Any) -> list:
-    """An array, a tensor or an iterator as a list."""
+    """The list of an array's, a tensor's or an iterator's elements."""
     return value.tolist() if hasattr(value, "tolist") else list(value)

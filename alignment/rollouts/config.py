@@ -1,5 +1,5 @@
-"""What a step's rollout is sampled from, how, and by which version of the weights; and how it
-becomes updates."""
+"""The settings of a step: which problems it asks, how it samples them, which version of the weights
+samples, and how the rollout becomes updates of the optimiser."""
 
 import dataclasses
 import functools
@@ -17,28 +17,31 @@ from alignment.system.errors import UserError
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The prompts of a step, how many responses each gets, and which responses count."""
+    """The problems of a step, how their responses are sampled, and which responses are trained
+    on."""
 
     task: str
     reward: str
-    reward_timeout: float = 60.0  # Seconds of a call of a function of the user's own
-    prompt: str = ""  # Prompt template; empty: the task's own
+    reward_timeout: float = 60.0  # Seconds for one call of the user's reward function
+    prompt: str = ""  # Prompt template; "": the task's own
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32
-    # `n` is the group size; a step sets `stop` and `seed`
+    # Its `n` is the group size. `sampling_of_step` replaces its `stop` and `seed`.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    num_problems: int = 0
-    max_prompt_tokens: int = 0
+    num_problems: int = 0  # Training problems, the first ones; 0: all
+    max_prompt_tokens: int = 0  # Problems with longer prompts are left out; 0: none is
+    # Times that other problems replace a step's groups of equal rewards (DAPO's dynamic sampling)
     max_refills: int = 0
-    overlong_buffer: int = 0
-    skip_unfinished: bool = False
+    overlong_buffer: int = 0  # Tokens before the limit in which the reward falls (DAPO); 0: none
+    skip_unfinished: bool = False  # Leave out responses cut off at the limit
     seed: int = 0
     data_seed: int = 0
     sampling_seed: int = 0
 
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
-        """How a step's completions are drawn, or those of its `refill`-th refill."""
+        """The sampling settings of a step's completions, with a seed for this step and refill (0:
+        the first sampling, before any refill)."""
         parts = ["rollout", self.sampling_seed, step]
         if refill:
             parts.append(refill)
@@ -47,35 +50,39 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version of the weights samples which step, where version v is what v steps have made: a
-    rule, not a matter of speed, so stale rollouts repeat exactly. At most `max_staleness` rollouts,
-    and versions, wait for the other side."""
+    """Which version of the weights samples each step. Version v is the weights after v steps.
+
+    The step number alone decides the version, however fast sampler and trainer are, so a run with
+    stale rollouts repeats exactly. At most `max_staleness` rollouts wait for the trainer, and at
+    most as many versions of the weights wait for the sampler."""
 
     num_steps: int
     max_staleness: int = 0  # Steps that the sampler's weights may be behind
     sync_every: int = 1  # Steps between the versions that the sampler gets
 
     def version_for(self, step: int) -> int:
-        """The version that samples a step: the oldest that `max_staleness` allows, of those that
-        the sampler gets."""
-        oldest = step - 1 - self.max_staleness
-        syncs = -(-oldest // self.sync_every)  # rounded up
+        """The version that samples a step (from 1): the oldest that `max_staleness` allows.
+
+        The sampler gets only the versions that are multiples of `sync_every`."""
+        oldest_allowed = step - 1 - self.max_staleness
+        syncs = -(-oldest_allowed // self.sync_every)  # Ceiling division.
         return max(0, syncs * self.sync_every)
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """The optimiser updates made on each rollout. The fields are those of the flags of the same
-    names, except the two that say more."""
+    """The settings of the optimiser's updates on each rollout. Fields without a docstring are the
+    command-line flags of the same names."""
 
     loss: LossConfig
     advantage: AdvantageConfig
     distribution: Distribution = field(default_factory=Distribution)
     """The distribution that all log-probs are taken under."""
     old_log_probs: Literal["ratio_one", "policy", "sampler"] = "ratio_one"
-    """"ratio_one" where the old policy is the policy itself (one update a rollout) or plays no
-    part, "policy" where a pass before the first update computes them, "sampler" where the sampler's
-    own replace them."""
+    """Where the old policy's log-probs, the denominator of the ratio, come from. With "policy" a
+    forward pass before the first update computes them; with "sampler" they are those of the
+    sampler. "ratio_one" computes none: the rollout has a single update, so old and current policy
+    are the same and the ratio is 1, or the loss has no ratio."""
     epochs_per_rollout: int = 1
     train_mini_batch_size: int = 0
     updates_per_rollout: int = 1
@@ -96,9 +103,10 @@ def derived_seed(*parts: int | str) -> int:
 def training_problems(
     problems: Problems, max_prompt_tokens: int, num_problems: int, tokenizer
 ) -> Problems:
-    """The first `num_problems` (0: all) with prompts of at most `max_prompt_tokens` (0: any).
+    """The first `num_problems` problems (0: all) whose prompts have at most `max_prompt_tokens`
+    tokens (0: any length). Prompts of `Endless` problems are not measured.
 
-    Raises `UserError` if there is none."""
+    Raises `UserError` if every prompt is longer."""
     if isinstance(problems, Endless):
         if not num_problems:
             return problems
@@ -116,17 +124,27 @@ def training_problems(
     return problems[: num_problems or None]
 
 
+# An index into `Endless` problems has a data seed of at most 31 bits and a place of 40.
+_PLACE_BITS = 40
+_INDEX_BITS = 31 + _PLACE_BITS
+
+
 def problems_of_step(problems: Problems, number: int, data_seed: int, step: int) -> list[Problem]:
-    """The `number` problems of a step (from 1): consecutive pieces of endless shuffled passes over
-    the training problems."""
+    """The `number` problems of a step (from 1).
+
+    Passes over the training problems follow each other, each in an order of its own; steps take
+    consecutive pieces of that sequence. `Endless` problems are taken by index: no two seeds share
+    one."""
     places = range((step - 1) * number, step * number)
     if isinstance(problems, Endless):
-        return [problems[data_seed << 40 | place] for place in places]
+        # The seed in the high bits, the place in the low 40.
+        return [problems[(data_seed << _PLACE_BITS) | place] for place in places]
     size = len(problems)
     chosen = []
     for place in places:
-        order = _order_of_pass(data_seed, place // size, size)
-        chosen.append(problems[order[place % size]])
+        pass_number, place_in_pass = divmod(place, size)
+        order = _order_of_pass(data_seed, pass_number, size)
+        chosen.append(problems[order[place_in_pass]])
     return chosen
 
 
@@ -139,9 +157,11 @@ def _order_of_pass(seed: int, number: int, size: int) -> list[int]:
 def refill_problems(
     problems: Problems, number: int, data_seed: int, step: int, refill: int
 ) -> list[Problem]:
-    """Problems that replace a step's groups of equal rewards: drawn anew, so that a step depends on
-    its number alone."""
+    """The `number` problems that replace a step's groups of equal rewards.
+
+    They are drawn at random from all problems, not taken from the sequence of `problems_of_step`,
+    so the refills of one step do not change the problems of the next."""
     rng = random.Random(f"refill {data_seed} {step} {refill}")
     if isinstance(problems, Endless):
-        return [problems[rng.getrandbits(71)] for _ in range(number)]
+        return [problems[rng.getrandbits(_INDEX_BITS)] for _ in range(number)]
     return rng.sample(problems, min(number, len(problems)))

@@ -1,4 +1,5 @@
-"""What the numbers of a run say is going wrong, while it can still be stopped."""
+"""Warns when a run's metrics show that something is going wrong, and stops a run that cannot
+recover."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,19 +8,20 @@ from typing import Any
 
 from alignment.system.errors import RunStopped
 
-Record = Mapping[str, Any]  # What metrics.jsonl has of a step.
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl: the metrics of one step by name."""
 
-WINDOW = 3  # Steps that are averaged, so that one odd rollout is no warning.
-GRADER_WINDOW = 20  # Steps.
-SUDDEN = 3  # Times the median.
-# Nats a token. A mini-batch without a gradient moves the weights by its momentum before sampler and
-# trainer are compared.
-MOMENTUM = 0.005
+WINDOW = 3  # Steps that warnings average over, so that one odd rollout causes none.
+GRADER_WINDOW = 20  # Steps over which failed gradings are counted.
+MISMATCH_JUMP = 3  # Times the median of earlier steps from which a sampler mismatch is a warning.
+# Nats a token; a smaller median counts as this. Sampler and trainer are compared at the first
+# mini-batch with a gradient; those before it have moved the weights by the optimiser's momentum.
+MISMATCH_FLOOR = 0.005
 
 
 class Health:
-    """The first and latest steps of a run, all that warnings need, and the flags `max_bad_steps`
-    and `max_grader_failures`."""
+    """Watches the metrics of a run. It keeps only the first and the latest steps, from which all
+    warnings follow."""
 
     def __init__(
         self,
@@ -36,8 +38,8 @@ class Health:
         self.latest = steps[-self.kept :]
 
     def judge(self, record: Record) -> tuple[list[str], Record]:
-        """Note the next step. Returns messages to print, of warnings that begin, and the record
-        with its warnings' names."""
+        """Judge and keep the record of the next step. Returns the messages to print, of warnings
+        that the step before did not have, and the record with the names of its warnings added."""
         names_before: set[str] = set()
         if self.latest:
             names_before = set(self.latest[-1]["warnings"])
@@ -57,7 +59,7 @@ class Health:
         """Raise `RunStopped` after --max_bad_steps without an update, or more failed gradings than
         --max_grader_failures."""
         last = self.latest[-self.max_bad_steps :]
-        all_are_bad = all(record["updates"] == 0 < record["bad_updates"] for record in last)
+        all_are_bad = all(record["updates"] == 0 and record["bad_updates"] > 0 for record in last)
         if len(last) == self.max_bad_steps and all_are_bad:
             raise RunStopped(
                 f"{len(last)} steps in a row had no finite loss and gradient (--max_bad_steps):"
@@ -67,7 +69,8 @@ class Health:
         recent = self.latest[-GRADER_WINDOW:]
         failed = sum(record["grading_failed"] for record in recent)
         graded = sum(record["responses"] for record in recent)
-        # The share is of a whole window's answers from the first step on, when there are fewer.
+        # The flag is a share of the answers of a whole window. In the first steps, where the window
+        # is not full, its answers are extrapolated: one early failure must not stop the run.
         allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
             raise RunStopped(
@@ -80,8 +83,8 @@ class Health:
 def health_warnings(
     first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int
 ) -> dict[str, str]:
-    """What is going wrong at the last of `steps`, by name, with the numbers that say so. `first`:
-    the run's first `WINDOW`."""
+    """The warnings at the last of `steps`: name -> message. `first` are the first `WINDOW` steps of
+    the run, with which entropy and length are compared."""
     if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     warnings: dict[str, str] = {}
@@ -99,12 +102,13 @@ def health_warnings(
         )
     mismatch = _mean(steps[-1:], "sampler_mismatch")
     earlier = _values(steps[:-1], "sampler_mismatch")
-    if len(earlier) >= 2 * WINDOW and mismatch > SUDDEN * max(median(earlier), MOMENTUM):
+    has_history = len(earlier) >= 2 * WINDOW
+    if has_history and mismatch > MISMATCH_JUMP * max(median(earlier), MISMATCH_FLOOR):
         warnings["sampler_drift"] = (
             f"the sampler's log-probs are {mismatch:.3g} nats a token from the trainer's,"
             f" {median(earlier):.3g} in the latest steps: do its weights arrive?"
         )
-    if all(record["updates"] == 0 == record["bad_updates"] for record in recent):
+    if all(record["updates"] == 0 and record["bad_updates"] == 0 for record in recent):
         warnings["nothing_trained"] = (
             f"in {WINDOW} steps no response was left to train on (--skip_unfinished)"
         )
@@ -120,13 +124,13 @@ def health_warnings(
 
 
 def _values(records: Sequence[Record], key: str) -> list[float]:
-    """The values of the records that have one."""
+    """The values of `key`, of those records that have it."""
     return [record[key] for record in records if record.get(key) is not None]
 
 
 def _mean(records: Sequence[Record], key: str) -> float:
-    """The mean over the records that have a value; NaN, which no comparison holds of, where none
-    has."""
+    """The mean over the records that have a value; NaN if none has one. Every comparison with NaN
+    is false, so no warning follows."""
     values = _values(records, key)
     if not values:
         return math.nan

@@ -1,5 +1,5 @@
-"""What a step's update begins with, as digests: of two runs they tell the first step, and the part,
-in which these differ."""
+"""The state of a run before each update, as digests. Comparing the digests of two runs shows the
+first step at which the runs differ, and what differs: weights, moments, problems or completions."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ STATE = "state.jsonl"
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
-    """SHA-256 of named tensors: names, shapes, types and bits, in the order in which they come."""
+    """SHA-256 of named tensors: names, shapes, types and bits, in the order given."""
     import torch  # here, because commands that report mistakes first import this module
 
     digest = hashlib.sha256()
@@ -30,8 +30,8 @@ def digest_of_tensors(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> str:
 
 
 def digest_of_moments(folder: Path) -> str:
-    """SHA-256 of the optimiser's state as `Policy.save_optimizer` has written it, of one process or
-    of several."""
+    """SHA-256 of the optimiser's state in a folder that `Policy.save_optimizer` wrote, one file for
+    each process."""
     from safetensors.torch import load_file
 
     digest = hashlib.sha256()
@@ -40,15 +40,17 @@ def digest_of_moments(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def digest_of_words(words: object) -> str:
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+def digest_of_json(value: object) -> str:
+    """SHA-256 of a value's JSON text."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
-    """What the update of a sampled step begins with: digests of "weights", "moments", "problems"
-    (their ids, in order) and "completions"; the "sampling_seed", and the tokens of a micro-batch.
-    Writes to a folder that it makes in `folder` for the time being. On a device whose sums depend
-    on timing completions may differ where all else is equal."""
+    """The state before the update of a sampled step: digests of "weights", "moments", "problems"
+    (their ids, in order) and "completions", the "sampling_seed", and "micro_batch_tokens".
+
+    The optimiser's state goes through a temporary folder in `folder`. On a device whose sums depend
+    on timing, completions may differ although everything else is equal."""
     completions: list[dict] = []
     for group in sampled.groups:
         completions += [asdict(completion) for completion in group.completions]
@@ -59,15 +61,15 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
         "step": sampled.step,
         "weights": digest_of_tensors(policy.weights()),
         "moments": moments,
-        "problems": digest_of_words(sampled.asked),
+        "problems": digest_of_json(sampled.asked),
         "sampling_seed": sampled.seed,
         "micro_batch_tokens": policy.micro_batch_tokens,
-        "completions": digest_of_words(completions),
+        "completions": digest_of_json(completions),
     }
 
 
 def read_state(run: Path, step: int) -> Mapping[str, object] | None:
-    """The record of a step that a run wrote to its state.jsonl, if it is there."""
+    """The record of a step in a run's state.jsonl; None if there is none."""
     for record in read_jsonl(run / STATE, have_steps=True):
         if record["step"] == step:
             return record

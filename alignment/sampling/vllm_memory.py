@@ -1,11 +1,12 @@
-"""How a vLLM engine leaves its GPU's memory to a trainer and takes it again, and the proof that it
-does.
+"""Sleep mode of a vLLM engine that shares its GPU with a trainer: the engine frees its GPU memory
+for the trainer, takes it again to sample, and raises an error if some of it was not freed.
 
-vLLM's sleep mode keeps its memory in a pool of blocks, each with a tag such as "weights" or
-"kv_cache". Sleep level 1 copies the blocks of weights to the host's memory; level 2 discards them,
-with everything else that was allocated while the model was loaded: of that vLLM saves the model's
-buffers alone. Two functions here save the rest, too. The functions that take a `worker` run in each
-of an engine's workers, by `collective_rpc`."""
+In sleep mode vLLM allocates its GPU memory in blocks, each with a tag: "weights" or "kv_cache".
+Sleep level 1 copies the blocks of weights to the host's memory. Level 2 discards them, and with
+them everything else that was allocated while the model was loaded; vLLM itself saves only the
+model's buffers. `save_all_but_parameters` and `restore_all_but_parameters` save the rest.
+
+vLLM's `collective_rpc` runs the functions that take a `worker` in each of the engine's workers."""
 
 # vLLM is an extra, which a checkout may lack.
 # pyright: reportMissingImports=false
@@ -20,42 +21,47 @@ from alignment.sampling.sampler import WeightsDiscarded
 # vLLM's tags of what it may wake apart (DEFERRABLE_TAGS in vllm/device_allocator/__init__.py)
 WEIGHTS = "weights"
 KEYS_AND_VALUES = "kv_cache"
-# A number of which each byte is this is NaN, in every type of floating-point numbers.
-NOT_A_NUMBER = 0xFF
+# Memory filled with this byte reads as NaN in every floating-point type.
+NAN_BYTE = 0xFF
 
 
 class Span(NamedTuple):
-    """Addresses from `start` on, up to `end`."""
+    """The addresses from `start` to `end`, without `end`."""
 
     start: int
     end: int
 
 
 class Blocks(NamedTuple):
-    """The blocks of one tag in a worker's pool."""
+    """The size of one tag's blocks in a worker."""
 
     bytes: int
-    awake: int  # Bytes of those that take memory of the GPU.
+    awake: int  # bytes of the blocks that are on the GPU now
 
 
 class Engine:
-    """vLLM's `LLM`, and which part of its memory it has. Without vLLM's sleep mode it always has
-    all."""
+    """vLLM's `LLM`, and which of its memory is asleep: not on the GPU. Without vLLM's sleep mode
+    nothing ever sleeps."""
 
     def __init__(self, llm: Any):
         self.llm = llm
         self.sleeps: bool = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
         self.asleep: set[str] = set()
-        self.has_weights = True  # All of one version.
-        self._discarded = False  # Whether the memory of weights that sleep has no copy.
+        # False from the time the weights are discarded, or begin to be replaced, until all of the
+        # new ones have arrived.
+        self.has_weights = True
+        # Whether the weights fell asleep at level 2, so that waking them restores no values.
+        self._discarded = False
 
     def sleep(self, keep_weights: bool) -> None:
-        """Give the GPU's memory back. Weights are kept in the host's memory, or else discarded:
-        then the engine draws nothing before it has got new ones. Raises RuntimeError if some memory
-        stays taken."""
+        """Free the GPU's memory. The weights are copied to the host's memory, or with
+        `keep_weights` false discarded; the engine cannot sample then until it has new ones. Raises
+        RuntimeError if some memory is not freed."""
         if not self.sleeps:
             return
-        self.has_weights = self.has_weights and keep_weights
+        # Also if the weights sleep already, with a copy: the caller says it is out of date.
+        if not keep_weights:
+            self.has_weights = False
         if WEIGHTS in self.asleep:
             return
         if not keep_weights:
@@ -64,12 +70,12 @@ class Engine:
         self.llm.sleep(level=level)
         self.asleep = {WEIGHTS, KEYS_AND_VALUES}
         self._discarded = not keep_weights
-        for pool in self.llm.collective_rpc(blocks_by_tag):
-            check_sleeping(pool)
+        for blocks_of_worker in self.llm.collective_rpc(blocks_by_tag):
+            check_sleeping(blocks_of_worker)
 
     def wake(self, *tags: str) -> None:
-        """Take the memory of `tags` again, if they sleep. Discarded weights are NaN until new ones
-        have come."""
+        """Take the memory of those of `tags` that sleep. Discarded weights are NaN until new ones
+        arrive."""
         woken = self.asleep.intersection(tags)
         if not woken:
             return
@@ -80,7 +86,7 @@ class Engine:
             self._discarded = False
 
     def begin_update(self) -> None:
-        """Make room for new weights, without which nothing is drawn from here on."""
+        """Take the memory for new weights. The engine cannot sample until `end_update`."""
         self.has_weights = False
         self.wake(WEIGHTS)
 
@@ -88,8 +94,7 @@ class Engine:
         self.has_weights = True
 
     def wake_to_sample(self) -> None:
-        """Take all memory. Raises `WeightsDiscarded` if there are no whole weights to sample
-        with."""
+        """Take all memory. Raises `WeightsDiscarded` if the engine has no complete weights."""
         if not self.has_weights:
             raise WeightsDiscarded(
                 "the engine discarded its weights, and has not got all of the new ones since"
@@ -98,8 +103,9 @@ class Engine:
 
 
 def check_sleeping(pool: dict[str, Blocks]) -> None:
-    """Raise RuntimeError where a worker's pool, by tag, has blocks that are awake, or lacks weights
-    or keys and values: memory that is not in the pool is not given back."""
+    """Raise RuntimeError if a worker, whose blocks `pool` has by tag, has some that are awake. Also
+    raises it if there are no blocks of weights or of the KV cache: then vLLM has allocated that
+    memory elsewhere, and sleep does not free it."""
     for tag in (WEIGHTS, KEYS_AND_VALUES):
         if tag not in pool:
             raise RuntimeError(
@@ -118,12 +124,11 @@ def check_sleeping(pool: dict[str, Blocks]) -> None:
 
 
 def blocks_by_tag(worker) -> dict[str, Blocks]:
-    """The bytes of each tag in a worker's pool, and those of blocks that are not asleep. vLLM's
-    allocator knows this of each block: the device's free memory would not do, since other processes
-    and the driver change it."""
+    """The size of a worker's blocks, by tag, from the records of vLLM's allocator. The device's
+    free memory would not tell: other processes and the driver change it, too."""
     pool: dict[str, Blocks] = {}
     for block in _allocator().pointer_to_data.values():
-        size = block.handle[1]
+        size = _size(block)
         awake = 0 if block.is_asleep else size
         before = pool.get(block.tag, Blocks(0, 0))
         pool[block.tag] = Blocks(before.bytes + size, before.awake + awake)
@@ -131,23 +136,23 @@ def blocks_by_tag(worker) -> dict[str, Blocks]:
 
 
 def save_all_but_parameters(worker) -> None:
-    """Copy what the blocks of weights hold beside the model's parameters to the host's memory. It
-    is more than the buffers that vLLM saves itself: the slopes of ALiBi, which are no buffers, and
-    the sampler's state of requests, are allocated there, too."""
+    """Copy everything in the blocks of weights that is not a parameter to the host's memory. It
+    includes tensors that are not buffers, which vLLM does not save: the slopes of ALiBi, and the
+    sampler's state of the running requests."""
     worker.synchronize_device()
-    spans = gaps(_weight_blocks(), _parameters(worker))
+    spans = gaps(_weight_spans(), _parameter_spans(worker))
     worker.saved_spans = [(span, _copy_to_host(span)) for span in spans]
 
 
 def restore_all_but_parameters(worker) -> None:
-    """Copy back what was saved, and make NaN of the parameters, so that one which is not sent again
-    cannot pass for a weight."""
+    """Copy back what was saved, and fill the parameters with NaN, so that a parameter that the
+    trainer fails to send is noticed."""
     runtime = _runtime()
     for span, saved in worker.saved_spans:
         runtime.cudaMemcpy(span.start, saved.data_ptr(), saved.nbytes)
     worker.saved_spans = []
-    for span in overlaps(_weight_blocks(), _parameters(worker)):
-        runtime.cudaMemset(span.start, NOT_A_NUMBER, span.end - span.start)
+    for span in overlaps(_weight_spans(), _parameter_spans(worker)):
+        runtime.cudaMemset(span.start, NAN_BYTE, span.end - span.start)
     worker.synchronize_device()
 
 
@@ -164,22 +169,26 @@ def _runtime():
     return cumem.libcudart
 
 
-def _weight_blocks() -> list[Span]:
+def _size(block: Any) -> int:
+    """The bytes of one of the allocator's blocks, whose handle is (device, size, ...)."""
+    return block.handle[1]
+
+
+def _weight_spans() -> list[Span]:
+    """The addresses of the blocks of weights, in order."""
     blocks = _allocator().pointer_to_data.items()
     return sorted(
-        Span(address, address + block.handle[1])
-        for address, block in blocks
-        if block.tag == WEIGHTS
+        Span(address, address + _size(block)) for address, block in blocks if block.tag == WEIGHTS
     )
 
 
-def _parameters(worker) -> list[Span]:
-    """Where the model's parameters are, in order, those that share memory as one."""
+def _parameter_spans(worker) -> list[Span]:
+    """The addresses of the model's parameters, in order. Tied parameters count once."""
     return merged(extent(parameter) for parameter in worker.get_model().parameters())
 
 
 def _copy_to_host(span: Span) -> torch.Tensor:
-    # Page-locked, which is several times as fast. torch keeps such memory for the next time.
+    # Copies to page-locked memory are several times as fast, and torch reuses that memory.
     host = torch.empty(
         span.end - span.start, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
     )
@@ -191,7 +200,7 @@ def _copy_to_host(span: Span) -> torch.Tensor:
 
 
 def extent(tensor: torch.Tensor) -> Span:
-    """The addresses from a tensor's first number to its last."""
+    """The addresses from a tensor's first element to its last."""
     if not tensor.numel():
         return Span(tensor.data_ptr(), tensor.data_ptr())
     last = sum(
@@ -201,7 +210,7 @@ def extent(tensor: torch.Tensor) -> Span:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same addresses as spans that are in order and do not touch."""
+    """The same addresses, as spans in order of which no two overlap or touch."""
     joined: list[Span] = []
     for span in sorted(spans):
         if joined and span.start <= joined[-1].end:
@@ -212,8 +221,8 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
-    """What `blocks` and `parts` have in common. Each of the two is in order and does not overlap
-    itself."""
+    """The addresses in both `blocks` and `parts`. Each list is in order, and no two of its spans
+    overlap."""
     common: list[Span] = []
     for block in blocks:
         for part in parts:
@@ -225,8 +234,8 @@ def overlaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
 
 
 def gaps(blocks: Sequence[Span], parts: Sequence[Span]) -> list[Span]:
-    """What of `blocks` is not in `parts`. Each of the two is in order and does not overlap
-    itself."""
+    """The addresses in `blocks` but not in `parts`. Each list is in order, and no two of its spans
+    overlap."""
     uncovered: list[Span] = []
     for block in blocks:
         start = block.start

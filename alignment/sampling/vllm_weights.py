@@ -1,7 +1,9 @@
-"""New weights for a vLLM engine by vLLM's weight transfer API, with a backend of ours for the
-host's memory. Trainer and engine import this file, and with it a part of vLLM: in a trainer that
-takes 4 to 6 s and 70 MB, starts no thread, and changes how torch.compile works. Without vLLM, a
-trainer would repeat formats that are each version's own."""
+"""Sends the trainer's weights to a vLLM engine, through vLLM's weight transfer API. Its backends
+are vLLM's own for CUDA IPC and NCCL, and one of this file for shared memory of the host.
+
+The trainer and the engine both import this file. So the trainer imports a part of vLLM, which takes
+4 to 6 s and 70 MB, starts no thread, and changes how torch.compile works. The alternative would be
+to write vLLM's message formats here, which change with its versions."""
 
 # vLLM is an extra, which a checkout may lack.
 # pyright: reportMissingImports=false
@@ -22,14 +24,16 @@ from vllm.utils.network_utils import get_open_port
 
 from alignment.sampling.sampler import SamplerConfig, SamplerLost
 
-BUCKET_BYTES = 2**27  # of tensors that travel together; more where one tensor is larger
-NO_LIMIT = 2**62  # bytes, where vLLM would cut a bucket into more parts
+# Tensors are sent together up to this size; a larger tensor is sent alone.
+BUCKET_BYTES = 2**27
+# For vLLM's own limit, so that vLLM does not cut the buckets into parts.
+NO_LIMIT = 2**62  # bytes
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
 class PolicySource:
-    """The weights of one update, each gathered, cast and moved to `device` when its turn comes."""
+    """The weights of one update. Iteration gathers, casts and moves one tensor at a time."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
@@ -38,12 +42,12 @@ class PolicySource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors:
-            # Cast where it is, so that fewer bytes travel.
+            # Cast before the move, so that fewer bytes are copied.
             cast = tensor.detach().to(self.dtype)
             yield name, cast.to(self.device)
 
     def buckets(self) -> Iterator[Bucket]:
-        """The weights in parts of at most BUCKET_BYTES, or of one larger tensor."""
+        """The weights in parts of at most BUCKET_BYTES; a larger tensor is a part by itself."""
         bucket: Bucket = []
         size = 0
         for name, tensor in self:
@@ -58,9 +62,11 @@ class PolicySource:
 
 
 class EngineClient:
-    """The trainer's side of an engine, and the `VLLMWeightSyncClient` by which vLLM's trainer side
-    asks that engine. `ask("transfer", phase, *arguments)` asks its process, and raises
-    `SamplerLost` where that takes too long."""
+    """Sends weights to one engine. It is also the client (vLLM's `VLLMWeightSyncClient`) whose
+    methods the trainer side of a backend calls to have the engine do its part.
+
+    `ask("transfer", phase, *arguments)` has the engine's process call vLLM's method `phase`. It
+    raises `SamplerLost` if that fails or takes too long."""
 
     def __init__(self, ask: Callable, config: SamplerConfig, dtype: torch.dtype):
         self._ask = ask
@@ -70,22 +76,22 @@ class EngineClient:
         if self._backend == "shared_memory":
             self._device = torch.device("cpu")
         self._source = PolicySource(dtype, self._device)
-        self._version = ""  # Of the weights that are sent last.
-        self._lost: SamplerLost | None = None  # Why the engine was lost.
-        self._trainer: Any = None  # One of `TRAINERS`, made for the first weights.
+        self._version = ""  # of the weights that were sent last
+        self._lost: SamplerLost | None = None  # why the engine was lost, if it was
+        self._trainer: Any = None  # an instance of one of `TRAINERS`, once weights are sent
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the engine's weights. Names and shapes travel with each bucket, so that no weight
-        is read before its turn."""
+        """Replace the engine's weights. Names and shapes are sent with each bucket, so that weights
+        need not be gathered in advance to list them."""
         self._source.tensors = named_tensors
         self._version = str(version)
         try:
             with torch.accelerator.device_index(self._device.index):
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize()  # vLLM reads the weights on streams of its own
+                    torch.cuda.synchronize()  # vLLM reads the weights on other streams
                 if self._trainer is None:
-                    kind = TRAINERS[self._backend]
-                    self._trainer = kind.trainer_init(
+                    trainer_class = TRAINERS[self._backend]
+                    self._trainer = trainer_class.trainer_init(
                         self._init_info(), client=self, source=self._source
                     )
                 self.start_weight_update()
@@ -94,6 +100,7 @@ class EngineClient:
                 self.finish_weight_update()
                 self._trainer.end_update()
         except Exception as error:
+            # The loss of the engine may have caused the error.
             raise self._lost or error from None
         finally:
             self._source.tensors = ()
@@ -103,11 +110,11 @@ class EngineClient:
             return SharedMemoryInitInfo(rank=0)
         if self._backend == "ipc":
             return ipc_engine.IPCTrainerInitInfo(packed=True, rank=0)
-        size = 1 + len(self._config.devices)
+        world_size = 1 + len(self._config.devices)  # this process and the engine's workers
         return nccl_engine.NCCLTrainerInitInfo(
             "127.0.0.1",
             get_open_port(),
-            size,
+            world_size,
             packed=True,
             packed_buffer_size_bytes=NO_LIMIT,
             rank=0,
@@ -131,13 +138,13 @@ class EngineClient:
         except SamplerLost as error:
             self._lost = error
             if self._trainer is not None:
-                # Ends a broadcast that waits for the engine in another thread.
+                # Another thread may wait for the engine in a broadcast, which this ends.
                 self._trainer.shutdown()
             raise
 
 
-def described(bucket: Bucket) -> dict[str, list]:
-    """What vLLM's update of a bucket says of it."""
+def metadata_of(bucket: Bucket) -> dict[str, list]:
+    """The fields of vLLM's update infos that describe the tensors of a bucket."""
     return {
         "names": [name for name, _ in bucket],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -150,16 +157,16 @@ def sizes_of(bucket: Bucket) -> list[int]:
 
 
 def pack(bucket: Bucket, memory: torch.Tensor) -> None:
-    """Copy a bucket's tensors one behind the other into `memory` [bytes]."""
+    """Copy the bytes of a bucket's tensors, one after the other, into `memory` [bytes]."""
     sizes = sizes_of(bucket)
     for place, (_, tensor) in zip(memory[: sum(sizes)].split(sizes), bucket, strict=True):
         place.copy_(tensor.contiguous().flatten().view(torch.uint8))
 
 
 class IPCTrainer(ipc_engine.IPCTrainerWeightTransferEngine):
-    """vLLM's CUDA IPC from this process alone: a trainer's other ranks, which vLLM's own would wait
-    for, take no part. One buffer of this GPU carries each bucket of an update; a larger one
-    replaces it where a tensor needs it."""
+    """vLLM's backend for CUDA IPC, with this process as the only sender; vLLM's own would wait for
+    the trainer's other ranks. All buckets of an update go through one buffer on this GPU, which is
+    replaced by a larger one if a tensor does not fit."""
 
     memory: torch.Tensor | None = None
 
@@ -169,35 +176,36 @@ class IPCTrainer(ipc_engine.IPCTrainerWeightTransferEngine):
             device = bucket[0][1].device
             capacity = max(BUCKET_BYTES, sum(sizes))
             self.memory = torch.empty(capacity, dtype=torch.uint8, device=device)
-            self.handle = {self.gpu_uuid: reduce_tensor(self.memory)[1]}
+            _, rebuild_arguments = reduce_tensor(self.memory)
+            self.handle = {self.gpu_uuid: rebuild_arguments}
         pack(bucket, self.memory)
         torch.cuda.current_stream().synchronize()
-        self._do_send(**described(bucket), ipc_handles=self.handle, tensor_sizes=sizes)
+        self._do_send(**metadata_of(bucket), ipc_handles=self.handle, tensor_sizes=sizes)
 
     def end_update(self) -> None:
-        """Let go of the buffer, as the engine has: each update exports one of its own."""
+        """Free the buffer, which the engine has closed by now. The next update makes another."""
         self.memory = None
         torch.cuda.ipc_collect()
 
 
 class NCCLTrainer(nccl_engine.NCCLTrainerWeightTransferEngine):
-    """vLLM's broadcast by NCCL, a bucket at a time."""
+    """vLLM's backend for NCCL, which broadcasts each bucket to the engine's workers."""
 
     def send_bucket(self, bucket: Bucket) -> None:
-        shapes = [
+        parameters = [
             weight_transfer.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in bucket
         ]
-        update = nccl_engine.NCCLWeightTransferUpdateInfo(**described(bucket))
-        # The engine receives while this side sends. If sending fails, the engine waits in NCCL:
-        # then nobody waits for its answer.
-        thread = ThreadPoolExecutor(1)
+        update = nccl_engine.NCCLWeightTransferUpdateInfo(**metadata_of(bucket))
+        # A broadcast needs both sides at once, so another thread asks the engine to receive. If
+        # sending fails, the engine hangs in NCCL; `wait=False` then does not wait for its answer.
+        executor = ThreadPoolExecutor(1)
         try:
-            received = thread.submit(self.client.update_weights, asdict(update))
-            self._broadcast(bucket, shapes)
+            received = executor.submit(self.client.update_weights, asdict(update))
+            self._broadcast(bucket, parameters)
             received.result()
         finally:
-            thread.shutdown(wait=False)
+            executor.shutdown(wait=False)
 
     def end_update(self) -> None:
         self._post_send_sync()
@@ -208,11 +216,12 @@ class SharedMemoryInitInfo(TrainerInitInfo):
 
 
 class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemoryInitInfo]):
-    """Fills memory that the engine maps, by turns with the engine. It has no name, and ends with
-    its processes."""
+    """The trainer's side of the backend for shared memory. It fills a file in memory (memfd) with a
+    bucket; then the engine maps the file and reads it. The kernel frees the file when no process
+    has it open any more."""
 
     file: BinaryIO
-    memory: torch.Tensor  # The file's bytes.
+    memory: torch.Tensor  # the file's bytes
 
     @classmethod
     def trainer_init(cls, init_info: SharedMemoryInitInfo, *, client, source=None):
@@ -230,13 +239,15 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
         length = sum(sizes)
         path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
         if length > len(self.memory):
-            # Without it a process is killed where memory is short; this raises OSError.
+            # Allocates the memory now, and raises OSError if there is too little. A process that
+            # writes to memory that cannot be allocated is killed.
             os.posix_fallocate(self.file.fileno(), 0, length)
             self.memory = torch.from_file(path, True, length, dtype=torch.uint8)
         pack(bucket, self.memory)
+        # The arguments of `torch.from_file`: path, whether it is shared, number of elements.
         handle = {"bucket": (path, True, length)}
         update = ipc_engine.IPCWeightTransferUpdateInfo(
-            **described(bucket), ipc_handles=handle, tensor_sizes=sizes
+            **metadata_of(bucket), ipc_handles=handle, tensor_sizes=sizes
         )
         self.client.update_weights(asdict(update))
 
@@ -245,22 +256,26 @@ class SharedMemoryTrainer(weight_transfer.TrainerWeightTransferEngine[SharedMemo
 
 
 class SharedMemoryEngine(ipc_engine.IPCWeightTransferEngine):
-    """A worker's side: vLLM's own for CUDA IPC, but for the handle, which is a file's name."""
+    """The engine's side of the backend for shared memory, in each of its workers. It is vLLM's for
+    CUDA IPC, but its handle is a file and not memory of a GPU."""
 
     def update_weights(self, update_info: dict) -> None:
-        """Load a bucket's weights. vLLM's own method waits for a GPU afterwards, too."""
+        """Load a bucket's weights. The method that this replaces would also synchronize with a GPU,
+        which an engine on a CPU lacks."""
         info = self.parse_update_info(update_info)
         bucket = torch.from_file(*info.ipc_handles["bucket"], dtype=torch.uint8)
-        types = [getattr(torch, name) for name in info.dtype_names]
-        # Copies, since vLLM keeps the tensors of a layer that is not complete while the bucket is
-        # filled again.
-        parts = unpack_tensor(bucket, info.names, info.shapes, types, info.tensor_sizes)
-        self.model.load_weights((name, part.to(self.device, copy=True)) for name, part in parts)
+        dtypes = [getattr(torch, name) for name in info.dtype_names]
+        tensors = unpack_tensor(bucket, info.names, info.shapes, dtypes, info.tensor_sizes)
+        # Copies: vLLM may keep a tensor until the rest of its layer has arrived, while the trainer
+        # fills the file with the next bucket.
+        self.model.load_weights(
+            (name, tensor.to(self.device, copy=True)) for name, tensor in tensors
+        )
 
 
 class WorkerExtension:
-    """Has each of vLLM's workers, which may be processes of vLLM's own, import this file and so
-    know the backend."""
+    """Empty. vLLM's option `worker_extension_cls` names it, so that each of vLLM's workers, which
+    may be a process of its own, imports this file and so registers the backend below."""
 
 
 weight_transfer.WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryEngine)

@@ -1,5 +1,9 @@
-"""The first code that runs in a child process of `processes.py`, which starts this file by its
-path: child.py PARENT call MODULE:FUNCTION DESCRIPTOR, or child.py PARENT run MODULE FLAG ..."""
+"""The first code that runs in a child process of `processes.py`, which starts this file as
+
+    child.py PARENT call MODULE:FUNCTION DESCRIPTOR  to call the function with a pipe's descriptor
+    child.py PARENT run MODULE FLAG ...              to run the module as `python -m` does
+
+PARENT is the process id of the parent."""
 
 import os
 import pkgutil
@@ -11,8 +15,8 @@ import time
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process group as soon as the process `parent` has ended."""
-    # The end of file on a pipe is no sign: forks of the parent may hold the pipe open.
+    """Wait until the process with the id `parent` ends, then kill this process group."""
+    # A pipe from the parent would not tell: the parent's forks may hold it open.
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -27,10 +31,13 @@ def main() -> None:
         sys.argv = ["-m", *arguments]
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        # Job managers signal every process of a job; the parent ends this one.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        pkgutil.resolve_name(target)(int(arguments[0]))
+        # To end a job, job managers signal each of its processes. This one leaves its end to the
+        # parent.
+        for ignored_signal in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored_signal, signal.SIG_IGN)
+        function = pkgutil.resolve_name(target)
+        descriptor = int(arguments[0])
+        function(descriptor)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
 from alignment.system.registry import import_object
-from alignment.system.remote import TORCHRUN, Machine, host_processes
+from alignment.system.remote import TORCHRUN_VARIABLE, Machine, host_processes
 from alignment.system.signals import SIGNALS, deferred_signals
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
@@ -51,7 +51,7 @@ def lead(local_ranks: int, seconds: float) -> "Ranks":
     if "RANK" in os.environ:
         ranks = Ranks(seconds)
         # Engines that this process starts would take them for theirs.
-        for name in filter(TORCHRUN.fullmatch, list(os.environ)):
+        for name in filter(TORCHRUN_VARIABLE.fullmatch, list(os.environ)):
             del os.environ[name]
         return ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

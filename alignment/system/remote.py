@@ -1,7 +1,13 @@
-"""Child processes on other machines, where a rank starts them with the connection from rank 0's
-machine as their pipe. Here, a child process passes the bytes on, and is asked, closed and killed
-like any other; when it ends, so does the remote. Both sides prove that they know a key, which
-torchrun's store hands to rank 0; then they exchange pickles, unencrypted."""
+"""Child processes on other machines.
+
+On the other machine, a rank calls `host_processes`, which listens for connections and starts a
+process for each: the connection is that process's pipe. On rank 0's machine, `Machine.start` starts
+a local child process that runs `forward`: it connects to the other machine and copies bytes between
+its own pipe and the connection. Rank 0 asks, closes and kills this local child like any other
+`ChildProcess`; when it ends, the process on the other machine is killed.
+
+Both sides of a connection prove that they know a key, which rank 0 reads from torchrun's store.
+Then they exchange pickles, unencrypted."""
 
 import json
 import os
@@ -9,6 +15,7 @@ import re
 import secrets
 import select
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Mapping
@@ -20,23 +27,26 @@ from typing import NamedTuple
 from alignment.system.processes import POLL_SECONDS, ChildProcess
 
 CONNECT_SECONDS = 10
-TORCHRUN = re.compile(
+# The environment variables that torchrun sets for each rank.
+TORCHRUN_VARIABLE = re.compile(
     r"((GROUP|LOCAL|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 )
 
 
 class Machine(NamedTuple):
-    """Another machine, where a rank waits for connections."""
+    """Another machine, where `host_processes` listens for connections."""
 
     name: str
     address: str
     port: int
     key: str
-    seconds: float  # After which a machine that does not acknowledge what it is sent is lost.
+    # A machine that acknowledges nothing for so long is lost.
+    seconds: float
 
     def start(self, name: str, entry: str, environment: Mapping[str, str]) -> ChildProcess:
-        """As `ChildProcess`, but on this machine, whose own environment gets the variables that
-        differ from this process's."""
+        """Like `ChildProcess(name, entry, environment)`, but `entry` runs on this machine. Its
+        environment is this machine's own, with those variables of `environment` that differ from
+        the calling process's."""
         changes = dict(environment.items() - os.environ.items())
         process = json.dumps([self, entry, changes])
         own_environment = {**os.environ, "ALIGNMENT_REMOTE_PROCESS": process}
@@ -44,11 +54,12 @@ class Machine(NamedTuple):
 
 
 def forward(descriptor: int) -> None:
-    """Pass on what this process's parent and a process on another machine write, until that one
-    closes its end."""
+    """Copy bytes between this process's parent, at the pipe `descriptor`, and a process on another
+    machine, until that process closes the connection."""
     machine_fields, *request = json.loads(os.environ["ALIGNMENT_REMOTE_PROCESS"])
     machine = Machine(*machine_fields)
-    # `descriptor` itself stays open until the exit code is there to be read.
+    # A duplicate, so that the pipe closes only when this process exits: the parent, which reads the
+    # exit code when the pipe closes, finds one.
     pipe = socket.socket(fileno=os.dup(descriptor))
     try:
         remote = socket.create_connection((machine.address, machine.port), CONNECT_SECONDS)
@@ -64,6 +75,7 @@ def forward(descriptor: int) -> None:
         )
     notice_silence(remote, machine.seconds)
     connection.send(request)
+    # Each direction has a thread of its own.
     threading.Thread(target=_copy, args=(pipe, remote), daemon=True).start()
     _copy(remote, pipe)
     sys.exit(
@@ -73,8 +85,9 @@ def forward(descriptor: int) -> None:
 
 
 def notice_silence(remote: socket.socket, seconds: float) -> None:
-    """Have a connection end where the other machine is silent for so many seconds, and be reset
-    where this process ends."""
+    """Set up a connection so that it fails once the other machine acknowledges nothing for so many
+    seconds, and is reset as soon as this process ends."""
+    # An idle connection is probed three times in that period.
     probe = max(1, int(seconds / 3))
     options = {
         "TCP_NODELAY": 1,
@@ -85,12 +98,16 @@ def notice_silence(remote: socket.socket, seconds: float) -> None:
     for option, value in options.items():
         remote.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     remote.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # The end of this process must not wait behind what a process that hangs has not read.
-    remote.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    # To linger for 0 s is to reset the connection when it is closed. Otherwise the other side would
+    # learn of the close only after it has read all bytes sent before, and one that hangs never
+    # does.
+    linger_for_0_seconds = struct.pack("ii", 1, 0)
+    remote.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_0_seconds)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Write to `target` what comes from `source`, and throw away what it does not take."""
+    """Copy bytes from `source` to `target` until `source` ends; drop those that come after `target`
+    is closed."""
     with suppress(OSError):
         while chunk := source.recv(2**20):
             with suppress(OSError):
@@ -98,8 +115,9 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine:
-    """Start processes for those who know the returned machine's key, at that of its addresses from
-    which it reaches `store`."""
+    """Listen, in a thread, for connections from rank 0, and start a process for each. The returned
+    `Machine` has what rank 0 needs to connect. Its address is the one with which this machine
+    connects to torchrun's `store`, which is on rank 0's machine."""
     with socket.create_connection(store) as route:
         own_address = route.getsockname()[0]
         server = socket.create_server((own_address, 0), family=route.family)
@@ -117,8 +135,8 @@ def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine
 
 
 def _host(connection: Connection, key: bytes) -> None:
-    """Start the process that the other side asks for; kill it when that hangs up. One that ends
-    first sends its exit report."""
+    """Start the process that the other side asks for, with the connection as its pipe. Kill it when
+    the other side closes the connection; if the process ends first, send its exit report."""
     with connection, suppress(OSError, EOFError, AuthenticationError):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
@@ -126,12 +144,14 @@ def _host(connection: Connection, key: bytes) -> None:
         environment = {
             variable: value
             for variable, value in os.environ.items()
-            if not TORCHRUN.fullmatch(variable)
+            if not TORCHRUN_VARIABLE.fullmatch(variable)
         }
         pipe = Connection(os.dup(connection.fileno()))
         child = ChildProcess("process", entry, environment | changes, grace_seconds=0, pipe=pipe)
-        caller = select.poll()
-        caller.register(connection, select.POLLRDHUP)
-        while child.process.poll() is None and not caller.poll(1000 * POLL_SECONDS):
+        hang_up = select.poll()
+        hang_up.register(connection, select.POLLRDHUP)
+        while child.process.poll() is None and not hang_up.poll(1000 * POLL_SECONDS):
             pass
+        # `exit_report` kills the child if it still runs. A request that waits for an answer gets
+        # the report as its failure: (failure, answer).
         connection.send((child.exit_report(), None))

@@ -91,6 +91,7 @@ def test_a_difference_at_the_margin_is_seldom_called_a_tie():
     assert rates(at_margin, TABLES, seed=2)[1] <= 0.025 + 2.5 * math.sqrt(0.025 * 0.975 / TABLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2, 5, 7])
 def test_the_printed_power_is_the_power(index):
     _, at_smallest_difference, _ = list(printed_power())[index]

@@ -180,6 +180,7 @@ def test_the_page_needs_no_network_and_runs_nothing(grid):
     assert "| grpo_clip_group_size4 |" in markdown.read_text()
 
 
+@pytest.mark.slow
 def test_two_reports_of_one_study_are_equal(grid):
     def written() -> dict[str, bytes]:
         files = [*write_report(read_study([grid]), grid), *(grid / "figures").iterdir()]
@@ -482,6 +483,7 @@ def test_what_runs_like_these_leave_open_is_said_once(grid, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_report_names_the_amount_at_which_arms_were_compared(unequal, tmp_path, capsys):
     study = unequal("tokens")
     write_and_print(study, tmp_path, Console(width=300))
@@ -551,6 +553,7 @@ def test_few_seeds_are_said_in_the_headline(grid):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_single_run_has_a_page_while_it_trains_and_after(tmp_path, finished):
     run = make_run(tmp_path / "my_run", 0, 0.5, text="<b>\x1b[2J", num_steps=4)
@@ -594,6 +597,7 @@ def test_runs_of_an_older_version_and_with_other_trackers_are_of_one_arm(tmp_pat
     assert list(read_study(runs).arms) == ["all runs"]
 
 
+@pytest.mark.slow
 def test_a_followed_report_is_written_until_the_run_is_finished(tmp_path, monkeypatch):
     run = make_run(tmp_path / "r", 0, 0.5, num_steps=4)
     (run / "summary.json").unlink()
@@ -629,6 +633,7 @@ def change_record(run: Path, of: str, **facts) -> None:
     (run / "args.json").write_text(json.dumps(record))
 
 
+@pytest.mark.slow
 def test_methods_are_told_from_the_records(grid):
     """Twelve runs of 4 steps with 8 responses each: 8 prompts of groups of 4, or 4 of groups of
     8."""
@@ -711,7 +716,7 @@ def test_methods_name_the_machine_and_what_was_verified_there(grid, monkeypatch)
         and "secret-host" not in methods
     )
     assert "reproducible" not in methods
-    monkeypatch.setattr("alignment.ablation.report.reproducibility", lambda run: "bitwise")
+    monkeypatch.setattr("alignment.ablation.report.reproducibility", lambda run, setting: "bitwise")
     assert "found the runs reproducible: bitwise." in methods_of(read_study([grid]), grid)
 
 

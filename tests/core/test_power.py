@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from alignment.core.power import CHANCE, detectable_difference, score_std
+from alignment.core.power import POWER, detectable_difference, score_std
 
 
 def test_the_smallest_difference_of_two_scores():
@@ -23,4 +23,4 @@ def test_it_is_found_as_often_as_it_says():
     found = np.abs(b - a) > 1.959964 * np.sqrt((a * (1 - a) + b * (1 - b)) / n)
     # Three standard errors of 20,000 trials are 0.0085; q's own variance, which is not p's, makes
     # up the rest.
-    assert found.mean() == pytest.approx(CHANCE, abs=0.02)
+    assert found.mean() == pytest.approx(POWER, abs=0.02)

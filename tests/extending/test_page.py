@@ -12,7 +12,8 @@ from alignment.rewards.rules import find_reward
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-PAGE = "\n".join((DOCS / name).read_text() for name in ("extending.md", "extending_engines.md"))
+PAGES = ("extending.md", "extending_rewards.md", "extending_engines.md")
+PAGE = "\n".join((DOCS / name).read_text() for name in PAGES)
 COMMANDS = re.findall(r"^    uv run -m alignment\.(\w+) (.*)$", PAGE, re.MULTILINE)
 
 

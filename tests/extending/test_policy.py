@@ -3,7 +3,7 @@ the bit."""
 
 import pytest
 
-from alignment.policy.policy import POLICIES, PolicyConfig, open_policy
+from alignment.policy.policy import POLICIES, PolicyConfig, PolicyKind, open_policy
 
 PATH = "my_package.flat_policy:FlatPolicy"
 
@@ -32,5 +32,5 @@ def test_a_whole_run_ends_in_the_weights_of_a_policy_on_one_device(
         weights(train_in_two_parts("--run_name", "resumed", "--policy_parallelism", PATH))
         == expected
     )
-    monkeypatch.setitem(POLICIES, "flat", PATH)
+    monkeypatch.setitem(POLICIES, "flat", PolicyKind(PATH))
     assert weights(train("--run_name", "by_name", "--policy_parallelism", "flat")) == expected

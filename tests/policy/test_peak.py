@@ -27,7 +27,8 @@ from alignment.core.tokens import collate
 from alignment.model import log_probs
 from alignment.model.packing import ATTENTION
 from alignment.model.shape import ModelShape
-from alignment.planning.peaks import SPARE, peak_bytes
+from alignment.planning.measured_memory import SPARE
+from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import assign_roles
 from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig

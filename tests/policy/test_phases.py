@@ -7,16 +7,17 @@ import pytest
 from transformers import LlamaConfig
 
 from alignment.model.shape import ModelShape
-from alignment.planning.peaks import (
+from alignment.planning.measured_memory import (
     BFLOAT16_BYTES,
-    CONTEXT_BYTES,
+    CUDA_CONTEXT_BYTES,
     GRAPH_BYTES,
-    LIBRARY_BYTES,
+    PYTHON_BYTES,
+    RANK_LIBRARY_BYTES,
     WORKSPACE_BYTES,
-    StepShape,
-    peak_bytes,
 )
+from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import Roles
+from alignment.planning.step_shape import SampledRows, StepShape
 from benchmarks.memory import SETTINGS, largest, run
 
 CONFIG = LlamaConfig(
@@ -42,7 +43,7 @@ STEP = StepShape(
     prompt=20,
     max_new_tokens=10,
     group_size=4,
-    sampled={"sampling": (5, 4, 10), "evaluation": (7, 1, 10)},
+    sampled={"sampling": SampledRows(5, 4, 10), "evaluation": SampledRows(7, 1, 10)},
     truncated=False,
     passes=frozenset(["old_log_probs", "reference"]),
     frozen=1,
@@ -56,7 +57,7 @@ KEPT = {
     "moments": 8 * PARAMETERS,
     "sampler": 2 * PARAMETERS,
     "reference": 4 * PARAMETERS - 2 * LINEAR,
-    "context": CONTEXT_BYTES["cuda"],
+    "context": CUDA_CONTEXT_BYTES,
 }
 A_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, of 2 layers, 2 heads of 16, 2 bytes
 PASSING = 2 * (3 * 128 + 6 * 64) + 8 * 64
@@ -76,7 +77,7 @@ def phases(device="cuda:0", lora_rank=0, ranks=1, **changes) -> list[dict[str, d
 
 def beyond(phase: dict[str, int]) -> dict[str, int]:
     """What comes and goes in a phase, but for what a GPU's allocator takes beside."""
-    allocator = ("margin", "reserved") if phase["context"] == CONTEXT_BYTES["cuda"] else ()
+    allocator = ("margin", "reserved") if phase["context"] == CUDA_CONTEXT_BYTES else ()
     return {kind: size for kind, size in phase.items() if kind not in (*KEPT, *allocator) and size}
 
 
@@ -114,14 +115,14 @@ def test_decoding_takes_the_most_at_the_last_token_or_at_the_prompts():
         "keys and values": 7 * 20 * A_TOKEN,
         "activations": 7 * 20 * PASSING,
     }
-    assert beyond(phases(vllm=True)[0]["sampling"]) == {"engine": 4 * 10**9 + CONTEXT_BYTES["cuda"]}
+    assert beyond(phases(vllm=True)[0]["sampling"]) == {"engine": 4 * 10**9 + CUDA_CONTEXT_BYTES}
 
 
 def test_an_engine_keeps_its_share_awake_and_its_context_and_graphs_asleep():
     """By default 0.4 of a shared GPU, here of 10 GB, and a context of its own. It sleeps while the
     trainer computes, and samples with the weights that it was woken for; one that samples beside
     the trainer never sleeps, nor does one on its own GPU."""
-    context, awake = CONTEXT_BYTES["cuda"], 4 * 10**9 + CONTEXT_BYTES["cuda"]
+    context, awake = CUDA_CONTEXT_BYTES, 4 * 10**9 + CUDA_CONTEXT_BYTES
     computing = ("old_log_probs", "reference", "update")
     (shared,), (beside,) = phases(vllm=True), phases(vllm=True, sleeps=False)
     assert {phase: kinds["engine"] for phase, kinds in shared.items()} == {
@@ -158,7 +159,7 @@ def test_the_trainer_and_the_device_are_counted_apart():
     assert peak.of_device("update") == sum(kinds.values())
     assert (
         peak.of_trainer("update")
-        == sum(kinds.values()) - 2 * CONTEXT_BYTES["cuda"] - GRAPH_BYTES - kinds["reserved"]
+        == sum(kinds.values()) - 2 * CUDA_CONTEXT_BYTES - GRAPH_BYTES - kinds["reserved"]
     )
     assert kinds["reserved"] == int(0.012 * peak.of_trainer("update"))
     assert peak.of_trainer("final") is None and peak.of_device("final") is None
@@ -166,7 +167,7 @@ def test_the_trainer_and_the_device_are_counted_apart():
     assert kinds["margin"] == WORKSPACE_BYTES + int(0.005 * moving)
     roles = Roles(("cpu",), ("cpu",), "cpu", "cpu")
     (peak,) = peak_bytes(shape, CONFIG, roles, dataclasses.replace(STEP, itemsize=4))
-    assert peak.of_trainer("update") == peak.of_device("update") > CONTEXT_BYTES["cpu"]
+    assert peak.of_trainer("update") == peak.of_device("update") > PYTHON_BYTES
 
 
 def test_an_update_is_counted_at_the_largest_micro_batch_that_there_was():
@@ -244,10 +245,10 @@ def test_a_cpu_counts_libraries_and_the_holes_in_its_heap():
         < 3 * BFLOAT16_BYTES
         == of["sampling"]["margin"]
     )
-    assert of["sync"]["context"] == CONTEXT_BYTES["cpu"] + BFLOAT16_BYTES
+    assert of["sync"]["context"] == PYTHON_BYTES + BFLOAT16_BYTES
     assert (
         phases("cpu", lora_rank=4)[0]["sync"]["context"]
-        == CONTEXT_BYTES["cpu"] + BFLOAT16_BYTES + LIBRARY_BYTES
+        == PYTHON_BYTES + BFLOAT16_BYTES + RANK_LIBRARY_BYTES
     )
     assert in_fp32["sync"]["sampler"] == 0  # which reads the policy's weights
     assert phases("cpu", optimizer="adamw_cpu_offload")[0]["sync"]["moments"] == 8 * PARAMETERS

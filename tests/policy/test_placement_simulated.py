@@ -333,6 +333,7 @@ def packed_forward(
 FIVE = tuple(f"cuda:{index}" for index in range(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, crossed",
     [(QWEN_1_5B, 4), (LLAMA_1B, 3), (QWEN3_06B, 4)],
@@ -401,6 +402,7 @@ SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
 FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [QWEN_1_5B, LLAMA_1B, QWEN3_06B], ids=["qwen2", "llama", "qwen3"]
 )

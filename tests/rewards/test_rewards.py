@@ -444,7 +444,7 @@ def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, 
         ("users_rewards:in_a_library", r"JSONDecodeError: .* \(.*users_rewards.py:44\)"),
         (
             "users_rewards:of_three",
-            "missing 1 required positional argument: 'question'.*docs/extending.md says how",
+            "missing 1 required positional argument: 'question'.*docs/extending_rewards.md says",
         ),
         ("users_rewards:of_the_state", "missing 1 required positional argument: 'trainer_state'"),
     ],

@@ -1,8 +1,8 @@
-r"""What a text with boxes states.
+r"""The answer that a text with boxes, \boxed or \fbox, states.
 
-One \boxed or \fbox holds the answer, unless it is a part of a larger one: `3, \boxed{5}` states
-two values and `\frac{1}{\boxed{5}}` states one fifth. Several boxes state all that they hold,
-unless the text takes one back.
+One box holds the answer, unless it is only a part of the answer: `3, \boxed{5}` states two values,
+and `\frac{1}{\boxed{5}}` states one fifth. Several boxes state the list of their contents, but the
+words between them may take back the boxes before: `\boxed{4}. No, wait: \boxed{5}` states 5.
 """
 
 import re
@@ -25,21 +25,24 @@ from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.reading import MAX_PARTS, read
 from alignment.rewards.grading.text import normalise
 
-# A longer text is not read but compared as it stands, for reading takes the square of its length.
+# A longer text is not parsed, only compared as a string: the time to parse grows with the square of
+# the length.
 READ_CHARS = 400
 _SIGN = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<braced>\{)?|\\.|[{}]", re.DOTALL)
-# What separates a formula from the sentence around it: words, but no commands, and signs between
-# sentences.
+# Group "word": what separates a formula from the sentence around it, which is a word, the end of a
+# sentence or of a line. Commands match too, without the group, so that their names are no words.
 _WORD = re.compile(
     r"\\[A-Za-z]+|(?P<word>[A-Za-z]{2,}|[\u3040-\u30ff\u4e00-\u9fff]|[.,:;?!](?=\s)|\n)"
 )
-# Words of a sentence around a formula, but not commands.
+# To find words in a text, commands are removed first.
 _SENTENCE_WORD = re.compile("[A-Za-z]{2,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-# A digit or a letter that touches a box.
+# Without a space between, a digit or letter before a box or a digit after it belongs to the value.
 _TOUCHES_BEFORE = re.compile("[0-9]$|(?<![A-Za-z])[a-z]$")
 _TOUCHES_AFTER = re.compile("[0-9]")
+# A text that begins so states the condition of an answer.
 _CONDITION = re.compile(r"(?i:for|when|if|where|with|since|because|as|at) ")
+# Words with which a text takes back what it said, or concludes.
 _TURNING = frozenset(TABLES["turning_words"].split())
 
 
@@ -47,8 +50,8 @@ _TURNING = frozenset(TABLES["turning_words"].split())
 class Boxes:
     """A text with its outermost boxes.
 
-    `opened` is the text without the signs of boxes, `contents` what each box holds, and `outside`
-    the text before each, back to the one before, and the text behind the last.
+    `opened` is the text without \\boxed and its braces, `contents` what each box holds. `outside`
+    has one text more than there are boxes: before the first, between each two, and after the last.
     """
 
     opened: str
@@ -57,7 +60,7 @@ class Boxes:
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """The text before each box, without white space around it."""
+        """The text before the first box and between each two, without white space around it."""
         return tuple(text.strip() for text in self.outside[:-1])
 
     @property
@@ -70,17 +73,19 @@ def has_box(text: str) -> bool:
     return r"\boxed" in text or r"\fbox" in text
 
 
-# In the stack of open braces: a brace that opens no box.
-_PLAIN_BRACE = -1
+_PLAIN_BRACE = -1  # in place of a position, for a brace that opens no box
 
 
 def find_boxes(text: str) -> Boxes:
     """The boxes of a text, in linear time. A text with a box that never closes has none."""
-    characters = list(text)  # the ones of boxes' signs and braces become empty
+    # A box's sign with its opening brace becomes one space, and its closing brace another.
+    characters = list(text)
     contents: list[slice] = []
-    content_starts: list[int] = []  # for each open brace, where its box's content begins
+    # For each open brace, where its box's content begins, or _PLAIN_BRACE.
+    content_starts: list[int] = []
     open_boxes = 0
-    line_end = 0  # of the last box without braces, which holds all that follows on its line
+    # Where the last box without braces ends: `\boxed 5` holds the rest of its line or formula.
+    line_end = 0
     for match in _SIGN.finditer(text):
         start, end = match.span()
         is_outermost = open_boxes == 0 and start >= line_end
@@ -90,7 +95,6 @@ def find_boxes(text: str) -> Boxes:
                 content_starts.append(end)
                 open_boxes += 1
             elif is_outermost:
-                # `\boxed 5` holds the rest of its line or formula.
                 line_end = end + len(text[end:].partition("$")[0].partition("\n")[0])
                 contents.append(slice(end, line_end))
         elif match[0] == "{":
@@ -113,24 +117,24 @@ def find_boxes(text: str) -> Boxes:
 
 
 def _outside(characters: list[str], contents: list[slice]) -> tuple[str, ...]:
-    """The text before each box, back to the one before, and behind the last."""
+    """The text before the first box, between each two, and after the last."""
     starts = [*(content.start for content in contents), len(characters)]
     ends = [0, *(content.stop for content in contents)]
     outside = []
     for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
         between = "".join(characters[end:start])
         if k > 0:
-            between = between.removeprefix(" ")  # which stands for the brace that closes a box
+            between = between.removeprefix(" ")  # in place of the closing brace
         if k < len(contents):
-            between = between.removesuffix(" ")  # which stands for the sign that opens one
+            between = between.removesuffix(" ")  # in place of the box's sign
         outside.append(between)
     return tuple(outside)
 
 
 @lru_cache(maxsize=10_000)
 def stated(text: str) -> str:
-    """The text of the answer that a text states: that of its box, or the whole where the box is a
-    part of it."""
+    """The part of a text that states its answer: the content of its box, with the formula around it
+    or the whole text where these make it one answer; the text itself if it has no box."""
     if not has_box(text):
         return text
     boxes = find_boxes(text)
@@ -144,8 +148,8 @@ def stated(text: str) -> str:
 
 
 def boxed_answer(text: str) -> str:
-    """The content of a text's box, or what its several boxes state together; the text itself
-    without a box."""
+    """The content of a text's box, whatever stands around it, or what several boxes state together;
+    the text itself if it has no box."""
     if not has_box(text):
         return text
     boxes = find_boxes(text)
@@ -157,8 +161,9 @@ def boxed_answer(text: str) -> str:
 
 
 def _join_boxes(boxes: Boxes) -> str:
-    """The last of several boxes where all hold one value, or where the words before it take back
-    those before; else all."""
+    """The answer that several boxes state: their one value if all have the same; else the whole
+    text if it reads as one answer; else the list of their values, from the last box on before which
+    a turning word stands."""
     values = list(boxes.contents)
     if len(values) <= MAX_PARTS:
         values = [_value_of_box(boxes, k) for k in range(len(values))]
@@ -167,30 +172,33 @@ def _join_boxes(boxes: Boxes) -> str:
         return last
     if _is_one_answer(boxes):
         return boxes.opened
-    first_that_counts = 0
+    first = 0  # of the boxes that are not taken back
     for k, gap in enumerate(boxes.gaps):
         words = re.findall("[a-z]+", gap.lower())
         if k > 0 and not _TURNING.isdisjoint(words):
-            first_that_counts = k
-    return ", ".join(values[first_that_counts:])
+            first = k
+    return ", ".join(values[first:])
 
 
 def _value_of_box(boxes: Boxes, k: int) -> str:
-    r"""The value that box `k` states: its content, or the formula around it.
+    r"""The value that box `k` states: its content, or the formula of which it is a part.
 
-    The formula reaches up to the next word, and counts where the box is a part of a single value,
-    as in `the answer is -\boxed{5}`. A digit or a letter that touches the box is a part of it, too,
-    whatever both state together.
+    The formula is the text around the box up to the next words. It is the value if it reads as one
+    quantity, as in `the answer is -\boxed{5}`. If a digit or letter touches the box, it is the
+    value without being read.
     """
     content = boxes.contents[k]
     before = _text_after_words(boxes.outside[k])
     after = _text_before_words(boxes.outside[k + 1])
     if _TOUCHES_BEFORE.search(before) or _TOUCHES_AFTER.match(after):
         return f"{before}{content}{after}"
-    before = before.lstrip(" }$*:=")  # of \text{The answer is}
+    before = before.lstrip(" }$*:=")  # as the brace after \text{The answer is}
     after = after.rstrip(" $*.,;:!?")
-    is_dash = before.rstrip() in ("-", "–", "—") and before.endswith(" ")  # of a sentence
-    if is_dash or re.search(r"\w\s*$", before) or not f"{before}{after}".strip(" $"):
+    # "- " is a dash, "-" a sign.
+    is_dash = before.rstrip() in ("-", "–", "—") and before.endswith(" ")
+    follows_letter_or_digit = re.search(r"\w\s*$", before)
+    is_alone = not f"{before}{after}".strip(" $")
+    if is_dash or follows_letter_or_digit or is_alone:
         return content
     formula = f"{before} {content} {after}"
     if len(formula) > READ_CHARS:
@@ -202,11 +210,13 @@ def _value_of_box(boxes: Boxes, k: int) -> str:
 
 
 def _text_after_words(text: str) -> str:
+    """The end of a text, after its last word."""
     ends = [match.end() for match in _WORD.finditer(text) if match["word"]]
     return text[max(ends, default=0) :]
 
 
 def _text_before_words(text: str) -> str:
+    """The beginning of a text, before its first word."""
     starts = [match.start() for match in _WORD.finditer(text) if match["word"]]
     return text[: min(starts, default=None)]
 
@@ -220,11 +230,10 @@ def _same_value(a: str, b: str) -> bool:
 
 
 def _is_one_answer(boxes: Boxes) -> bool:
-    r"""Whether the whole text around the boxes reads as one answer, of which a single box is a
-    part, and not as a sentence.
+    r"""Whether the whole text, with its boxes opened, is one answer and not a sentence.
 
-    The values of other names, as in `a = 3, c = \boxed{5}`, are no part of one answer, and neither
-    is the condition of `For n = 4, \boxed{5}`.
+    The text around a single box is no part of the answer if it gives a value to another name, as in
+    `a = 3, c = \boxed{5}`, or a condition, as in `For n = 4, \boxed{5}`.
     """
     if not boxes.rest.strip(" .$") or len(boxes.opened) > READ_CHARS:
         return False
@@ -233,6 +242,7 @@ def _is_one_answer(boxes: Boxes) -> bool:
     with suppress(Refused):
         answer = unlabelled(read(normalise(boxes.opened)))
         if isinstance(answer, Quantity):
+            # Words are a unit, or else a sentence.
             has_words = _SENTENCE_WORD.search(_COMMAND.sub(" ", boxes.rest))
             return bool(answer.unit) or not has_words
         if isinstance(answer, Listing) and answer.kind == "=":
@@ -242,7 +252,7 @@ def _is_one_answer(boxes: Boxes) -> bool:
 
 
 def _has_words(answer: Answer) -> bool:
-    """Whether a list without brackets holds words, as "4, no, 5" does."""
+    """Whether an answer is a list without brackets in which some part is words: "4, no, 5"."""
     if not isinstance(answer, Listing) or answer.kind not in ("", "or"):
         return False
     for part in map(unlabelled, answer.parts):

@@ -1,7 +1,8 @@
 """The parser of expressions in a subset of maths and LaTeX.
 
-The text is hostile: it is never evaluated as Python nor handed to sympy, which computes eagerly
-(`Integer(9)**Integer(9)**...`). Its size is bounded here, that of its values in `values.py`.
+The text is a model's output and may be hostile. It is never evaluated as Python, nor passed to
+sympy, which would compute `Integer(9)**Integer(9)**...` at once. This file bounds the size of the
+expression; `values.py` bounds the size of the values that it computes.
 """
 
 import re
@@ -11,8 +12,8 @@ from fractions import Fraction
 from alignment.rewards.grading import patterns
 from alignment.rewards.grading.notation import TABLES
 
-MAX_TOKENS = 200  # of an expression, hence also of the nodes of its tree
-MAX_DEPTH = 30  # of brackets, powers and signs inside each other
+MAX_TOKENS = 200  # in an expression; its tree has no more nodes than that
+MAX_DEPTH = 30  # of nested brackets, powers and signs
 MAX_DIGITS = 80  # of one number in the text
 
 
@@ -21,16 +22,16 @@ class Refused(ValueError):
 
 
 class NoAnswer(Refused):
-    """The grader read the text and it is no answer, like 5 = 6 or a matrix with a gap.
+    """The grader read the text, and it states no answer: 5 = 6, or a matrix with a gap.
 
-    So math-verify is not needed.
+    What it merely cannot read, the grader passes on to math-verify; this it does not.
     """
 
 
 def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fraction:
-    """The value of a decimal number with a power of ten.
+    """The exact value of `number` * 10^`exponent`, where `number` is a decimal number.
 
-    The digits of `period`, where given, follow those of `number` without end.
+    The digits of `period`, if given, repeat without end after those of `number`.
     """
     digits = number.replace(",", "")
     if len(digits) > MAX_DIGITS or len(exponent) > 4:
@@ -48,7 +49,8 @@ def fraction(sign: str, number: str, exponent: str = "", period: str = "") -> Fr
     return value
 
 
-# A number, a name (a command with its backslash), or an operation with its operands.
+# The tree of an expression: a number, a name ("x", r"\pi"), or a tuple of an operation and its
+# operands, such as ("+", "x", Fraction(1)). The negative of x is ("-", Fraction(0), x).
 Node = Fraction | str | tuple
 
 GREEK = list(TABLES["greek"])
@@ -67,7 +69,7 @@ FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *_OTHER_FUNCTIONS.split()]
 _OTHER_COMMANDS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat"
 _COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_OTHER_COMMANDS.split()}
 
-# Names that need no backslash. The ones left out are too short to tell from products of variables.
+# Names that may stand without a backslash. Short ones may not: they could be products of variables.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 
@@ -77,24 +79,26 @@ _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
     rf"(?P<other>{patterns.NUMBER.pattern}|[A-Za-z]|\*\*|[-+*/^(){{}}\[\]|_!]))"
 )
-# A proper fraction after a whole number, from tokens joined by spaces: 1 / 2, \frac { 1 } { 2 }.
+# The fraction of a mixed number, in tokens joined by spaces: 1 / 2, \frac { 1 } { 2 }.
 _PROPER_FRACTION = re.compile(r"([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) }(?: |$)")
-_END = ""  # the token behind the last one
+_END = ""  # an extra token that marks the end
 _BRACKETS = ("(", "[", "{")
-# For each opening sign the closing one, and the function of what stands between them.
+# For each opening bracket the closing one, and the function that they denote, or "": "|" opens an
+# absolute value.
 _CLOSING: dict[str, list[str]] = TABLES["closing"]
 
 
 def _tokens(text: str) -> list[str]:
-    r"""Numbers, signs, letters, and names with a backslash, whether they had one or not: "2sin x"
-    is 2 \sin x."""
+    r"""Numbers, signs, letters, and names. A name gets a backslash if it has none: the tokens of
+    "2sin x" are 2, \sin and x."""
     matches = list(_TOKEN.finditer(text))
     if "".join(match[0] for match in matches) != text:
         raise Refused("not an expression")
-    if {match["command"] for match in matches} - _COMMANDS - {None}:
+    commands = {match["command"] for match in matches if match["command"]}
+    if not commands <= _COMMANDS:
         raise Refused("unknown command")
     for letters in patterns.BARE_LETTERS.findall(text):
-        # Four letters that belong to no name are a word; up to three are a product.
+        # Up to three letters besides names are a product of variables; more are a word.
         if len(_NAME.sub("", letters)) > 3:
             raise Refused("a word")
     if len(matches) > MAX_TOKENS:
@@ -124,14 +128,14 @@ def subtrees(node: Node) -> list[Node]:
 
 
 def variables(node: Node) -> set[str]:
-    """The names of a tree, constants excluded."""
+    """The names in a tree that are not constants."""
     return {name for name in subtrees(node) if isinstance(name, str)} - _CONSTANTS
 
 
 def is_rational(node: Node) -> bool:
-    """Whether the tree is numbers and the four operations only, also with whole powers.
+    """Whether the tree has only numbers, the four operations, and powers with whole exponents.
 
-    Its value is then one exact fraction.
+    Its value is then an exact fraction.
     """
     match node:
         case ("^", base, exponent):
@@ -143,13 +147,14 @@ def is_rational(node: Node) -> bool:
 
 
 class _Parser:
-    """Recursive descent over tokens: sum > product > implicit product > sign > power > postfix >
-    atom."""
+    """A parser by recursive descent, with one method for each rule of the grammar. From the loosest
+    binding to the tightest: sum, product (also without a sign), signed, power, postfix, atom."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
         self.position = 0
         self.depth = 0
+        # Between | and |, where the next | closes and begins no factor.
         self.inside_bars = False
 
     @property
@@ -161,7 +166,7 @@ class _Parser:
         return self.tokens[self.position - 1]
 
     def take(self, *tokens: str) -> str:
-        """Take and return the next token if it is one of `tokens`; else take nothing, return ""."""
+        """The next token, taken, if it is one of `tokens`; else "", and nothing is taken."""
         if self.next in tokens:
             return self.advance()
         return ""
@@ -171,7 +176,7 @@ class _Parser:
             raise Refused(f"expected {token!r}")
 
     def nested(self, rule: Callable[[], Node]) -> Node:
-        """What a rule reads, one level deeper."""
+        """The node that a rule reads one level deeper. Raises `Refused` beyond MAX_DEPTH."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Refused("too deep")
@@ -180,6 +185,7 @@ class _Parser:
         return node
 
     def advance(self) -> str:
+        """The next token, taken."""
         self.position += 1
         return self.tokens[self.position - 1]
 
@@ -200,9 +206,9 @@ class _Parser:
                 return node
 
     def starts_factor(self) -> bool:
-        """Whether an unsigned factor follows.
+        """Whether the next token begins a factor of a product without a sign, as x in `2x`.
 
-        A number does not count: `1 2`, `x 2` and `1{2}` are no products.
+        A number does not: `1 2`, `x 2` and `1{2}` are not products.
         """
         token = self.next
         if token in (r"\rfloor", r"\rceil", r"\degree"):
@@ -215,7 +221,7 @@ class _Parser:
         )
 
     def starts_number_after_factorial(self) -> bool:
-        """Whether the 7 of 3!7! follows."""
+        """Whether the next token is a number after a factorial, as 7 in 3!7!."""
         return self.previous == "!" and self.next[:1].isdigit()
 
     def signed(self) -> Node:
@@ -276,8 +282,8 @@ class _Parser:
             raise Refused("not a subscript")
 
     def repeating(self, token: str) -> Fraction:
-        r"""A number, the digits of whose \overline{...} repeat without end: 0.1\overline{6} is
-        1/6."""
+        r"""The value of a number. Digits that follow it in \overline{...} repeat without end:
+        0.1\overline{6} is 1/6."""
         if not self.take(r"\overline"):
             return fraction("", token)
         self.expect("{")
@@ -288,7 +294,7 @@ class _Parser:
         return fraction("", token, period=digits)
 
     def group(self) -> Node:
-        """A bracket, or what stands between other signs that belong together."""
+        """An expression in brackets of any kind in _CLOSING: (x), |x|, \\lfloor x \\rfloor."""
         opening = self.advance()
         closing, function = _CLOSING[opening]
         outer = self.inside_bars
@@ -301,8 +307,8 @@ class _Parser:
         return node
 
     def argument(self) -> Node:
-        r"""The argument of \frac, of \sqrt or of a log's base: a bracket, or one digit, letter or
-        command."""
+        r"""What follows \frac, \sqrt, or the _ or ^ of a function: an expression in brackets, or
+        without them one digit, one letter, \pi or a root."""
         if self.next in _BRACKETS:
             return self.group()
         if self.next in (r"\sqrt", r"\pi"):
@@ -315,10 +321,11 @@ class _Parser:
         return token
 
     def mixed(self, whole: Fraction) -> Node:
-        r"""`3 1/2` and `3\frac{1}{2}`: a whole number and a proper fraction side by side are added,
-        not multiplied."""
+        r"""The value of a mixed number, `3 1/2` or `3\frac{1}{2}`, whose whole part is read; the
+        whole part if no fraction follows."""
         if whole.denominator != 1:
             return whole
+        # \frac { 1 } { 2 } is 7 tokens.
         tokens = self.tokens[self.position : self.position + 7]
         match = _PROPER_FRACTION.match(" ".join(tokens))
         if match is None:
@@ -330,8 +337,8 @@ class _Parser:
         return whole + top / bottom
 
     def function(self, name: str) -> Node:
-        r"""\sqrt[n]{x}, \log_b x (base 10 if not given), \sin^2 x, of a bracket or an implicit
-        product: \sin 2x."""
+        r"""A function with its operand, whose name is read already: \sqrt[n]{x}, \log_b x (base 10
+        if not given), \sin^2 x. The operand is in brackets, or a product without signs: \sin 2x."""
         if name in ("sqrt", "cbrt"):
             return self.root(name)
         base: Node = Fraction(10)
@@ -340,6 +347,7 @@ class _Parser:
         exponent: Node = Fraction(1)
         if self.take("^"):
             exponent = self.argument()
+        # \sin^{-1} x is \arcsin x.
         if exponent == ("-", Fraction(0), Fraction(1)):
             if f"arc{name}" not in _INVERSES.values():
                 raise Refused("an inverse function or a reciprocal")
@@ -365,6 +373,8 @@ class _Parser:
         return ("^", self.argument(), ("/", Fraction(1), degree))
 
     def bare_operand(self) -> Node:
+        r"""A function's operand without brackets. It ends before the next function or bracket: in
+        \sin 2x \cos y it is 2x."""
         node = self.power()
         while (
             self.starts_factor() and self.next[1:] not in FUNCTIONS and self.next not in _BRACKETS

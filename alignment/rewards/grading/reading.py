@@ -1,8 +1,9 @@
-"""The parser of answers: normalised text of any structure becomes one of the types of
-`answers.py`.
+"""The parser of answers: from normalised text to one of the types of `answers.py`.
 
-`_READERS` are tried in order. A reader returns None for a text that is not of its kind, and raises
-`Refused` for one that is but cannot be read. `levels` bounds structure inside structure.
+`read` tries the functions of `_READERS`, at the end of this file, in order. Each is for one kind of
+answer, which its docstring shows by examples. It returns None for a text of another kind, and
+raises `Refused` for a text of its kind that it cannot read. Readers call `read` for the parts of an
+answer, with `levels` one less: so it bounds how deep answers are nested.
 """
 
 import itertools
@@ -45,12 +46,12 @@ from alignment.rewards.grading.values import equal_values, rounds_to, substitute
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
-MAX_LEVELS = 5  # of structure inside structure
-MAX_SIDES = 6  # of a chain of equations
+MAX_LEVELS = 5  # of nested answers
+MAX_SIDES = 6  # of a chain of equations, a = b = c
 
 
 def read(text: str, levels: int = MAX_LEVELS) -> Answer:
-    """The answer that a normalised text states. Raises `Refused` for a text that it cannot read."""
+    """The answer that a normalised text states. Raises `Refused` if it cannot be read."""
     text = without_clause(text.strip())
     if levels == 0 or not text:
         raise Refused("too deep, or empty")
@@ -65,6 +66,7 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
 
 
 def _answers_of_phrases() -> dict[str, Answer]:
+    """The answers that fixed phrases state, by phrase: one `Words` for all spellings."""
     phrases: dict[str, Answer] = {}
     for name, spellings in TABLES["phrases"].items():
         phrases |= dict.fromkeys(spellings, Words(name))
@@ -73,15 +75,16 @@ def _answers_of_phrases() -> dict[str, Answer]:
 
 _PHRASES = _answers_of_phrases()
 _LONG_PHRASES = "|".join(phrase for phrase in _PHRASES if re.fullmatch("[a-z' ]{9,}", phrase))
-# The equation has no real solution.
+# A sentence that ends in a phrase, such as "the equation has no real solution". Group: the phrase.
 _SENTENCE_OF_PHRASE = re.compile(
     rf"(?:the|this|it|there)(?: (?!not|n't)[a-z]+){{0,3}}? ({_LONG_PHRASES})"
 )
+# Added after: "all real numbers" and the like are no phrases that end such a sentence.
 _PHRASES |= dict.fromkeys(TABLES["everything"], answers.EVERYWHERE)
 
 
 def _phrase(text: str, levels: int) -> Answer | None:
-    """`no solution`, `the limit does not exist`, or other words."""
+    """`no solution`, `the limit does not exist`, and other answers in words: `blue`."""
     lower_case = text.casefold()
     if lower_case in _PHRASES:
         return _PHRASES[lower_case]
@@ -95,26 +98,29 @@ def _phrase(text: str, levels: int) -> Answer | None:
 def _alternatives(text: str, levels: int) -> Answer | None:
     """`1 or 2`, `x = 1 and y = 2`, `1, 2, and 3`."""
     text = re.sub("^(?:either|both) ", "", text)
+    # Texts, and between each two the word "or" or "and".
     pieces = re.split(r",? (or|and) ", text)
     texts = pieces[::2]
+    # `split` finds nothing in a text whose brackets do not match: then a conjunction stands inside
+    # brackets, which another reader takes apart first.
     if len(pieces) == 1 or not all(map(split, texts)):
         return None
     if len(pieces) > 2 * MAX_PARTS:
         raise NoAnswer("too many alternatives")
     parts = [read(piece, levels - 1) for piece in texts]
     is_union = pieces[1] == "or"
-    inner = [answers.unlabelled(part) for part in parts]
-    regions = [part for part in inner if isinstance(part, Region)]
-    if len(regions) == len(inner):
-        holds = any if is_union else all
-        return answers.combine(holds, regions)
-    if is_union and _are_intervals(inner):
-        return answers.combine(any, map(answers.as_region, inner))
+    unlabelled_parts = [answers.unlabelled(part) for part in parts]
+    regions = [part for part in unlabelled_parts if isinstance(part, Region)]
+    if len(regions) == len(parts):
+        # `x < 1 or x > 2` is a union, `x > 1 and x < 2` an intersection.
+        return answers.combine(any if is_union else all, regions)
+    if is_union and _are_intervals(unlabelled_parts):
+        return answers.combine(any, map(answers.as_region, unlabelled_parts))
     return _collect("or", parts)
 
 
 def _are_intervals(parts: Sequence[Answer]) -> bool:
-    """Whether all parts are intervals, and not just pairs in round brackets."""
+    """Whether all parts may be intervals, and not all are in round brackets, as points are."""
     intervals = [part for part in parts if answers.is_interval(part)]
     return len(intervals) == len(parts) and any(part.kind != "()" for part in intervals)
 
@@ -123,12 +129,15 @@ def _are_intervals(parts: Sequence[Answer]) -> bool:
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
-    """A listing of answers, with nested alternatives flattened.
+    """A `Listing` of the parts, with nested alternatives flattened. `kind` is that of the listing,
+    unless the parts have labels.
 
-    Values with different labels are an assignment, values with one label alternatives.
+    Parts that all have labels, each another, are of kind "=": `x = 1, y = 2`. With one label, as in
+    `x = 1, x = 2` or `x = 1, 2`, they are alternatives, of kind "or".
     """
     labels = [part.label for part in parts if isinstance(part, Labelled)]
-    if len(labels) == len(parts) > 1 and len(set(labels)) == len(labels):
+    all_differ = len(set(labels)) == len(labels)
+    if len(labels) == len(parts) > 1 and all_differ:
         return Listing("=", tuple(parts))
     if labels and kind in ("", "or"):
         if len(set(labels)) > 1:
@@ -137,7 +146,7 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
         parts = [answers.unlabelled(part) for part in parts]
     flat: list[Answer] = []
     for part in parts:
-        if isinstance(part, Listing) and _is_spliced(part.kind, kind):
+        if isinstance(part, Listing) and _is_flattened(part.kind, kind):
             kind = kind or "or"
             flat += part.parts
         else:
@@ -147,20 +156,24 @@ def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
     return Listing(kind, tuple(flat))
 
 
-def _is_spliced(inner: str, outer: str) -> bool:
-    """Whether the parts of a listing inside another belong to the outer one."""
+def _is_flattened(inner: str, outer: str) -> bool:
+    """Whether the parts of a listing of kind `inner` become parts of the listing of kind `outer`
+    that contains it."""
     if outer not in ("", "or", "{}"):
         return False
     return inner == "or" or (inner == "" and outer == "or")
 
 
+# 1,234,567 in a list.
 _GROUPED_DIGITS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 
 
 def _pieces(inner: str, bare: bool) -> list[str]:
-    """The parts of a list.
+    """The texts of the parts of a list, from the text inside its brackets. `bare` means that it has
+    none.
 
-    In a list with spaces after its commas, or without brackets, 1,234 is one number.
+    In a bare list, and in one with spaces after its commas, 1,234 is one number. In (1,234) it is
+    two.
     """
     if bare or ", " in inner:
         inner = _GROUPED_DIGITS.sub(lambda match: match[0].replace(",", ""), inner)
@@ -168,10 +181,10 @@ def _pieces(inner: str, bare: bool) -> list[str]:
 
 
 def _part(text: str, levels: int) -> Answer:
-    """What a part of a list states.
+    """The answer that a part of a list states.
 
-    Digits after a zero are no number there but a code, or what follows a decimal comma or a comma
-    between groups: 3,05 is not the list 3, 5.
+    A part that begins with a zero and a digit is kept as words, not read as a number: 3,05 is a
+    decimal comma, and not the list 3, 5.
     """
     if re.match("0[0-9]", text):
         return Words(squeeze(text))
@@ -183,13 +196,17 @@ def _comma_list(text: str, levels: int) -> Answer | None:
     parts = _pieces(text, bare=True)
     if len(parts) < 2 or _is_bracketed(text):
         return None
-    # Each part of a bare list has its own signs ±, while `(1, ±2)` is two pairs.
+    # `1, ±2` is a list in which the sign belongs to one part, so this reader comes before
+    # `_plus_minus`; `(1, ±2)` is two pairs. One part too many is enough for `_collect` to refuse.
     return _collect("", [_part(part, levels - 1) for part in parts[: MAX_PARTS + 1]])
 
 
 def _plus_minus(text: str, levels: int) -> Answer | None:
-    """`1 ± 2`: one alternative for each sign; with ∓, which is the opposite of ±, for both
-    orders."""
+    """`1 ± 2`, which is the alternatives 1 + 2 and 1 - 2.
+
+    Several signs ± are independent, so that all combinations are alternatives. With a sign ∓ there
+    are two: all ± are + and all ∓ are -, or the opposite.
+    """
     if "±" not in text:
         text = text.replace("∓", "±")
     count = text.count("±")
@@ -233,8 +250,7 @@ def _relation(text: str, levels: int) -> Answer | None:
 
 
 def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
-    """After nothing or a label, the sign ≈ marks a rounded value; after a value, it marks that
-    value as exact."""
+    """`≈ 3.14` and `x ≈ 3.14` state a rounded value; `π ≈ 3.14` states the exact value π."""
     if len(sides) == 2 and (not sides[0] or is_label(sides[0])):
         return About(read(sides[1], levels - 1))
     if len(sides) == 3 and signs == ["=", "≈"] and is_label(sides[0]):
@@ -250,8 +266,8 @@ def _about(sides: list[str], signs: list[str], levels: int) -> Answer:
 
 
 def is_label(text: str) -> bool:
-    """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words that
-    compute and deny nothing."""
+    """Whether a text can be the left side of `label = answer`: a symbol, f(x), or words without
+    the name of a function, such as sin, and without a negation."""
     if not patterns.LABEL.fullmatch(text) or text in ("e", "i", r"\pi"):
         return False
     if re.match(r"[xyz] ?\([0-9]", text):
@@ -261,6 +277,7 @@ def is_label(text: str) -> bool:
 
 
 def _equation(sides: list[str], levels: int) -> Answer:
+    """`x = 5`, `5 = x`, `x = 2 + 3 = 5`, `2 + 3 = 5`, `x + y = 5`, from the texts of the sides."""
     if len(sides) > MAX_SIDES or not all(sides):
         raise Refused("no chain of equations")
     if is_label(sides[0]):
@@ -271,7 +288,7 @@ def _equation(sides: list[str], levels: int) -> Answer:
 
 
 def _with_label(label: str, answer: Answer) -> Answer:
-    """The labelled answer; `(x, y) = (1, 2)` becomes two."""
+    """The answer with its label. `(x, y) = (1, 2)` becomes `x = 1, y = 2`."""
     if label[0] != "(":
         return Labelled(_spell_label(label), answer)
     names = re.findall("[a-z]", label)
@@ -290,8 +307,11 @@ def _spell_label(text: str) -> str:
 
 
 def _chain(sides: list[str], levels: int) -> Answer:
-    """The last of several equal sides; an equation if two sides with variables are not
-    identical."""
+    """What a chain of equations states: its last side if all sides are equal, as in 2 + 3 = 5.
+
+    If only the first side differs, and has a variable, the chain is an equation: m + n = 2 + 3 = 5
+    is m + n = 5. So is a chain of two sides that differ, if either has a variable: 6 = 2x + 2y.
+    """
     parts = tuple(read(side, levels - 1) for side in sides)
     if len(parts) == 1:
         return parts[0]
@@ -302,20 +322,20 @@ def _chain(sides: list[str], levels: int) -> Answer:
     if all(equal_values(other, last) for other in others[:-1]):
         if equal_values(first, last):
             return parts[-1]
-        # m + n = 2 + 3 = 5, or y = 2x
         if variables(first) or (len(others) == 1 and variables(last)):
             return Relation("=", first, last)
     raise NoAnswer("sides that are not equal")
 
 
 def _value_without_percent(quantity: Quantity) -> Node:
+    """The value of a quantity; 5 % is 5/100."""
     if quantity.unit == "%":
         return ("/", quantity.value, Fraction(100))
     return quantity.value
 
 
 def _inequality(sides: list[str], signs: list[str]) -> Answer:
-    """`x > 3` and `1 < x ≤ 2` as a labelled region, |x| < 2 likewise, others as a relation."""
+    """`x > 3`, `1 < x ≤ 2` and `|x| < 2` as a labelled region, all others as a relation."""
     if _is_backwards(sides, signs):
         sides = sides[::-1]
         signs = [_FLIPPED[sign] for sign in reversed(signs)]
@@ -343,7 +363,8 @@ def _inequality(sides: list[str], signs: list[str]) -> Answer:
 
 
 def _is_backwards(sides: list[str], signs: list[str]) -> bool:
-    """Whether the variable of two sides is the second, or a chain has its largest side first."""
+    """Whether an inequality is better read from right to left: `3 < x`, whose variable is on the
+    right, or `2 ≥ x > 1`, which begins with the largest side."""
     if len(sides) != 2:
         return set(signs) <= {">", "≥"}
     left_is_variable = patterns.VARIABLE.fullmatch(sides[0]) is not None
@@ -352,19 +373,21 @@ def _is_backwards(sides: list[str], signs: list[str]) -> bool:
 
 
 def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
-    """The region of |ax + b| < c and the like; None for any other inequality."""
+    """The region of x where |ax + b| < c, or another sign; None for any other inequality."""
     names = variables(left)
     if not (isinstance(left, tuple) and left[0] == "abs" and len(names) == 1):
         return None
     if not (isinstance(right, Fraction) and right > 0):
         return None
     name = names.pop()
+    # The text between the bars is ax + b if its values at 0, 1 and 2 are on a line: then b is the
+    # first, and a their difference.
     at_0, at_1, at_2 = (substitute(left[1], {name: Fraction(k)}) for k in range(3))
     slope = ("-", at_1, at_0)
     is_linear = equal_values(("-", at_2, at_1), slope)
     if not is_linear or equal_values(slope, Fraction(0)) is not False:
         return None
-    # ax + b = c at x = (c - b) / a
+    # The ends are where ax + b is c or -c: x = (±c - b) / a.
     ends = [("/", ("-", end, at_0), slope) for end in (right, -right)]
     low, high = sorted(answers.edge(Quantity(end)) for end in ends)
     if sign == "≠":
@@ -377,7 +400,8 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
 
 
 def _end(text: str) -> Decimal | None:
-    """A real constant or an infinity; None for anything else."""
+    """The number at an end of an interval, a real constant or an infinity; None for any other
+    text."""
     with suppress(Refused):
         return answers.edge(_phrase(text, 1) or read_quantity(text))
     return None
@@ -412,7 +436,7 @@ def _set_operation(text: str, levels: int) -> Answer | None:
 
 
 def _is_bracketed(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
+    """Whether a text's first character is a bracket that its last one closes."""
     return text[0] in "([{⟨" and text[-1] in ")]}⟩" and bool(split(text[1:-1]))
 
 
@@ -428,7 +452,7 @@ def _named_point(text: str, levels: int) -> Answer | None:
 
 
 def _bracketed(text: str, levels: int) -> Answer | None:
-    """`(1, 2)`, `[0, 1)`, `{1, 2}`, `{x | x > 3}`, and what stands in brackets that only group."""
+    """`(1, 2)`, `[0, 1)`, `{1, 2}`, `{x | x > 3}`, and `(5)`, whose brackets mean nothing."""
     if not _is_bracketed(text):
         return None
     if builder := patterns.SET_BUILDER.fullmatch(text):
@@ -441,7 +465,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
     if len(parts) > MAX_PARTS:
         raise NoAnswer("too many parts")
     if kind == "{}" and len(parts) == 1 and re.fullmatch(r"\{[^{},]+\}", parts[0]):
-        return read(parts[0], levels - 1)  # braces that only group
+        return read(parts[0], levels - 1)  # {{5}} is {5}
     if len(parts) > 1 or kind == "{}":
         return _collect(kind, [_part(part, levels - 1) for part in parts])
     if kind in ("()", "[]"):
@@ -451,10 +475,12 @@ def _bracketed(text: str, levels: int) -> Answer | None:
 
 # --- matrices and cases ---------------------------------------------------------------------------
 
+# The end of a row, alone or with the space below it: `\\`, `\\[2pt]`.
 _LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]{0,8}\])?")
 
 
 def _matrix(text: str, levels: int) -> Answer | None:
+    r"""`\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}`; a vmatrix is its determinant."""
     if "{array}" in text or "{smallmatrix}" in text:
         text = text.strip("()[] ")
     match = patterns.MATRIX.fullmatch(text)
@@ -479,7 +505,8 @@ def _read_all(texts: Sequence[str], levels: int) -> tuple[Answer, ...]:
 
 
 def _cases(text: str, levels: int) -> Answer | None:
-    """Values with their conditions, in any order; without conditions, a system of equations."""
+    r"""`f(x) = \begin{cases} 1 & x > 0 \\ 2 & x ≤ 0 \end{cases}`: a set of pairs of a value and its
+    condition. Rows without conditions are a system of equations."""
     match = patterns.CASES.fullmatch(text)
     if match is None:
         return None
@@ -490,12 +517,12 @@ def _cases(text: str, levels: int) -> Answer | None:
     if len(rows[0]) == 1:
         return _collect("or", [read(row[0], levels - 1) for row in rows])
     pairs = [Listing("()", _read_all(row, levels - 1)) for row in rows]
-    pieces = Listing("{}", tuple(pairs))
-    return _with_label(match[1].strip(), pieces) if match[1] else pieces
+    answer = Listing("{}", tuple(pairs))
+    return _with_label(match[1].strip(), answer) if match[1] else answer
 
 
 def _cells_of_case(line: str) -> list[str]:
-    """The cells of a row of cases, without "if" before and commas after them."""
+    """The cells of a row of cases, without an "if" before or a comma after a cell."""
     matches = map(patterns.CONDITION.fullmatch, line.split("&"))
     return [match[1] for match in matches if match]
 
@@ -515,6 +542,7 @@ def _values_of_row(row: Sequence[Answer]) -> list[Node]:
 
 
 def _expand_determinant(rows: list[list[Node]]) -> Node:
+    """The sum over j of (-1)^j a_0j det(M_0j), where M_0j lacks row 0 and column j."""
     if len(rows) == 1:
         return rows[0][0]
     total: Node = Fraction(0)
@@ -533,6 +561,7 @@ def _approximation(text: str, levels: int) -> Answer | None:
     return About(read(match[1] or match[2], levels - 1))
 
 
+# In order: several readers may be able to read a text, and the first of them decides.
 _READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     _cases,
     quantities.read_clock,

@@ -1,5 +1,7 @@
-r"""Spelling and splitting: answers get ASCII digits and letters, plain \frac, one sign for each
-relation, and no sizing; then they are taken apart at signs outside brackets.
+r"""Normalises the spelling of answers and splits them at separators outside brackets.
+
+A normalised answer has ASCII digits and letters, \frac for all fractions, one sign for each
+relation (≤ for \leq and \le), and no commands of size such as \left and \big.
 """
 
 import itertools
@@ -11,8 +13,8 @@ from alignment.rewards.grading.rewrites import REWRITES
 
 RELATIONS = "=<>≤≥≠≈∈"
 
-# Between numbers on lines, or in columns, of their own.
-_LINES = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")
+# The line break or tab between two numbers, with the commas around it.
+_BREAK_BETWEEN_NUMBERS = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")
 
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+")
 _SUBSCRIPTS = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
@@ -24,7 +26,7 @@ _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 
 
 def _plain_characters() -> dict[int, str]:
-    """The replacement of every character that has one, for `str.translate`."""
+    """Plain replacements of special characters, as a table for `str.translate`."""
     replacements: dict[str, str] = {}
     for code in (*_FULL_WIDTH, *_MATHEMATICAL_LETTERS):
         replacements[chr(code)] = unicodedata.normalize("NFKC", chr(code))
@@ -42,11 +44,12 @@ _CHARACTERS = _plain_characters()
 
 
 def normalise(text: str) -> str:
-    """The text in one spelling.
+    """The text in one spelling, so that equal answers become equal strings.
 
-    The time is linear in its length, except for the squares of short runs.
+    The time is linear in the length of the text, but quadratic in the length of a run of letters,
+    digits or spaces.
     """
-    text = _LINES.sub(", ", text).translate(_CHARACTERS)
+    text = _BREAK_BETWEEN_NUMBERS.sub(", ", text).translate(_CHARACTERS)
     text = _SUPERSCRIPTS.sub(r"^{\g<0>}", text)
     text = _SUBSCRIPTS.sub(r"_{\g<0>}", text)
     text = text.translate(_SCRIPTS)
@@ -56,20 +59,22 @@ def normalise(text: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """The text without spaces that carry no meaning.
+    """The text without the spaces that carry no meaning.
 
-    Those between words and beside commas and points do: 1, 234; 1 2.
+    A space between two words carries meaning ("1 2" is not "12"), and so does one beside a comma or
+    a point ("1, 234" is a list, "1,234" a number).
     """
     return re.sub(r" ?([^\w\s.,]) ?", r"\1", text)
 
 
 def split(text: str, separators: str = ",") -> list[str]:
-    """The pieces between separators outside brackets; [] if brackets do not match.
+    """The pieces between the separators outside all brackets; [] if brackets are unbalanced.
 
-    Any closing bracket closes any opening one: intervals may be half-open.
+    Any closing bracket closes any opening one, since intervals may be half-open: [0, 1).
     """
     depths = _depths(text)
-    if not min(depths) == depths[-1] == 0:
+    is_balanced = min(depths) == 0 and depths[-1] == 0
+    if not is_balanced:
         return []
     pieces, _ = split_with_signs(text, separators)
     return pieces
@@ -78,7 +83,7 @@ def split(text: str, separators: str = ",") -> list[str]:
 def split_with_signs(text: str, separators: str) -> tuple[list[str], list[str]]:
     """The pieces between the separators outside all brackets, and those separators.
 
-    Brackets need not match.
+    Unbalanced brackets are allowed.
     """
     depths_after = _depths(text)[1:]
     cuts = [i for i, depth in enumerate(depths_after) if depth == 0 and text[i] in separators]
@@ -87,10 +92,11 @@ def split_with_signs(text: str, separators: str) -> tuple[list[str], list[str]]:
     return pieces, [text[cut] for cut in cuts]
 
 
-_DEPTH_STEPS = dict.fromkeys("([{⟨", 1) | dict.fromkeys(")]}⟩", -1)
+# How a bracket changes the number of open brackets.
+_DEPTH_CHANGES = dict.fromkeys("([{⟨", 1) | dict.fromkeys(")]}⟩", -1)
 
 
 def _depths(text: str) -> list[int]:
     """The number of open brackets before the text and after each of its characters."""
-    steps = (_DEPTH_STEPS.get(character, 0) for character in text)
-    return list(itertools.accumulate(steps, initial=0))
+    changes = (_DEPTH_CHANGES.get(character, 0) for character in text)
+    return list(itertools.accumulate(changes, initial=0))

@@ -1,0 +1,135 @@
+"""The words of a command line, checked before they are read: each flag with its values, and a line
+for the first mistake."""
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from alignment.config.flag import (
+    DataclassInstance,
+    check_choices,
+    flags_of_class,
+    hints_of_flags,
+    required_flags,
+)
+from alignment.system.errors import UserError
+from alignment.system.files import read_toml
+from alignment.system.registry import did_you_mean
+
+OTHER_NAMES = Path(__file__).parents[1] / "other_names.toml"
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """A flag of a command line: the argument that it names, as it was spelled, and its values."""
+
+    name: str
+    spelling: str
+    values: tuple[str, ...]
+
+
+def check_words(cls: type[DataclassInstance], words: Sequence[str]) -> list[str]:
+    """The words with each flag under its own name in place of an alias. Raises `UserError` for an
+    unknown flag, a value of another type, a value that is missing, and a flag that must be
+    given."""
+    hints = hints_of_flags(cls)
+    given = split_words(cls, words)
+    for flag in given:
+        check_values(flag.name, hints[flag.name], flag.values)
+    for name in required_flags(cls):
+        if name not in [flag.name for flag in given]:
+            raise UserError(f"--{name}: must be given; --help says what it is")
+    checked: list[str] = []
+    for flag in given:
+        checked += [flag.spelling, *flag.values]
+    return checked
+
+
+def split_words(cls: type[DataclassInstance], words: Sequence[str]) -> list[GivenFlag]:
+    """The flags of a command line. Raises `UserError` for a word that is no flag and no flag's
+    value."""
+    hints = hints_of_flags(cls)
+    names = names_by_spelling(cls, hints)
+    given: list[GivenFlag] = []
+    rest = list(words)
+    while rest:
+        spelled, separator, value = rest.pop(0).partition("=")
+        spelling = "--" + spelled.removeprefix("--").replace("-", "_")
+        if not spelled.startswith("--") or spelling not in names:
+            raise UserError(_unknown_flag(cls, spelled))
+        name = names[spelling]
+        values = [value] if separator else []
+        most = _most_values(hints[name])
+        while rest and not rest[0].startswith("--") and not separator:
+            if most is not None and len(values) == most:
+                break
+            values.append(rest.pop(0))
+        is_negation = spelling == f"--no_{name}" and hints[name] is bool
+        own_spelling = spelling if is_negation else f"--{name}"
+        given.append(GivenFlag(name, own_spelling, tuple(values)))
+    return given
+
+
+def names_by_spelling(cls: type[DataclassInstance], hints: Mapping[str, Any]) -> dict[str, str]:
+    """What may be written -> the argument that it names."""
+    names: dict[str, str] = {}
+    for name, facts in flags_of_class(cls).items():
+        for spelling in (name, *facts.aliases):
+            names[f"--{spelling}"] = name
+        if hints[name] is bool:
+            names[f"--no_{name}"] = name
+    return names
+
+
+def _most_values(hint: Any) -> int | None:
+    """How many values a flag takes at most; None: any number."""
+    if hint is bool:
+        return 0
+    return None if get_origin(hint) is tuple else 1
+
+
+def check_values(name: str, hint: Any, values: Sequence[str]) -> None:
+    """Raise `UserError` for values that a flag of this type cannot have."""
+    if hint is bool:
+        if values:
+            raise UserError(f"--{name}={values[0]}: takes no value; write --{name} or --no_{name}")
+        return
+    part = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    members = get_args(part) if get_origin(part) in (Union, types.UnionType) else (part,)
+    kinds = [member for member in members if member is not type(None)]
+    is_optional = len(kinds) < len(members)
+    if not values and get_origin(hint) is not tuple:
+        raise UserError(f"--{name} (no value): must be {_noun(kinds[0])}")
+    for value in values:
+        if is_optional and value == "None":
+            continue
+        if get_origin(kinds[0]) is Literal:
+            check_choices(name, [value], [str(choice) for choice in get_args(kinds[0])])
+        elif not _is_readable(value, kinds[0]):
+            raise UserError(f"--{name} {' '.join(values)}: must be {_noun(kinds[0])}")
+
+
+def _is_readable(value: str, kind: type) -> bool:
+    if kind not in (int, float):
+        return True
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _noun(kind: Any) -> str:
+    return {int: "a whole number", float: "a number"}.get(kind, "given a value")
+
+
+def _unknown_flag(cls: type[DataclassInstance], given: str) -> str:
+    name = given.lstrip("-+").replace("-", "_")
+    for remedy, names in read_toml(OTHER_NAMES, given).items():
+        if name in names:
+            return f"{given}: there is no such flag; {remedy}"
+    known = sorted({"--help", *names_by_spelling(cls, hints_of_flags(cls))})
+    nearest = did_you_mean(f"--{name}", known) or "; --help lists all"
+    return f"{given}: there is no such flag{nearest}"

@@ -1,0 +1,60 @@
+"""The sizes of a training step: what its bytes depend on beside the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class SampledRows(NamedTuple):
+    """The responses that a phase samples."""
+
+    prompts: int
+    responses: int  # To each prompt.
+    longest: int  # Tokens of the longest response.
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a training step needs to know to count its bytes."""
+
+    card: int  # Bytes of each GPU, or of a host's for each process.
+    policy_parallelism: str  # A key of `POLICIES`.
+    itemsize: int  # Bytes of a number in matrix products: 2 under autocast to bfloat16, else 4.
+    optimizer: str  # A key of `OPTIMIZERS`.
+    micro_batch_tokens: int  # 0: what `choose_micro_batch_tokens` would take.
+    update_tokens: int
+    """Of an update's rows, a prompt of several rows counted once: no micro-batch has more."""
+    parallel: int  # Micro-batches at once, which share these tokens.
+    prompt: int  # Tokens of the longest prompt.
+    max_new_tokens: int  # Of the longest response.
+    group_size: int  # Responses to each prompt of training.
+    sampled: Mapping[str, SampledRows]
+    """"sampling" and "evaluation" -> what they sample."""
+    truncated: bool  # Whether top-p or top-k leaves tokens out.
+    passes: frozenset[str]  # Of "old_log_probs" and "reference", those that the loss needs.
+    frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
+    vllm: bool  # Whether vLLM samples, or our own decoding.
+    gpu_memory_utilization: float | None
+    """vLLM's share of a GPU's memory, for each engine; None: `engine_share`."""
+    engines: int  # On a GPU that samples and evaluates.
+    sleeps: bool
+    """Whether a vLLM engine on a GPU of the policy's sleeps while the trainer computes."""
+    layers: float = 1.0
+    """The largest share of the model's layers on one device: `peak_bytes` sets it."""
+    largest_micro_batch: int = 0
+    """Tokens of the largest micro-batch of a real update; 0: as many as there may be."""
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.prompt + self.max_new_tokens
+
+    @property
+    def largest_group(self) -> int:
+        """Tokens of the longest prompt, counted once, with all its responses."""
+        return self.prompt + self.group_size * self.max_new_tokens
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """Whether matrix products are in 16 bits, under autocast."""
+        return self.itemsize == 2
