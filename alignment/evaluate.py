@@ -151,36 +151,38 @@ def evaluate_models(
 ) -> Generator[tuple[str, str, Any]]:
     """Load each model, sample its answers to the problems of each task, and grade them. Yields
     (model, task, `Evaluation`)."""
-    from alignment.builders.evaluations import evaluation
-    from alignment.builders.samplers import make_sampler
+    from alignment.builders.evaluations import prepare_evaluation
+    from alignment.builders.run_plan import plan_engine
+    from alignment.builders.samplers import make_sampler, stoppable
     from alignment.builders.warm_start import encode_problems
     from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
+    roles = roles_of(args)
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
-        parts = {
-            name: evaluation(of_task, tokenizer, args.num_samples)
+        evaluations = {
+            name: prepare_evaluation(of_task, tokenizer, args.num_samples)
             for name, of_task in tasks.items()
         }
-        for problems, _ in parts.values():
+        for evaluation in evaluations.values():
             # refuses long ones
-            encode_problems(problems, model_path, tokenizer, args.max_new_tokens)
-        with closing(
-            make_sampler(args, model_path, (roles_of(args).eval,), tokenizer, console=console)
-        ) as sampler:
-            for name, (problems, evaluate) in parts.items():
+            encode_problems(evaluation.problems, model_path, tokenizer, args.max_new_tokens)
+        engine = plan_engine(args, roles, model_path, (roles.eval,))
+        with closing(make_sampler(engine, tokenizer, console=console)) as sampler:
+            for name, evaluation in evaluations.items():
+                number = len(evaluation.problems)
                 status = (
-                    f"sampling {len(problems)} problems x {args.num_samples} with"
+                    f"sampling {number} problems x {args.num_samples} with"
                     f" {engine_name(args.sampler)}"
                 )
                 # A signal waits from the last response on, until the caller has kept the answers.
                 with deferrable_signals():
                     with count_parts(
-                        status, len(problems) * args.num_samples, console, "response"
+                        status, number * args.num_samples, console, "response"
                     ) as ended:
-                        result = evaluate(sampler, ended, keep=True)
+                        result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
                     yield model, name, result
 
 

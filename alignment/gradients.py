@@ -16,7 +16,7 @@ from rich.console import Console
 
 from alignment.ablation.design import differing, named_arms, refuse_incomparable_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
-from alignment.builders.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
@@ -105,19 +105,22 @@ def frozen(
     `RolloutConfig`. Raises `UserError` where no response is right, or where the memory is too small
     for twice so many `gradients`, of which `flag` speaks."""
     from alignment.builders.policies import make_policy
+    from alignment.builders.run_plan import plan_engine, plan_run
     from alignment.builders.samplers import make_sampler
-    from alignment.builders.warm_start import warm_start
+    from alignment.builders.warm_start import prepare_warm_start
     from alignment.core.tokens import pad_token_id
     from alignment.model.loading import load_tokenizer
     from alignment.rollouts.source import collate_groups, open_source
     from alignment.training.microscope import refuse_too_many_gradients
 
-    base = warm_start(rl, console)
+    base = prepare_warm_start(rl, console)
+    plan = plan_run(rl, base)
     tokenizer = load_tokenizer(base)
-    policy = make_policy(rl, base)
+    policy = make_policy(rl, plan.policy, base)
     weights = sum(tensor.numel() for _, tensor in policy.weights())
     refuse_too_many_gradients(flag, gradients, weights)
-    sampler = make_sampler(rl, base, roles_of(rl).sample, tokenizer, policy, console)
+    engine = plan_engine(rl, plan.roles, base, plan.roles.sample)
+    sampler = make_sampler(engine, tokenizer, policy, console)
     with (
         closing(sampler),
         console.status(f"sampling {rl.prompts_per_rollout} prompts x {rl.group_size}"),

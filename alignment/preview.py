@@ -6,7 +6,7 @@ from pathlib import Path
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
 from alignment.builders.checks import resolve_model
-from alignment.builders.evaluations import evaluation
+from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Completion, Problem
 from alignment.core.text import ResponseReader, response_token_ids
@@ -48,7 +48,7 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         problems = problems_of_step(source.problems, args.preview, args.seeds["data"], 1)
         reward = source.reward
     else:
-        problems = evaluation(args, tokenizer)[0][: args.preview]
+        problems = prepare_evaluation(args, tokenizer).problems[: args.preview]
         reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
     encoded = encode_problems(problems, base, tokenizer, args.max_new_tokens)
     for problem, ids in zip(problems, encoded, strict=True):

@@ -94,6 +94,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     """Scored answers to the first training problems, each prompted with the examples; a group a
     problem. Where a signal arrives, those of the first of these problems."""
     from alignment.builders.evaluations import eval_sampling
+    from alignment.builders.run_plan import plan_engine
     from alignment.builders.samplers import make_sampler, stoppable
     from alignment.builders.warm_start import encode_problems
     from alignment.model.loading import load_tokenizer
@@ -111,7 +112,9 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)
-    sampler = make_sampler(args, path, roles_of(args).sample, tokenizer, console=console)
+    roles = roles_of(args)
+    engine = plan_engine(args, roles, path, roles.sample)
+    sampler = make_sampler(engine, tokenizer, console=console)
     status = (
         f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
     )
@@ -119,7 +122,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
         closing(sampler),
         count_parts(status, len(chosen) * args.num_samples, console, "response") as ended,
     ):
-        completions = stoppable(args, sampler).sample(
+        completions = stoppable(sampler, roles.eval).sample(
             prompts, eval_sampling(args, args.num_samples), ended
         )
         answered = chosen[: len(completions)] if received_signal() else chosen

@@ -21,24 +21,24 @@ def train(args: RLArgs, console: Console) -> Path:
         from alignment.training.update import update
 
         measure_memory = expected_peaks(args, console)  # warns where memory is short
-        policy, rollouts, references, evaluator, pad_id = build(args, run, measure_memory)
-        rollout_config = args.rollout_config
+        parts = build(args, run, measure_memory)
+        policy = parts.policy
         config = args.update_config
-        evaluator.run_if_due(run.last_step)
+        parts.evaluator.run_if_due(run.last_step)
         for step in run.steps():
             with run.step(step) as defer_signals:
-                sampled = rollouts.next(step)  # sample and score
+                sampled = parts.rollouts.next(step)  # sample and score
                 run.log_state(sampled)  # with --log_state
-                rollout = collate_groups(sampled.groups, rollout_config, pad_id)
+                rollout = collate_groups(sampled.groups, args.rollout_config, parts.pad_token_id)
                 rollout = with_advantages(rollout, config.advantage)  # reward - baseline, / std
-                rollout = references.annotate(rollout, policy, step)  # their log-probs, if needed
+                rollout = parts.references.annotate(rollout, policy, step)  # their log-probs
                 with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
                     result = update(policy, rollout, config, step, sampled.staleness, defer_signals)
                 defer_signals()  # until the step is logged, also where nothing was updated
-                with rollouts.syncing(policy, step):  # the sampler takes the weights meanwhile
+                with parts.rollouts.syncing(policy, step):  # the sampler takes the weights
                     run.log_completions(sampled, rollout, result)
                 run.log_step(sampled, rollout, result)
-            evaluator.run_if_due(step)
+            parts.evaluator.run_if_due(step)
             run.save_if_due()
         run.finish(f"sampled at T={args.sampling_temperature:g}")
     return run.path

@@ -210,6 +210,7 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
     """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its
     first prompts."""
     from alignment.builders.policies import make_policy
+    from alignment.builders.run_plan import plan_engine, plan_run
     from alignment.builders.samplers import make_sampler
     from alignment.model.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
@@ -225,17 +226,20 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
     args = dataclasses.replace(
         args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at
     )
-    tokenizer, devices = load_tokenizer(base), roles_of(args).sample
-    source, policy = open_source(args.rollout_config, tokenizer), make_policy(args, base)
+    tokenizer = load_tokenizer(base)
+    source = open_source(args.rollout_config, tokenizer)
+    plan = plan_run(args, base)
+    devices = plan.roles.sample
+    policy = make_policy(args, plan.policy, base)
     exact = promises_bits((*policy.devices, *devices), args.deterministic)
     plain = plain_policy(
         configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32")
     )
     nats, engine = LIMITS[policy.dtype][0], engine_name(args.sampler)
     for name in dict.fromkeys([engine, "transformers"] if args.sampler == "auto" else [engine]):
-        with closing(
-            make_sampler(dataclasses.replace(args, sampler=name), base, devices, tokenizer, policy)
-        ) as sampler:
+        args_of_engine = dataclasses.replace(args, sampler=name)
+        engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
+        with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
             verified = Verified(
                 policy, sampler, plain, source, args.update_config, exact, args.batch_invariant
             )
@@ -337,12 +341,12 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     check_rl(args)
-    from alignment.builders.warm_start import warm_start
+    from alignment.builders.warm_start import prepare_warm_start
     from alignment.verification.checks import checks_without_model, promises_bits
 
     console = make_console()
     records = report(checks_without_model(args.update_config), console)
-    records += report(training_checks(args, warm_start(args, console)), console)
+    records += report(training_checks(args, prepare_warm_start(args, console)), console)
     if args.kill_after and not PROCESSES:
         roles = roles_of(args)
         devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)

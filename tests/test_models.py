@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from alignment.args import PlanArgs, RLArgs, from_preset
-from alignment.builders import checks, samplers
+from alignment.builders import run_plan, samplers
 from alignment.builders.checks import resolve_model, roles_of
 from alignment.builders.policies import partition_model_across_devices
 from alignment.model.loading import load_tokenizer
@@ -71,10 +71,9 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the
     policy's keeps room for it."""
     roles = Roles(policy=(policy,), sample=("cuda:7",), reference="cuda:6", eval="cuda:7")
-    for module in (checks, samplers):
-        monkeypatch.setattr(module, "roles_of", lambda args, num_gpus=None: roles)
+    monkeypatch.setattr(run_plan, "roles_of", lambda args: roles)
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
-    config = samplers.sampler_config(args, str(tiny_folder), ("cuda:7",), sleeps=True)
+    config = run_plan.plan_run(args, str(tiny_folder)).evaluation.config
     assert config.memory_share == pytest.approx(share)
     assert config.sleeps == (policy == "cuda:7")  # on the policy's GPU alone
 
@@ -121,13 +120,14 @@ def test_engines_take_memory_beside_the_models_loading_on_devices_of_nobody_else
 ):
     reference = "cpu" if policy == "cpu" else "cuda:6"
     roles = Roles(policy=(policy,), sample=(sample,), reference=reference, eval=evaluation)
-    monkeypatch.setattr(samplers, "roles_of", lambda args, num_gpus=None: roles)
+    monkeypatch.setattr(run_plan, "roles_of", lambda args: roles)
     monkeypatch.setattr(samplers, "Opening", Opening)
     monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
     with ExitStack() as closing:
-        run = SimpleNamespace(step=0, closing=closing)
-        engines = samplers.Engines(args, run, str(tiny_folder), None)
+        run = SimpleNamespace(last_step=0, closing=closing)
+        plan = run_plan.plan_run(args, str(tiny_folder))
+        engines = samplers.Engines(plan, run, None)
         assert {use: opening.allowed for use, opening in engines.openings.items()} == allowed
 
 
@@ -148,33 +148,25 @@ def test_a_command_that_waits_for_an_engine_leaves_it_able_to_be_replaced(tiny_f
     monkeypatch.setattr(samplers, "Opening", Waiting)
     monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", sampler="vllm")
-    assert (
-        samplers.make_sampler(args, str(tiny_folder), ("cpu",), None, console="console")
-        == "the sampler"
-    )
+    plan = run_plan.plan_engine(args, roles_of(args, 0), str(tiny_folder), ("cpu",))
+    assert samplers.make_sampler(plan, None, console="console") == "the sampler"
     with pytest.raises(KeyboardInterrupt):
-        samplers.make_sampler(args, str(tiny_folder), ("cpu",), None, console="interrupted")
+        samplers.make_sampler(plan, None, console="interrupted")
     assert log == ["wait for vLLM", "wait for vLLM", "close"]
 
 
 def test_an_engine_that_reads_the_policy_is_not_opened_before_it(tiny_folder):
     args = from_preset(RLArgs, "tiny", sampler="transformers")
-    assert (
-        samplers.Engines(
-            args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None
-        ).openings
-        == {}
-    )
+    plan = run_plan.plan_run(args, str(tiny_folder))
+    run = SimpleNamespace(last_step=0, closing=None)
+    assert samplers.Engines(plan, run, None).openings == {}
 
 
 def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkeypatch):
     """It says which machines those are."""
-    monkeypatch.setattr(samplers, "PROCESSES", 2)
+    monkeypatch.setattr(run_plan, "PROCESSES", 2)
     monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny")
-    assert (
-        samplers.Engines(
-            args, SimpleNamespace(step=0, closing=None), str(tiny_folder), None
-        ).openings
-        == {}
-    )
+    plan = run_plan.plan_run(args, str(tiny_folder))
+    run = SimpleNamespace(last_step=0, closing=None)
+    assert samplers.Engines(plan, run, None).openings == {}

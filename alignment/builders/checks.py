@@ -21,7 +21,8 @@ from alignment.args import (
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import chat_turns, read_template
-from alignment.data.tasks import Task, check_fields, find_task, own_data, try_rows
+from alignment.data.tasks import Split, Task, check_fields, find_task, own_data, try_rows
+from alignment.data.tasks.own_data import Demonstration
 from alignment.planning.placement import Roles, assign_roles
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import POLICIES
@@ -42,12 +43,8 @@ from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
-# which `alignment.data.embedded` builds without a download
-EMBEDDED = (
-    "tiny",
-    "tiny_student",
-    "smollm2",
-)
+# Models that `alignment.data.embedded` builds without a download.
+EMBEDDED = ("tiny", "tiny_student", "smollm2")
 
 
 def check(args: Args) -> Task:
@@ -64,7 +61,8 @@ def check(args: Args) -> Task:
         )
     find_engine(args.sampler)
     check_processes(args, args.policy_parallelism)
-    if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+    output_dir = Path(args.output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
     if not getattr(args, "preview", 0):
         check_output(args.output_dir)
@@ -77,8 +75,10 @@ def check_rl(args: RLArgs) -> None:
     task = check(args)
     check_loss(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout)
-    for url in args.sampler_url.split(",") if args.sampler_url else ():
-        check_sampler_url(url, os.environ.get("ALIGNMENT_SAMPLER_TOKEN", ""))
+    if args.sampler_url:
+        token = os.environ.get("ALIGNMENT_SAMPLER_TOKEN", "")
+        for url in args.sampler_url.split(","):
+            check_sampler_url(url, token)
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
@@ -92,7 +92,7 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.model, "--model")
     check_test_split(task, args.dataset_path, args.max_problems)
     check_reward(args, task, reward, check_training_split(task, args.dataset_path)[0])
-    # last, because it may load torch to count the GPUs
+    # This comes last, because it may load torch to count the GPUs.
     check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
 
 
@@ -100,7 +100,7 @@ def check_loss(args: RLArgs) -> None:
     """Try a loss of the user's own on made-up responses. Raises `UserError` where no update can be
     made of what it gives."""
     if args.loss not in LOSSES.values():
-        from alignment.training.trial import try_loss  # here, because it loads torch
+        from alignment.training.trial import try_loss  # Here, because it loads torch.
 
         try_loss(args.loss_type, args.update_config.loss)
 
@@ -109,8 +109,10 @@ def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> 
     """Score made-up responses to a problem. Raises `UserError` where a function of the user's own
     cannot."""
     template = args.prompt or task.prompt
-    facts = {"prompt": read_template(template), "turns": chat_turns(template, problem.question)}
-    try_reward(reward, dataclasses.replace(problem, **facts))
+    prompted = dataclasses.replace(
+        problem, prompt=read_template(template), turns=chat_turns(template, problem.question)
+    )
+    try_reward(reward, prompted)
     check_rules(args, task, [problem])
 
 
@@ -152,16 +154,19 @@ def check_training_split(task: Task, dataset_path: str) -> Problems:
     problems = task.problems("train", dataset_path)
     kept = task.training_problems(dataset_path)
     if not isinstance(problems, Endless) and not isinstance(kept, Endless):
-        _say_left_out(len(problems), len(kept), "training problems")
+        _print_left_out(len(problems), len(kept), "training problems")
     return kept
 
 
-def _say_left_out(number: int, kept: int, noun: str) -> None:
+def _print_left_out(number: int, kept: int, noun: str) -> None:
+    """Print how many of `number` rows are left out because a test problem asks the same. Raises
+    `UserError` where none is kept."""
+    if not number:
+        raise UserError(f"the task's data hold no {noun}")
     if not kept:
-        tested = (
+        raise UserError(
             f"every one of {number} {noun} asks what a test problem asks: none is left to train on"
         )
-        raise UserError(tested if number else f"the task's data hold no {noun}")
     if kept < number:
         print(
             f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out",
@@ -169,48 +174,46 @@ def _say_left_out(number: int, kept: int, noun: str) -> None:
         )
 
 
-def check_sft(args: SFTArgs) -> Mapping[str, Sequence[tuple[Problem, str]]]:
+def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     """The demonstrations of "train" and "test". Raises `UserError` as `check`, for a taken folder,
     no base model, bad data."""
-    if Path(args.sft_base).exists() and not args.preview:
+    target = Path(args.sft_base)
+    if target.exists() and not args.preview:
         raise UserError(
             f"--sft_base {args.sft_base} exists already: delete it, or name another folder"
         )
     task = check(args)
     check_model_path(args.model, "--model")
     if args.resume:
-        resumed_run_name(
-            str(Path(args.sft_base).parent), args.run_name, f"{Path(args.sft_base).name}_unfinished"
-        )
+        resumed_run_name(str(target.parent), args.run_name, f"{target.name}_unfinished")
     if not args.preview:
-        check_output(Path(args.sft_base).parent, Path(args.sft_base).name)
+        check_output(target.parent, target.name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
-
-    def of_task(split):
-        return task.demonstrations(split, args.dataset_path, args.seed)
-
-    def of_files(split):
-        return own_data.of_split(
-            own_data.read_demonstrations(*args.demonstrations), split, args.seed, task.key
-        )
-
-    demonstrations = of_files if args.demonstrations else of_task
-    shown = demonstrations("train")
-    kept = task.untested(shown, args.dataset_path)
-    _say_left_out(len(shown), len(kept), "demonstrations")
-    splits = {"train": kept, "test": demonstrations("test") or kept}
+    training = _read_demonstrations(args, task, "train")
+    kept = task.untested(training, args.dataset_path)
+    _print_left_out(len(training), len(kept), "demonstrations")
+    splits = {"train": kept, "test": _read_demonstrations(args, task, "test") or kept}
     check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
     return splits
+
+
+def _read_demonstrations(args: SFTArgs, task: Task, split: Split) -> Sequence[Demonstration]:
+    """A split of the files of --demonstrations, or of the task's own."""
+    if not args.demonstrations:
+        return task.demonstrations(split, args.dataset_path, args.seed)
+    rows = own_data.read_demonstrations(*args.demonstrations)
+    return own_data.of_split(rows, split, args.seed, task.key)
 
 
 def resumed_if_restarted(args: RLArgs) -> RLArgs:
     """The arguments, with --resume where torchrun may have started this command before and its run
     is there. It starts all ranks again after one is lost, but tells only the machine that lost it,
     so a run with a --run_name goes on where it is."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if "TORCHELASTIC_RUN_ID" in os.environ and (args.run_name or restarted) and not args.resume:
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
+    is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_torchruns and (args.run_name or is_restarted) and not args.resume:
         with suppress(UserError):
             resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
             return dataclasses.replace(args, resume=True)
@@ -232,23 +235,27 @@ def run_config(args: RLArgs) -> RunConfig:
         arguments=dataclasses.asdict(args),
         changeable=CHANGEABLE_ON_RESUME,
         setting=REPRODUCIBILITY_SETTING,
-        defaults={f.name: f.default for f in dataclasses.fields(RLArgs)},
+        defaults={field.name: field.default for field in dataclasses.fields(RLArgs)},
     )
 
 
 def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
-    """Which device each role has, by the flags and by the GPUs that are visible. Raises `UserError`
-    where that cannot work."""
-    num_gpus, vllm = (
-        visible_gpus() if num_gpus is None else num_gpus,
-        named_engine(args.sampler).claims_gpu,
-    )
-    sample = ",".join(args.sample_device) or None
+    """Which device each role has, by the flags and the number of GPUs; None: those that are
+    visible. Raises `UserError` where that cannot work."""
+    if num_gpus is None:
+        num_gpus = visible_gpus()
+    claims_gpu = named_engine(args.sampler).claims_gpu
     roles = assign_roles(
-        num_gpus, sample, args.reference_model_device, args.eval_device, args.policy_devices, vllm
+        num_gpus,
+        ",".join(args.sample_device) or None,
+        args.reference_model_device,
+        args.eval_device,
+        args.policy_devices,
+        claims_gpu,
     )
-    number, parallel = len(roles.sample), args.sampler_tensor_parallel
-    if parallel > 1 and not vllm:
+    number = len(roles.sample)
+    parallel = args.sampler_tensor_parallel
+    if parallel > 1 and not claims_gpu:
         raise UserError(
             f"--sampler_tensor_parallel {parallel}: only vLLM takes several devices; choose"
             " --sampler vllm"
@@ -312,30 +319,37 @@ def _several_processes(args: Args) -> str:
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
     the policy's `devices`."""
-    policy = POLICIES.get(args.policy_parallelism)
     on_cpu = devices[0] == "cpu"
-    split = len(devices) > 1 and policy is not None and not policy.ranked
-    if args.use_liger_kernel and (on_cpu or split):
-        remedy = "choose --policy_parallelism sharded" if split else "leave the flag out"
+    kind = POLICIES.get(args.policy_parallelism)
+    is_split = len(devices) > 1 and kind is not None and not kind.ranked
+    if args.use_liger_kernel and (on_cpu or is_split):
+        remedy = "leave the flag out"
+        if is_split:
+            remedy = "choose --policy_parallelism sharded"
         raise UserError(
             "--use_liger_kernel needs a GPU for each process of the policy, not"
             f" {' '.join(devices)}: {remedy}"
         )
-    named, usual = ("CXX", ["g++"]) if on_cpu else ("CC", ["gcc", "clang"])
-    compilers = [os.environ[named]] if named in os.environ else usual
-    found = any(map(shutil.which, compilers)) and (on_cpu or find_spec("triton"))
-    if (args.compile or args.use_liger_kernel) and not found:
-        flag, triton = (
-            "--compile" if args.compile else "--use_liger_kernel",
-            "" if on_cpu else " and triton",
+    if not args.compile and not args.use_liger_kernel:
+        return
+    # torch compiles C++ for a CPU, and launchers of Triton's kernels, in C, for a GPU.
+    variable = "CC"
+    compilers = ["gcc", "clang"]
+    needed_packages = ""
+    has_packages = True
+    if on_cpu:
+        variable = "CXX"
+        compilers = ["g++"]
+    else:
+        needed_packages = " and triton"
+        has_packages = find_spec("triton") is not None
+    if variable in os.environ:
+        compilers = [os.environ[variable]]
+    if not any(map(shutil.which, compilers)) or not has_packages:
+        flag = "--compile" if args.compile else "--use_liger_kernel"
+        raise UserError(
+            f"{flag} needs {compilers[0]}{needed_packages}: install that, or leave the flag out"
         )
-        raise UserError(f"{flag} needs {compilers[0]}{triton}: install that, or leave the flag out")
-
-
-def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
-    """The engines that share one GPU's memory: with --rollouts async the rollouts have an engine
-    beside the evaluation's."""
-    return 1 + (getattr(args, "rollouts", "sync") == "async" and roles.eval in roles.sample)
 
 
 def visible_gpus() -> int:
@@ -343,12 +357,12 @@ def visible_gpus() -> int:
     cannot use."""
     if not has_gpu_files():
         return 0
-    if problem := unusable_driver():
+    fault = unusable_driver()
+    if fault:
         raise UserError(
-            f"{problem}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use"
-            " the CPU"
+            f"{fault}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-    import torch
+    import torch  # Here, because it takes seconds.
 
     return torch.cuda.device_count()
 
@@ -369,12 +383,13 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
         raise UserError(
             f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}"
         )
-    if not (folder / "config.json").is_file() and not (made and not folder.exists()):
-        known = (
+    will_be_made = made and not folder.exists()
+    if not (folder / "config.json").is_file() and not will_be_made:
+        choices = (
             '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
         )
         raise UserError(
-            f"{flag} {name}: no model folder (with a config.json) is there; give {known}"
+            f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
         )
     return str(folder)
 
@@ -383,13 +398,16 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
     """A name that `from_pretrained` takes: embedded models are built on first use, folders must
     hold a whole model."""
     if name in EMBEDDED:
-        from alignment.data.embedded import embedded_model  # here, because it loads torch
+        from alignment.data.embedded import embedded_model  # Here, because it loads torch.
 
         return str(embedded_model(name, output_dir))
-    if (folder := check_model_path(name, flag)) is None:
+    folder = check_model_path(name, flag)
+    if folder is None:
         return name
-    if (Path(folder) / MANIFEST).exists() and (wrong := find_damage(Path(folder))):
-        raise UserError(
-            f"{flag} {name}: {wrong}; if you changed it on purpose, delete its {MANIFEST}"
-        )
+    if (Path(folder) / MANIFEST).exists():
+        fault = find_damage(Path(folder))
+        if fault:
+            raise UserError(
+                f"{flag} {name}: {fault}; if you changed it on purpose, delete its {MANIFEST}"
+            )
     return folder

@@ -21,12 +21,11 @@ from alignment.args import RLArgs, configuration, flags_of
 from alignment.builders.checks import (
     EMBEDDED,
     check_model_path,
-    engines_on_shared_gpu,
     resolve_model,
     roles_of,
     visible_gpus,
 )
-from alignment.builders.policies import kind_of_policy
+from alignment.builders.run_plan import PlannedMachines, engines_on_shared_gpu, plan_policy
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
@@ -101,7 +100,7 @@ def predict(
     args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
 ) -> Prediction:
     """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0:
-    this machine's). Raises `UserError` as `roles_of`, `kind_of_policy` and
+    this machine's). Raises `UserError` as `roles_of`, `plan_policy` and
     `ModelShape.from_config`."""
     roles = roles_of(args, num_gpus)
     if not memory and num_gpus in (None, 0):
@@ -116,8 +115,10 @@ def predict(
         # that a folder's weights are whole is checked where they are loaded: it takes reading all
         # of them
         base = check_model_path(model, "--model") or model
-    devices, kind = kind_of_policy(args, base, num_gpus, memory, machines)
-    roles, ranks = replace(roles, policy=devices), len(devices) * (kind in RANKED and machines == 1)
+    policy = plan_policy(args, roles, base, PlannedMachines(num_gpus, memory, machines))
+    kind = policy.kind
+    ranks = len(policy.devices) * (kind in RANKED and machines == 1)
+    roles = replace(roles, policy=policy.devices)
     run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
@@ -125,7 +126,7 @@ def predict(
     step = step_shape(
         run,
         roles,
-        memory / devices.count(devices[0]),
+        memory / policy.devices.count(policy.devices[0]),
         engine_name(run.sampler) == "vllm",
         machines,
         prompts,

@@ -1,25 +1,24 @@
 """From arguments and a run folder to all that `train_rl` needs."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from rich.console import Console
 
-from alignment.args import (
-    RLArgs,
-)
-from alignment.builders.checks import roles_of
-from alignment.builders.evaluations import evaluation
-from alignment.builders.policies import make_policy
+from alignment.args import RLArgs
+from alignment.builders.evaluations import prepare_evaluation
+from alignment.builders.policies import make_policy, ranks_of
+from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
-from alignment.builders.warm_start import encode_problems, warm_start
+from alignment.builders.warm_start import encode_problems, prepare_warm_start
 from alignment.core.records import Endless, Group, Problem, SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.evaluation.accuracy import Evaluator
 from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
-from alignment.model.loading import compute_dtype, load_tokenizer, make_deterministic
+from alignment.model.loading import load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
 from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
@@ -30,57 +29,58 @@ from alignment.rollouts.source import (
     collate_groups,
     open_source,
 )
-from alignment.runs.run import (
-    Run,
-)
+from alignment.runs.run import Run
 from alignment.runs.run_folder import TRAINER, load_rollouts
 from alignment.sampling.arrival import prove_adapters_arrive
-from alignment.system.files import (
-    read_jsonl,
-)
+from alignment.sampling.pool import SamplerPool
+from alignment.sampling.sampler import Sampler
+from alignment.system.files import read_jsonl
 from alignment.training.update import References, sampler_mismatch
 
 PROBED = 8  # test problems that samplers answer with random adapters
 
 
-def build(
-    args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter]
-) -> tuple[Policy, SyncRollouts, References, Evaluator, int]:
-    """The objects of the loop, and the padding token's id. `run.start` creates the folder last: a
-    mistake leaves none. `measure_memory` makes what measures the policy's memory."""
+@dataclass(frozen=True)
+class RunParts:
+    """What the loop of a run works with."""
+
+    policy: Policy
+    rollouts: SyncRollouts
+    references: References
+    evaluator: Evaluator
+    pad_token_id: int
+
+
+def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter]) -> RunParts:
+    """Load and open all that the loop works with. `run.start` creates the folder last: a mistake
+    leaves none. `measure_memory` makes what measures the policy's memory."""
     with run.clock("warm_start"):
-        base = str(run.checkpoint or warm_start(args, run.console))
+        base = str(run.checkpoint or prepare_warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
     check_saving(base, tokenizer)
     if args.deterministic:
         make_deterministic()
-    engines = Engines(args, run, base, load_tokenizer(base))
-    problems, evaluate = evaluation(args, tokenizer)
+    plan = plan_run(args, base)
+    engines = Engines(plan, run, load_tokenizer(base))
+    evaluation = prepare_evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
-    longest = longest_row(args, source, problems, base, tokenizer)
-    # to which adapters are added
-    start = warm_start(args, run.console) if run.checkpoint and args.lora_rank else base
-    policy = make_policy(args, start, run.checkpoint)
-    if run.checkpoint:
-        policy.load_optimizer(run.checkpoint / TRAINER)
-    threads, devices = torch.get_num_threads(), ", ".join(dict.fromkeys(policy.devices))
-    place = devices.replace("cpu", f"{threads} CPU thread{'s' * (threads > 1)}")
-    run.console.print(
-        f"Computing in {str(policy.dtype).removeprefix('torch.')} on {place}", soft_wrap=True
-    )
-    say_what_is_off(policy, run.console)
-    references = make_references(args, run, base, policy)
+    longest = longest_row(plan, source, evaluation.problems, tokenizer)
+    policy = make_policy_of_run(args, run, plan)
+    references = make_references(args, run, plan, policy)
     engines.use_policy(policy)
     eval_sampler = engines.open("evaluation")
-    previous = (
-        read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"] if run.last_step else 0
-    )
-    if message := policy.choose_micro_batch_tokens(longest, previous):
+    previous = 0
+    if run.last_step:
+        previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
+    message = policy.choose_micro_batch_tokens(longest, previous)
+    if message:
         run.console.print(message)
-    sampler = eval_sampler if engines.shared else engines.open("rollouts")
+    sampler = eval_sampler
+    if not plan.shares_sampler:
+        sampler = engines.open("rollouts")
     pad_id = pad_token_id(tokenizer)
 
-    def check(groups: Sequence[Group]) -> None:
+    def check_log_probs(groups: Sequence[Group]) -> None:
         """Compare the log-probs of an evaluation's own sampler with the trainer's."""
         rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
@@ -92,77 +92,111 @@ def build(
         references.request(sampled.step, batch, policy.micro_batch_tokens)
 
     if args.lora_rank:
-        prompts = [problem.prompt for problem in problems[:PROBED]]
-        for each in dict.fromkeys((eval_sampler, sampler)):
-            run.console.print(
-                prove_adapters_arrive(each, policy, prompts, args.sampling, pad_id), soft_wrap=True
-            )
-    rollouts = SyncRollouts(source, sampler, run.clock)
-    if not engines.between_updates:
-        sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
-        rollouts = AheadRollouts(
-            source, sampler, args.schedule, run.clock, sampled, request_reference
-        )
-        run.closing.callback(rollouts.close)
-    evaluator = Evaluator(
-        evaluate, args.eval_interval, eval_sampler, run, policy, None if engines.shared else check
-    )
+        prompts = [problem.prompt for problem in evaluation.problems[:PROBED]]
+        for own_sampler in dict.fromkeys((eval_sampler, sampler)):
+            proof = prove_adapters_arrive(own_sampler, policy, prompts, args.sampling, pad_id)
+            run.console.print(proof, soft_wrap=True)
+    rollouts = open_rollouts(plan, run, source, sampler, request_reference)
+    # A sampler that draws rollouts too is compared in every update.
+    check = None if plan.shares_sampler else check_log_probs
+    evaluator = Evaluator(evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check)
     run.start(policy, tokenizer, rollouts, measure_memory(policy))
-    return policy, rollouts, references, evaluator, pad_id
+    return RunParts(policy, rollouts, references, evaluator, pad_id)
 
 
-def say_what_is_off(policy: Policy, console: Console) -> None:
+def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
+    """The policy of a run, with the optimiser's state of the checkpoint that the run resumes from.
+    Prints where and how it computes."""
+    start = plan.base
+    if run.checkpoint and args.lora_rank:
+        start = prepare_warm_start(args, run.console)  # The checkpoint's adapters are added to it.
+    policy = make_policy(args, plan.policy, start, run.checkpoint)
+    if run.checkpoint:
+        policy.load_optimizer(run.checkpoint / TRAINER)
+    threads = torch.get_num_threads()
+    noun = "CPU threads" if threads > 1 else "CPU thread"
+    devices = ", ".join(dict.fromkeys(policy.devices)).replace("cpu", f"{threads} {noun}")
+    dtype = str(policy.dtype).removeprefix("torch.")
+    run.console.print(f"Computing in {dtype} on {devices}", soft_wrap=True)
+    print_left_out_settings(policy, run.console)
+    return policy
+
+
+def print_left_out_settings(policy: Policy, console: Console) -> None:
     """Print which settings of the model's config RL leaves out: a policy computes in evaluation
     mode, as its sampler does."""
-    if settings := ", ".join(
-        f"{name} {value:g}" for name, value in random_settings(policy.config).items()
-    ):
+    settings = [f"{name} {value:g}" for name, value in random_settings(policy.config).items()]
+    if settings:
         reason = "with it log-probs would not be the sampler's"
         console.print(
-            f"RL computes without the dropout of the model's config ({settings}): {reason}",
+            "RL computes without the dropout of the model's config"
+            f" ({', '.join(settings)}): {reason}",
             soft_wrap=True,
         )
 
 
 def longest_row(
-    args: RLArgs, source: RolloutSource, problems: Sequence[Problem], base: str, tokenizer
+    plan: RunPlan, source: RolloutSource, problems: Sequence[Problem], tokenizer
 ) -> int:
-    """Maximum tokens of a prompt and its response in an update. Raises `UserError` as
-    `encode_problems`."""
-    known = problems if isinstance(source.problems, Endless) else [*source.problems, *problems]
-    longest_response = max(args.max_new_tokens, args.eval_max_new_tokens)
-    return (
-        max(map(len, encode_problems(known, base, tokenizer, longest_response)))
-        + args.max_new_tokens
-    )
+    """Most tokens of a prompt, of the training or the test `problems`, and its response in an
+    update. Raises `UserError` as `encode_problems`."""
+    every_problem = problems
+    if not isinstance(source.problems, Endless):
+        every_problem = [*source.problems, *problems]
+    prompts = encode_problems(every_problem, plan.base, tokenizer, plan.longest_response)
+    return max(map(len, prompts)) + plan.response_tokens
 
 
-def make_references(args: RLArgs, run: Run, base: str, policy: Policy) -> References:
+def open_rollouts(
+    plan: RunPlan,
+    run: Run,
+    source: RolloutSource,
+    sampler: Sampler,
+    on_sampled: Callable[[SampledStep], None],
+) -> SyncRollouts:
+    """The rollouts of a run, one step's after another, or sampled ahead of the updates by a
+    thread, which calls `on_sampled` with each."""
+    if plan.samples_between_updates:
+        return SyncRollouts(source, sampler, run.clock)
+    pool = cast(SamplerPool, sampler)  # As `open_sampler` opens engines outside this process.
+    sampled = load_rollouts(run.checkpoint) if run.checkpoint else []
+    rollouts = AheadRollouts(source, pool, plan.schedule, run.clock, sampled, on_sampled)
+    run.closing.callback(rollouts.close)
+    return rollouts
+
+
+def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> References:
     """The sources of old and reference log-probs. The reference model is the model that the run
     started from."""
-    config, roles, old_policy = args.update_config, roles_of(args), None
-    dtype = getattr(torch, compute_dtype(args.dtype, roles.policy[0]))
-    # which share a pass
-    if (
-        args.copies_old_policy
-        and roles.policy != (roles.reference,)
-        and not hasattr(policy, "ranks")
-    ):
-        old_policy = FrozenModel(base, roles.reference, dtype)
+    config = args.update_config
+    device = plan.roles.reference
+    dtype: torch.dtype = getattr(torch, plan.policy.dtype)
+    old_policy = None
+    # A policy of several processes, or all on the reference's device, computes old log-probs
+    # itself, before its first update.
+    is_on_one_device = plan.roles.policy == (device,)
+    if args.copies_old_policy and not is_on_one_device and ranks_of(policy) is None:
+        old_policy = FrozenModel(plan.base, device, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print(
             "On-policy (one update per rollout): old log-probs are not needed, clipping has no"
             " effect"
         )
-    references = partial(References, config, old_policy, clock=run.clock)
     if not args.beta:
-        return references(None)
+        return References(config, old_policy, None, run.clock)
     if args.lora_rank:
-        return references(lambda batch, distribution, _: policy.base_log_probs(batch, distribution))
-    start = warm_start(args, run.console) if run.last_step else base
-    if args.rollouts == "sync":
-        return references(FrozenModel(start, roles.reference, dtype).log_probs)
-    process = ReferenceProcess(
-        start, roles.reference, dtype, args.deterministic, args.sampler_timeout
+
+        def base_log_probs(batch, distribution, micro_batch_tokens):
+            return policy.base_log_probs(batch, distribution)
+
+        return References(config, old_policy, base_log_probs, run.clock)
+    start = plan.base
+    if run.last_step:
+        start = prepare_warm_start(args, run.console)
+    if plan.samples_between_updates:
+        reference = FrozenModel(start, device, dtype)
+        return References(config, old_policy, reference.log_probs, run.clock)
+    process = run.open(
+        ReferenceProcess(start, device, dtype, args.deterministic, args.sampler_timeout)
     )
-    return references(run.open(process).log_probs, in_background=True)
+    return References(config, old_policy, process.log_probs, run.clock, in_background=True)

@@ -20,34 +20,23 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
-from alignment.builders.checks import (
-    check_sft,
-    resolve_model,
-    roles_of,
-)
-from alignment.builders.evaluations import evaluation
+from alignment.builders.checks import check_sft, resolve_model, roles_of
+from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.policies import make_policy
-from alignment.builders.samplers import make_sampler
+from alignment.builders.run_plan import plan_engine, plan_policy
+from alignment.builders.samplers import make_sampler, stoppable
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted, trained_response, without_repeated_tag
 from alignment.data.tasks import find_task
+from alignment.data.tasks.own_data import Demonstration
 from alignment.evaluation.accuracy import Evaluation
-from alignment.model.loading import (
-    check_token_ids,
-    load_config,
-    load_tokenizer,
-)
+from alignment.model.loading import check_token_ids, load_config, load_tokenizer
 from alignment.model.saving import check_saving
-from alignment.runs.run import (
-    RunConfig,
-    open_run,
-    refuse_other_arguments,
-)
+from alignment.policy.policy import Policy
+from alignment.runs.run import Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, resumed_run_name
-from alignment.sampling.sampler import (
-    encode_prompts,
-)
+from alignment.sampling.sampler import encode_prompts
 from alignment.system.errors import UserError
 from alignment.system.files import (
     atomic_folder,
@@ -62,7 +51,7 @@ from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, token
 
 
 def run_sft(
-    args: SFTArgs, demonstrations: Mapping[str, Sequence[tuple[Problem, str]]], console: Console
+    args: SFTArgs, demonstrations: Mapping[str, Sequence[Demonstration]], console: Console
 ) -> Evaluation:
     """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on
     the test problems."""
@@ -70,19 +59,23 @@ def run_sft(
     base = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(base)
     check_saving(base, tokenizer)
-    problems, evaluate = evaluation(args, tokenizer)
+    evaluation = prepare_evaluation(args, tokenizer)
+    problems = evaluation.problems
     encode_problems(problems, base, tokenizer, args.max_new_tokens)  # refuses long ones now
-    splits = (
-        encode_demonstrations(args, demonstrations[split], base, tokenizer)
-        for split in ("train", "test")
+    data = SFTData(
+        train=encode_demonstrations(args, demonstrations["train"], base, tokenizer),
+        validation=encode_demonstrations(args, demonstrations["test"], base, tokenizer),
+        pad_token_id=pad_token_id(tokenizer),
     )
-    target = train_sft(args, SFTData(*splits, pad_token_id(tokenizer)), base, tokenizer, console)
-    sampler = make_sampler(args, str(target), (roles_of(args).eval,), tokenizer, console=console)
+    target = train_sft(args, data, base, tokenizer, console)
+    roles = roles_of(args)
+    engine = plan_engine(args, roles, str(target), (roles.eval,))
+    sampler = make_sampler(engine, tokenizer, console=console)
     with (
         closing(sampler),
         count_parts("sampling held-out problems", len(problems), console, "response") as ended,
     ):
-        result = evaluate(sampler, ended, keep=True)
+        result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
     if "left_out" not in result.record:
@@ -93,17 +86,16 @@ def run_sft(
 def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
     """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data`
     that no process has."""
-    target, digest = (
-        Path(args.sft_base),
-        hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest(),
-    )
+    target = Path(args.sft_base)
+    digest = hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest()
+    run_name = args.run_name if args.resume else ""
     config = configuration(
         RunConfig,
         args,
         command="sft",
         output_dir=str(target.parent),
         default_name=f"{target.name}_unfinished",
-        run_name=args.run_name if args.resume else "",
+        run_name=run_name,
         defaults={},
         arguments={**dataclasses.asdict(args), "sha256_of_the_tokens": digest},
         seeds={"all": args.seed},
@@ -115,9 +107,8 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
         setting=REPRODUCIBILITY_SETTING,
     )
     with suppress(UserError):
-        folder = target.parent / resumed_run_name(
-            config.output_dir, config.run_name, config.default_name
-        )
+        name = resumed_run_name(config.output_dir, config.run_name, config.default_name)
+        folder = target.parent / name
         with lock_run_folder(folder):
             refuse_other_arguments(folder, config)
         return dataclasses.replace(config, resume=True)
@@ -126,22 +117,26 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
 
 def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Console) -> Path:
     """Fine-tune the model of the folder `base` in a run's folder, save it to --sft_base, and return
-    that; the policy makes room for an evaluation's engine. Raises `UserError` where --sft_base
-    appears meanwhile: nothing is ever overwritten."""
+    that; the policy makes room for an evaluation's engine. Raises `WarmStartExists` where another
+    command writes --sft_base first: nothing is ever overwritten."""
     target = Path(args.sft_base)
     with open_run(sft_run_config(args, data), console) as run:
-        start, previous = base if args.lora_rank else str(run.checkpoint or base), 0
-        policy = make_policy(args, start, run.checkpoint, dropout=True)
+        start = base
+        if run.checkpoint and not args.lora_rank:
+            start = str(run.checkpoint)
+        plan = plan_policy(args, roles_of(args), start)
+        policy = make_policy(args, plan, start, run.checkpoint, dropout=True)
+        previous = 0
         if run.checkpoint:
             console.print(
                 f"going on after step {run.last_step}, in {run.path}", markup=False, soft_wrap=True
             )
             policy.load_optimizer(run.checkpoint / TRAINER)
             previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
-        longest = max(
-            len(prompt) + len(response) for prompt, response in (*data.train, *data.validation)
-        )
-        if message := policy.choose_micro_batch_tokens(longest, previous):
+        every_example = (*data.train, *data.validation)
+        longest = max(len(prompt) + len(response) for prompt, response in every_example)
+        message = policy.choose_micro_batch_tokens(longest, previous)
+        if message:
             console.print(message)
         run.start(policy, tokenizer)
         fine_tune(
@@ -153,40 +148,44 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
             run.sft_step,
         )
         try:
-            with atomic_folder(target) as building:
-                # arguments, metrics, the run in trackers
-                for file in (
-                    *run.path.glob("*.jsonl"),
-                    *run.path.glob("*.json"),
-                ):
-                    shutil.copy(file, building)
-                with write_manifest(building):
-                    policy.save(building, tokenizer)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
-                raise MadeMeanwhile(
-                    f"--sft_base {target} was made by another command meanwhile; that one is kept"
-                ) from None
-            raise
+            save_sft(target, run, policy, tokenizer)
         finally:
             if target.exists() and run.path != target:
                 shutil.rmtree(run.path, ignore_errors=True)
     return target
 
 
-def examples(
-    args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], tokenizer, context: int
+def save_sft(target: Path, run: Run, policy: Policy, tokenizer) -> None:
+    """Write the trained model with its run's arguments, metrics and trackers to the folder
+    `target`. Raises `WarmStartExists` where that is there already."""
+    try:
+        with atomic_folder(target) as building:
+            for file in (*run.path.glob("*.jsonl"), *run.path.glob("*.json")):
+                shutil.copy(file, building)
+            with write_manifest(building):
+                policy.save(building, tokenizer)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
+            raise WarmStartExists(
+                f"--sft_base {target} was made by another command meanwhile; that one is kept"
+            ) from None
+        raise
+
+
+def tokenise_demonstrations(
+    args: SFTArgs, demonstrations: Sequence[Demonstration], tokenizer, context: int
 ) -> list[Example]:
     """The demonstrations' prompts and responses as token ids. A tag that ends a prompt and begins
-    its response is trained once, which is said."""
-    problems, responses = zip(*demonstrations, strict=True)
-    problems = prompted(problems, args.prompt or find_task(args.task, args.data).prompt, tokenizer)
-    pairs = []
+    its response is trained once, and how often is printed. Raises `UserError` for a demonstration
+    of more tokens than the `context`."""
+    template = args.prompt or find_task(args.task, args.data).prompt
+    problems = prompted([problem for problem, _ in demonstrations], template, tokenizer)
+    pairs: list[tuple[str, str]] = []
     repeated = 0
-    for problem, response in zip(problems, responses, strict=True):
-        trained = trained_response(problem, response, tokenizer)
-        repeated += without_repeated_tag(problem.prompt, response) != response
-        pairs.append((problem.prompt, trained))
+    for problem, (_, response) in zip(problems, demonstrations, strict=True):
+        pairs.append((problem.prompt, trained_response(problem, response, tokenizer)))
+        if without_repeated_tag(problem.prompt, response) != response:
+            repeated += 1
     if repeated:
         number = f"{repeated} of {len(pairs)} demonstrations"
         repetition = "begin with the tag that their prompt ends with"
@@ -195,15 +194,17 @@ def examples(
 
 
 def encode_demonstrations(
-    args: SFTArgs, demonstrations: Sequence[tuple[Problem, str]], base: str, tokenizer
+    args: SFTArgs, demonstrations: Sequence[Demonstration], base: str, tokenizer
 ) -> list[Example]:
-    """The `examples` for the model `base`. Raises `UserError`, naming the demonstration, for a
-    token without an embedding."""
+    """Token ids as `tokenise_demonstrations` makes them for the context of the model `base`. Raises
+    `UserError`, naming the demonstration, for a token without an embedding."""
     config = load_config(base)
-    encoded = examples(args, demonstrations, tokenizer, config.max_position_embeddings)
-    places = [problem.id for problem, _ in demonstrations]
-    whole = [prompt + response for prompt, response in encoded]
-    check_token_ids(tokenizer, config.vocab_size, zip(places, whole, strict=True))
+    encoded = tokenise_demonstrations(
+        args, demonstrations, tokenizer, config.max_position_embeddings
+    )
+    ids = [problem.id for problem, _ in demonstrations]
+    token_ids = [prompt + response for prompt, response in encoded]
+    check_token_ids(tokenizer, config.vocab_size, zip(ids, token_ids, strict=True))
     return encoded
 
 
@@ -215,19 +216,16 @@ def encode_problems(
     config = load_config(base)
     prompts = [problem.prompt for problem in problems]
     encoded = encode_prompts(tokenizer, prompts, config.max_position_embeddings, max_new_tokens)
-    check_token_ids(
-        tokenizer,
-        config.vocab_size,
-        zip([problem.id for problem in problems], encoded, strict=True),
-    )
+    ids = [problem.id for problem in problems]
+    check_token_ids(tokenizer, config.vocab_size, zip(ids, encoded, strict=True))
     return encoded
 
 
-class MadeMeanwhile(UserError):
+class WarmStartExists(UserError):
     """Another command has written --sft_base while this one was training."""
 
 
-def warm_start(args: RLArgs, console: Console) -> str:
+def prepare_warm_start(args: RLArgs, console: Console) -> str:
     """The folder or hub name of the model that training starts from, made by SFT where the preset
     says so."""
     if not args.sft_base:
@@ -235,13 +233,14 @@ def warm_start(args: RLArgs, console: Console) -> str:
     refuse_missing_warm_start(args)
     if not Path(args.sft_base).exists():
         console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
-        try:  # one warm start for every run, whatever seed and adapters the first one has
-            sft_args = dataclasses.replace(
-                as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""
-            )
+        # One warm start serves every run, whatever seed and adapters the first one has.
+        sft_args = dataclasses.replace(
+            as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""
+        )
+        try:
             with deferrable_signals():
                 run_sft(sft_args, check_sft(sft_args), console)
-        except MadeMeanwhile:
+        except WarmStartExists:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
     console.print(f"starting from {args.sft_base}", markup=False)
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")

@@ -10,8 +10,9 @@ from rich.console import Console
 from alignment import plan
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.builders import prediction
-from alignment.builders.policies import kind_of_policy
+from alignment.builders.checks import roles_of
 from alignment.builders.prediction import span
+from alignment.builders.run_plan import PlannedMachines, plan_policy
 from alignment.system.errors import UserError
 
 
@@ -58,7 +59,8 @@ def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
     """466,304 parameters of 16 bytes each, with AdamW."""
     args = from_preset(PlanArgs, "tiny", optimizer="adamw")
     for memory, kind in ((16 * 466_304 / 0.699, "replicated"), (16 * 466_304 / 0.701, "sharded")):
-        assert kind_of_policy(args, str(tiny_folder), num_gpus=8, memory=memory)[1] == kind
+        machine = PlannedMachines(8, memory)
+        assert plan_policy(args, roles_of(args, 8), str(tiny_folder), machine).kind == kind
     flags = ("--num_gpus", "8", "--policy_parallelism", "auto")
     assert "policy replicated" in planned(*flags, "--gpu_memory", "1")
     with pytest.raises(UserError, match="auto depends on the memory of a GPU: give --gpu_memory"):

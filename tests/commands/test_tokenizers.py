@@ -20,6 +20,7 @@ from small_tokenizers import (
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.run_plan import plan_run
 from alignment.builders.training import longest_row
 from alignment.builders.warm_start import encode_demonstrations
 from alignment.core.records import Problem
@@ -143,7 +144,7 @@ def test_the_longest_prompt_is_counted_as_it_is_sampled_from(made):
     )
     source = open_source(args.rollout_config, tokenizer)
     longest = len("User: 9 + 1?\nAssistant: ") + len(["<s>", "<think>"])
-    assert longest_row(args, source, [], folder, tokenizer) == longest + 40
+    assert longest_row(plan_run(args, folder), source, [], tokenizer) == longest + 40
     assert len(training_problems(source.problems, longest, 0, tokenizer)) == 10
 
 

@@ -38,7 +38,7 @@ UNTOLD = "{{ messages | length }}" + LOOP + TURN + "{% endfor %}"
 def shown(tiny_folder, tmp_path):
     """A function that gives prompt and response, as the tokens of SFT's examples, of rows by a chat
     template."""
-    from alignment.builders.warm_start import examples
+    from alignment.builders.warm_start import tokenise_demonstrations
     from alignment.model.loading import load_tokenizer
 
     def showing(template: str | None, *rows: dict) -> list[tuple[str, str]]:
@@ -46,7 +46,7 @@ def shown(tiny_folder, tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = load_tokenizer(str(tiny_folder))
         tokenizer.chat_template = template
-        read = examples(SFTArgs(), read_demonstrations(str(file)), tokenizer, 256)
+        read = tokenise_demonstrations(SFTArgs(), read_demonstrations(str(file)), tokenizer, 256)
         return [tuple(map(tokenizer.decode, example)) for example in read]
 
     return showing

@@ -424,7 +424,7 @@ TEMPLATE = (
 
 def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_path):
     """The tokens of its prompt are not trained; those of the response are, and EOS."""
-    from alignment.builders.warm_start import examples
+    from alignment.builders.warm_start import tokenise_demonstrations
     from alignment.model.loading import load_tokenizer
 
     file, tokenizer = (
@@ -440,11 +440,11 @@ def test_the_chat_template_makes_the_prompt_of_a_conversation(tiny_folder, tmp_p
         UserError,
         match=f"^{file}:1: it is a chat, and the tokenizer of this model has no chat template$",
     ):
-        examples(SFTArgs(), demonstrations, tokenizer, 256)
+        tokenise_demonstrations(SFTArgs(), demonstrations, tokenizer, 256)
     tokenizer.chat_template = TEMPLATE
     texts = [
         tuple(map(tokenizer.decode, example))
-        for example in examples(SFTArgs(), demonstrations, tokenizer, 256)
+        for example in tokenise_demonstrations(SFTArgs(), demonstrations, tokenizer, 256)
     ]
     end = "<|endoftext|>"
     first = f"[system]S{end}[user]Q{end}[assistant]"

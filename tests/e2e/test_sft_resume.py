@@ -11,7 +11,7 @@ import pytest
 from alignment import args as arguments
 from alignment import sft
 from alignment.args import RLArgs, from_preset
-from alignment.builders.warm_start import warm_start
+from alignment.builders.warm_start import prepare_warm_start
 from alignment.runs.run import Run
 from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
@@ -199,11 +199,12 @@ def test_the_warm_up_of_a_run_goes_on_where_it_was_killed(tmp_path, monkeypatch,
 
     monkeypatch.setattr(Run, "finish_sft_step", finish_sft_step)
     with pytest.raises(Killed):
-        warm_start(rl, make_console())
+        prepare_warm_start(rl, make_console())
     assert (tmp_path / "sft_unfinished" / "step_000002").is_dir() and not (
         tmp_path / "sft"
     ).exists()
-    warm_start(rl, make_console())
+    prepare_warm_start(rl, make_console())
     assert noted == [1, 2, 3, 3, 4] and "going on after step 2" in capsys.readouterr().out
-    assert warm_start(rl, make_console()) == str(tmp_path / "sft") and noted == [1, 2, 3, 3, 4]
+    assert prepare_warm_start(rl, make_console()) == str(tmp_path / "sft")
+    assert noted == [1, 2, 3, 3, 4]
     assert not (tmp_path / "sft_unfinished").exists()

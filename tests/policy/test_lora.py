@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import args as args_module
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.checks import roles_of
 from alignment.builders.policies import make_policy
+from alignment.builders.run_plan import plan_policy
 from alignment.core.records import Distribution
 from alignment.model.activations import activation_bytes
 from alignment.model.loading import load_config
@@ -241,8 +243,9 @@ def test_targets(tiny_folder):
     assert names == {"q_proj", "down_proj"} and len(named_gradients(policy)) == 2 * 2 * 2
     for targets in ("lm_head", "q_proj,embed_tokens", "q_proj,"):
         arguments = from_preset(SFTArgs, "tiny", lora_rank=2, lora_targets=targets)
+        plan = plan_policy(arguments, roles_of(arguments), str(tiny_folder))
         if targets == "q_proj,":
-            make_policy(arguments, str(tiny_folder))
+            make_policy(arguments, plan, str(tiny_folder))
             continue
         with pytest.raises(
             UserError,
@@ -250,7 +253,7 @@ def test_targets(tiny_folder):
                 "is none of this model's linear layers: q_proj, k_proj, v_proj, o_proj, gate_proj"
             ),
         ):
-            make_policy(arguments, str(tiny_folder))
+            make_policy(arguments, plan, str(tiny_folder))
 
 
 def test_a_missing_extra_is_named_at_once(monkeypatch):

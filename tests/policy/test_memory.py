@@ -6,7 +6,9 @@ from rollout_helpers import open_tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import SFTArgs, from_preset
+from alignment.builders.checks import roles_of
 from alignment.builders.policies import make_policy
+from alignment.builders.run_plan import plan_policy
 from alignment.model.activations import activation_bytes, checkpointed_activation_bytes
 from alignment.model.log_probs import get_response_log_probs
 from alignment.policy import micro_batches
@@ -88,10 +90,9 @@ def test_the_free_memory_decides_in_powers_of_two(policy, folder, monkeypatch):
     assert chosen_with_free(monkeypatch, policy, 300) == 256
     assert chosen_with_free(monkeypatch, policy, 255) == 128
     assert not policy.model.is_gradient_checkpointing
-    assert (
-        chosen_with_free(monkeypatch, make_policy(from_preset(SFTArgs, "tiny"), str(folder)), 300)
-        == 256
-    )
+    args = from_preset(SFTArgs, "tiny")
+    plan = plan_policy(args, roles_of(args), str(folder))
+    assert chosen_with_free(monkeypatch, make_policy(args, plan, str(folder)), 300) == 256
 
 
 def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from alignment.args import RLArgs, from_preset
-from alignment.builders import checks, policies
+from alignment.builders import checks, run_plan
+from alignment.builders.run_plan import PlannedMachines
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
 from alignment.model.activations import activation_bytes
@@ -74,7 +75,9 @@ def test_the_kind_of_policy(parallelism, devices, bytes_of_each, kind, tiny_fold
     gpus = sum(device != "cpu" for device in devices)
     own = {"policy_devices": devices} if gpus else {"policy_ranks": len(devices)}
     args = from_preset(RLArgs, "tiny", policy_parallelism=parallelism, **own)
-    assert policies.kind_of_policy(args, str(tiny_folder), gpus, bytes_of_each) == (devices, kind)
+    machine = PlannedMachines(gpus, bytes_of_each)
+    plan = run_plan.plan_policy(args, checks.roles_of(args, gpus), str(tiny_folder), machine)
+    assert (plan.devices, plan.kind) == (devices, kind)
 
 
 @pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])
@@ -82,13 +85,13 @@ def test_auto_takes_all_processes_that_torchrun_has_started(
     here, everywhere, tmp_path, monkeypatch
 ):
     """One on each of two machines, two on one, and two on each of two."""
-    for module in (checks, policies):
+    for module in (checks, run_plan):
         monkeypatch.setattr(module, "PROCESSES", everywhere)
     monkeypatch.setattr(checks, "PROCESSES_HERE", here)
     monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
     args, base = from_preset(RLArgs, "tiny"), str(embedded_model("tiny", str(tmp_path)))
-    devices, kind = policies.kind_of_policy(args, base)
-    assert devices == ("cpu",) * here and kind == "replicated"
+    plan = run_plan.plan_policy(args, checks.roles_of(args), base)
+    assert plan.devices == ("cpu",) * here and plan.kind == "replicated"
     with pytest.raises(
         UserError,
         match=(

@@ -1,0 +1,197 @@
+"""What follows from a run's arguments, its machine and its base model: devices, kind of policy,
+engines, schedule and lengths. Builders read it here instead of working it out again."""
+
+from dataclasses import dataclass, replace
+
+from alignment.args import Args, RLArgs
+from alignment.builders.checks import (
+    check_processes,
+    devices_of_ranks,
+    roles_of,
+)
+from alignment.builders.evaluations import evaluation_tokens
+from alignment.model.loading import compute_dtype, load_config
+from alignment.model.shape import ModelShape
+from alignment.planning.placement import STATE_SHARE, Roles, engine_share
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import POLICIES, policy_kind
+from alignment.rollouts.config import Schedule
+from alignment.sampling.sampler import SamplerConfig
+from alignment.system.device_memory import total_bytes
+from alignment.system.errors import UserError
+from alignment.system.torchrun import PROCESSES
+
+
+@dataclass(frozen=True)
+class PlannedMachines:
+    """The machines that a run is planned for, all alike; by default this one."""
+
+    gpus: int | None = None  # Of each; None: those that are visible here.
+    memory: float = 0.0  # Bytes of each GPU, or of a host without; 0.0: as here.
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """The kind of policy, and where and in which type it computes."""
+
+    kind: str  # A key of `POLICIES`, or package.module:name.
+    devices: tuple[str, ...]  # Of each of this machine's ranks, or of the layers, in their order.
+    dtype: str  # Type of matrix products, "float32" or "bfloat16".
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The engines of one sampler, all started alike."""
+
+    name: str  # A key of `SAMPLERS`, package.module:name, or "auto".
+    config: SamplerConfig
+    in_process: bool = True  # Whether one that reads the policy in place may do so.
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How a run of `train_rl` is placed and paced, resolved once (`plan_run`)."""
+
+    base: str  # Folder or hub name of the weights that the run starts from, or resumes with.
+    roles: Roles
+    policy: PolicyPlan
+    evaluation: EnginePlan
+    rollouts: EnginePlan
+    # Whether one sampler draws evaluations and rollouts, in turns on the same devices.
+    shares_sampler: bool
+    # Whether rollouts are sampled between updates, rather than beside them in other processes.
+    samples_between_updates: bool
+    # Whether engines can open only after the policy, which says what machines and weights it has.
+    engines_need_policy: bool
+    schedule: Schedule
+    response_tokens: int  # Of the longest response that is trained.
+    longest_response: int  # Of any sampled response, evaluations' included.
+
+    @property
+    def engines(self) -> dict[str, EnginePlan]:
+        """The samplers by their use, "evaluation" and, where it has its own, "rollouts"."""
+        if self.shares_sampler:
+            return {"evaluation": self.evaluation}
+        return {"evaluation": self.evaluation, "rollouts": self.rollouts}
+
+
+def plan_run(args: RLArgs, base: str) -> RunPlan:
+    """The plan of a run that starts from the folder `base`, or resumes with it.
+
+    The roles alone follow from arguments and GPUs, and `roles_of` checks them before anything
+    loads. All else waits for `base`, which a run may have to make first, by SFT: its size decides
+    the kind of policy where that is "auto". Raises `UserError` as `roles_of` and `plan_policy`."""
+    roles = roles_of(args)
+    policy = plan_policy(args, roles, base)
+    between_updates = args.rollouts == "sync"
+    shares_sampler = between_updates and roles.eval in roles.sample and not args.sampler_url
+    evaluation_devices = roles.sample if shares_sampler else (roles.eval,)
+    evaluation = _with_sleep(plan_engine(args, roles, base, evaluation_devices), roles)
+    rollouts = evaluation if shares_sampler else _plan_rollouts(args, roles, base)
+    return RunPlan(
+        base=base,
+        roles=roles,
+        policy=policy,
+        evaluation=evaluation,
+        rollouts=rollouts,
+        shares_sampler=shares_sampler,
+        samples_between_updates=between_updates,
+        engines_need_policy=bool(PROCESSES) or policy.kind not in POLICIES,
+        schedule=args.schedule,
+        response_tokens=args.max_new_tokens,
+        longest_response=max(args.max_new_tokens, evaluation_tokens(args)),
+    )
+
+
+def _plan_rollouts(args: RLArgs, roles: Roles, base: str) -> EnginePlan:
+    """The engines that sample rollouts alone: those of --sampler, or the servers of
+    --sampler_url."""
+    engine = plan_engine(args, roles, base, roles.sample)
+    between_updates = args.rollouts == "sync"
+    if between_updates:  # One that samples beside the updates never rests.
+        engine = _with_sleep(engine, roles)
+    name = "vllm_server" if args.sampler_url else engine.name
+    config = replace(engine.config, url=args.sampler_url, weights_folder=args.output_dir)
+    return EnginePlan(name, config, in_process=between_updates)
+
+
+def _with_sleep(engine: EnginePlan, roles: Roles) -> EnginePlan:
+    """The same engines, which sleep where they are on a GPU of the policy's: they give its memory
+    back while the policy computes."""
+    devices = engine.config.devices
+    shares_gpu = devices[0] != "cpu" and not set(devices).isdisjoint(roles.policy)
+    return replace(engine, config=replace(engine.config, sleeps=shares_gpu))
+
+
+def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -> EnginePlan:
+    """The engines of --sampler on `devices`, with the weights of the folder `base`. They do not
+    sleep. A vLLM engine's share of a GPU is that of --gpu_memory_utilization, or by default the
+    smallest that the other roles leave it on any of its devices."""
+    first, *further = devices
+    share = args.gpu_memory_utilization
+    if not share:
+        engines = engines_on_shared_gpu(args, roles)
+        share = min(engine_share(roles, device, engines) for device in devices)
+    tensor_parallel = args.sampler_tensor_parallel if further else 1
+    config = SamplerConfig(
+        model_path=base,
+        device=first,
+        further_devices=tuple(further),
+        dtype=compute_dtype(args.dtype, first),
+        timeout=args.sampler_timeout,
+        memory_share=share,
+        tensor_parallel=tensor_parallel,
+    )
+    return EnginePlan(args.sampler, config)
+
+
+def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
+    """The number of engines that share one GPU's memory: 2 where asynchronous rollouts have their
+    own beside the evaluation's, else 1."""
+    is_asynchronous = isinstance(args, RLArgs) and args.rollouts == "async"
+    if is_asynchronous and roles.eval in roles.sample:
+        return 2
+    return 1
+
+
+def plan_policy(
+    args: Args, roles: Roles, base: str, machines: PlannedMachines = PlannedMachines()
+) -> PolicyPlan:
+    """The policy's kind, where that is "auto" by the size of the model `base`, its devices and
+    dtype. Raises `UserError` where these devices cannot hold that kind, and where "auto" depends on
+    the unknown memory of other machines."""
+    devices = roles.policy
+    kind = args.policy_parallelism
+    becomes_ranked = kind == "auto" and (args.policy_ranks or PROCESSES)
+    if policy_kind(kind).ranked or becomes_ranked:
+        devices = devices_of_ranks(args, devices)
+    if kind == "auto":
+        ranks = max(PROCESSES, machines.number * len(devices))
+        if ranks == 1:
+            kind = "single"
+        elif _fits_each_device(args, base, devices, machines):
+            kind = "replicated"
+        else:
+            kind = "sharded"
+    check_processes(args, kind)
+    return PolicyPlan(kind, devices, compute_dtype(args.dtype, devices[0]))
+
+
+def _fits_each_device(
+    args: Args, base: str, devices: tuple[str, ...], machines: PlannedMachines
+) -> bool:
+    """Whether weights, gradients and moments fit on every device, with room for activations."""
+    if machines.gpus is not None and not machines.memory:
+        raise UserError(
+            "--policy_parallelism auto depends on the memory of a GPU: give --gpu_memory, or"
+            " name a kind"
+        )
+    shape = ModelShape.from_config(load_config(base), args.lora_rank, args.lora_targets)
+    optimizer = getattr(args, "optimizer", "adamw")
+    state = shape.state_bytes(shape.parameters, OPTIMIZERS[optimizer].device_bytes)
+    memory = machines.memory or min(map(total_bytes, devices))
+    sharing = 1
+    if "cuda" not in devices[0]:
+        sharing = len(devices)  # Ranks on a CPU share the host's memory.
+    return state <= STATE_SHARE * memory / sharing
