@@ -51,7 +51,9 @@ SAME = 1e-3
 def main() -> None:
     args = parse(GradientsArgs)
     console = make_console()
-    arms = named_arms(args.sweep_file, args.preset, {}) if args.sweep_file else {}
+    arms: dict[str, RLArgs] = {}
+    if args.sweep_file:
+        arms = named_arms(args.sweep_file, args.preset, {})
     if len(arms) == 1:
         raise UserError(
             f"--sweep_file {args.sweep_file}: it has one arm, and none to compare it with"
@@ -185,8 +187,9 @@ def print_arms(
         apart = [_relative_distance(a, b) for a, b in pairs]
         cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in pairs]
         differing_arguments = differing((arms[name], arms[base]))
-        elsewhere = [f"--{x}" for x in differing_arguments if x not in _ACTING_ON_GRADIENT]
-        numbers = [*(f"{x:.2g}" for x in apart), *(f"{x:.4f}" for x in cosines)]
+        elsewhere = [f"--{flag}" for flag in differing_arguments if flag not in _ACTING_ON_GRADIENT]
+        numbers = [f"{distance:.2g}" for distance in apart]
+        numbers += [f"{cosine:.4f}" for cosine in cosines]
         rows.append((name, *numbers, _describe(apart, elsewhere), " ".join(elsewhere)))
     columns = ("apart", "2nd apart")[:updates] + ("cosine", "2nd cosine")[:updates]
     title = f"gradients against {base}'s"

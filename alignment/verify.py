@@ -4,6 +4,8 @@ and resume to the same bits?
 uv run -m alignment.verify --preset tiny
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -42,24 +44,18 @@ from alignment.system.processes import end_command, last_line, start_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
 
-# responses of a prompt, and tokens of each: the plain computation is slow
-MOST_SAMPLES, MOST_TOKENS = (
-    4,
-    64,
-)
+if TYPE_CHECKING:
+    from alignment.verification.checks import Check
+
+# the plain computation is slow, hence few responses of a prompt, and few tokens of each
+MOST_SAMPLES = 4
+MOST_TOKENS = 64
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 PAGE = "verification.html"
 # how far a run is reproducible, the least first, where it is not to the bit
-WORDS = (
-    "statistical",
-    "to rounding",
-)
+WORDS = ("statistical", "to rounding")
 # prefixes of the names of what differs from run to run
-TIMINGS = (
-    "seconds",
-    "tokens_per_second",
-    "peak_bytes",
-)
+TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -113,37 +109,42 @@ def _without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator:
-    """Train 2k steps straight; then k, kill, resume, k. Yields the `Check`s that the resumed run
-    goes on from the killed one's state, that both ways end alike, which is promised where devices
-    are `exact`, and of the memory and seconds of the straight run beside what `plan` predicts.
-    Deletes all runs."""
+def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator[Check]:
+    """Train 2k steps straight; then k, kill, resume, k. Yields three kinds of checks: the resumed
+    run goes on from the killed one's state; both runs end alike, which is promised where devices
+    are `exact`; and the straight run takes the memory and seconds that `plan` predicts. Deletes all
+    runs."""
     from alignment.builders.prediction import beside_plan
     from alignment.verification.checks import Check, checks_of_plan
 
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
-        whole = {
-            "num_steps": 2 * args.kill_after,
-            "save_interval": args.kill_after,
-            "preview": 0,
-            "output_dir": folder,
-        }
-        # its events are compared
-        rl = configuration(RLArgs, args, run_name="straight", trackers=RLArgs.trackers, **whole)
-        straight, resumed = Path(folder) / rl.run_name, Path(folder) / "killed"
+        rl = configuration(
+            RLArgs,
+            args,
+            run_name="straight",
+            num_steps=2 * args.kill_after,
+            save_interval=args.kill_after,
+            preview=0,
+            output_dir=folder,
+            trackers=RLArgs.trackers,  # the events of TensorBoard are compared
+        )
+        straight = Path(folder) / rl.run_name
+        resumed = Path(folder) / "killed"
 
-        def start():
+        def parts_of_start() -> list[str]:
             return train_and_resume(rl, resumed, console)
 
-        yield Check("resumed: other parts of the next step's start", 0.0, start)
+        def parts_of_end() -> list[str]:
+            return differing_parts(straight, resumed)
+
+        yield Check("resumed: other parts of the next step's start", 0.0, parts_of_start)
+        # the check above has run by now; it leaves no summary where a run has failed
         if (resumed / "summary.json").exists():
             limit = 0.0 if exact else math.inf
-
-            def parts():
-                return differing_parts(straight, resumed)
-
-            yield Check("killed, resumed: parts with other bits", limit, parts, "statistical")
+            yield Check(
+                "killed, resumed: parts with other bits", limit, parts_of_end, "statistical"
+            )
             yield from checks_of_plan(*beside_plan(rl))
 
 
@@ -206,8 +207,8 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
 
 
-def training_checks(args: VerifyArgs, base: str) -> Iterator:
-    """Yields the `Check`s of policy and sampler, on this run's devices, with the responses to its
+def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
+    """Yields the checks of policy and sampler, on this run's devices, with the responses to its
     first prompts."""
     from alignment.builders.policies import make_policy
     from alignment.builders.run_plan import plan_engine, plan_run
@@ -219,12 +220,13 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
 
     if args.deterministic:
         make_deterministic()
-    looked_at = {
-        "group_size": min(args.group_size, MOST_SAMPLES),
-        "max_new_tokens": min(args.max_new_tokens, MOST_TOKENS),
-    }
     args = dataclasses.replace(
-        args, overlong_buffer=0, skip_unfinished=False, micro_batch_tokens=MICRO_BATCH, **looked_at
+        args,
+        group_size=min(args.group_size, MOST_SAMPLES),
+        max_new_tokens=min(args.max_new_tokens, MOST_TOKENS),
+        overlong_buffer=0,
+        skip_unfinished=False,
+        micro_batch_tokens=MICRO_BATCH,
     )
     tokenizer = load_tokenizer(base)
     source = open_source(args.rollout_config, tokenizer)
@@ -244,7 +246,10 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
                 policy, sampler, plain, source, args.update_config, exact, args.batch_invariant
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
-            yield from verified.checks() if name == engine else [another]
+            if name == engine:
+                yield from verified.checks()
+            else:
+                yield another
             if args.lora_rank:
                 policy.use_adapters("random")
                 yield dataclasses.replace(
@@ -253,8 +258,8 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator:
                 policy.use_adapters("trained")
 
 
-def report(checks: Iterable, console: Console) -> list[dict]:
-    """Measure and print one `Check` after another; returns them as records. One where a run would
+def report(checks: Iterable[Check], console: Console) -> list[dict]:
+    """Measure and print one check after another. Returns a record of each; one where a run would
     stop has failed."""
     records = []
     start = time.monotonic()
@@ -295,8 +300,8 @@ def verdict_of(passed: bool, limit: float) -> str:
     return "not promised" if math.isinf(limit) else "passed"
 
 
-def measured_by(check) -> tuple[float, str]:
-    """A `Check`'s quantity, NaN where a run would stop, and the reason, or the names of what
+def measured_by(check: Check) -> tuple[float, str]:
+    """A check's quantity, NaN where a run would stop, and the reason, or the names of what
     differs."""
     try:
         quantity = check.quantity()
@@ -326,18 +331,21 @@ def write_results(folder: Path, records: Sequence[dict]) -> str:
     return word
 
 
-def main() -> None:
-    args = parse(VerifyArgs)
-    if args.batch_invariant and (
-        engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample
-    ):
+def set_batch_invariant(args: VerifyArgs) -> None:
+    """Have vLLM's engines, of this process and those that it starts, give the same bits whatever
+    shares a batch. Raises `UserError` where they cannot."""
+    if engine_name(args.sampler) != "vllm" or "cpu" in roles_of(args).sample:
         raise UserError(
             "--batch_invariant: only vLLM on a GPU has kernels that give the same bits whatever"
             " shares a batch"
         )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+def main() -> None:
+    args = parse(VerifyArgs)
     if args.batch_invariant:
-        # which its process, and those of the runs below, inherit
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        set_batch_invariant(args)
     if followed(args.rank_timeout):
         return
     check_rl(args)
@@ -350,19 +358,22 @@ def main() -> None:
     if args.kill_after and not PROCESSES:
         roles = roles_of(args)
         devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)
-        records += report(
-            run_checks(args, console, promises_bits(devices, args.deterministic)), console
-        )
-    names = args.output_dir, args.run_name, f"verify_{args.preset}"
-    folder = claim_run_folder(*names, dataclasses.asdict(args), args.seeds)
-    console.print(
-        f"reproducible: {write_results(folder, records)}; all of it: {folder / PAGE}",
-        markup=False,
-        soft_wrap=True,
+        exact = promises_bits(devices, args.deterministic)
+        records += report(run_checks(args, console, exact), console)
+    folder = claim_run_folder(
+        args.output_dir,
+        args.run_name,
+        f"verify_{args.preset}",
+        dataclasses.asdict(args),
+        args.seeds,
     )
-    if failed := sum(not record["passed"] for record in records):
+    word = write_results(folder, records)
+    console.print(f"reproducible: {word}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
+    failures = [record for record in records if not record["passed"]]
+    if failures:
         raise RunStopped(
-            f"{failed} of {len(records)} checks failed. docs/verify.md says what each of them means"
+            f"{len(failures)} of {len(records)} checks failed. docs/verify.md says what each of"
+            " them means"
         )
 
 
