@@ -175,12 +175,12 @@ def check_flags(arguments: Any) -> None:
     """Raise `UserError` for a value that is not one of its flag's choices, or out of its bounds. A
     tuple of numbers, which only a sweep has, is not checked here: each arm checks its number."""
     for name, facts in flags_of_class(arguments).items():
-        value = getattr(arguments, name)
+        value: Any = getattr(arguments, name)
         if facts.choices:
             check_choices(name, value if isinstance(value, tuple) else (value,), facts.choices)
         if facts.names_folder:
             wanted = "a plain folder name without slashes, of at most 150 bytes"
-            require(arguments, name, is_plain_folder_name(value), wanted)
+            require(arguments, name, is_plain_folder_name(str(value)), wanted)
         if facts.has_bound and value is not None and not isinstance(value, tuple):
             require(arguments, name, facts.admits(value), facts.bound_in_words(type(value)))
 
