@@ -53,7 +53,8 @@ def paper_values(
     advantages = [paper_advantage(setting, index, rewards) for index in range(len(rewards))]
 
     def loss_of(log_probs: LogProbs) -> complex:
-        return paper_loss(setting, rewards, advantages, log_probs, old, reference, sampler)
+        every_policy = PaperLogProbs(log_probs, old, reference, sampler)
+        return paper_loss(setting, rewards, advantages, every_policy)
 
     def derivative(index: int, position: int) -> float:
         moved = [list(row) for row in policy]
@@ -87,17 +88,23 @@ def paper_advantage(setting: Mapping, index: int, rewards: Sequence[float]) -> f
     return centred / (stds[setting["std_of"]] + setting["advantage_eps"])
 
 
+class PaperLogProbs(NamedTuple):
+    """The log-probs of each response's tokens under each of the policies."""
+
+    policy: LogProbs
+    old: LogProbs
+    reference: LogProbs
+    sampler: LogProbs
+
+
 def paper_loss(
     setting: Mapping,
     rewards: Sequence[float],
     advantages: Sequence[float],
-    policy: LogProbs,
-    old: LogProbs,
-    reference: LogProbs,
-    sampler: LogProbs,
+    log_probs: PaperLogProbs,
 ) -> complex:
-    """The loss of one optimiser step. The last four arguments are log-probs, as in
-    `paper_values`."""
+    """The loss of one optimiser step."""
+    policy, old, reference, sampler = log_probs
     lengths = [len(row) for row in policy]
     total: complex = 0.0
     for index, length in enumerate(lengths):
@@ -111,8 +118,8 @@ def paper_loss(
         )
         denominator = paper_denominator(setting, length, lengths)
         rows = (policy[index], old[index], reference[index], sampler[index])
-        for log_probs in zip(*rows, strict=True):
-            token = Token(*log_probs)
+        for of_token in zip(*rows, strict=True):
+            token = Token(*of_token)
             loss = paper_token_loss(setting, response, token)
             weight = paper_weight(setting, response, token)
             penalty = paper_kl(setting, token)

@@ -15,7 +15,12 @@ from alignment.verification.checks import (
     difference_from_papers,
     paper_settings,
 )
-from alignment.verification.papers import paper_advantage, paper_loss, paper_values
+from alignment.verification.papers import (
+    PaperLogProbs,
+    paper_advantage,
+    paper_loss,
+    paper_values,
+)
 
 ADVANTAGE = {
     "group_size": 4,
@@ -138,7 +143,8 @@ def test_losses_by_hand():
     twice, zeros = ([[number], [number] * 3] for number in (math.log(2), 0.0))
 
     def loss_of(half, **changed):
-        return paper_loss(LOSS | changed, [0.0] * 2, [half] * 2, twice, zeros, zeros, zeros)
+        log_probs = PaperLogProbs(twice, zeros, zeros, zeros)
+        return paper_loss(LOSS | changed, [0.0] * 2, [half] * 2, log_probs)
 
     assert loss_of(0.5) == pytest.approx(-0.6)
     assert loss_of(0.5, loss="grpo_no_clip") == pytest.approx(-1.0)
