@@ -13,7 +13,6 @@ import torch
 from torch._inductor.async_compile import AsyncCompile
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from alignment import args as args_module
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.builders import checks
 from alignment.core.records import Distribution
@@ -262,7 +261,7 @@ def test_what_cannot_be_is_said_before_anything_loads(kind, monkeypatch):
         match="^--compile: torch does not compile Liger's kernels; leave out this flag or --use_",
     ):
         from_preset(kind, "tiny", compile=True, use_liger_kernel=True)
-    monkeypatch.setattr(args_module, "find_spec", lambda package: None)
+    monkeypatch.setattr("alignment.config.flag.find_spec", lambda package: None)
     needs = "^--use_liger_kernel needs liger_kernel: start with `uv run --extra liger ...`$"
     with pytest.raises(UserError, match=needs):
         from_preset(kind, "tiny", use_liger_kernel=True)

@@ -12,7 +12,6 @@ from rollout_helpers import open_tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment import args as args_module
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.builders.checks import roles_of
 from alignment.builders.policies import make_policy
@@ -258,7 +257,7 @@ def test_targets(tiny_folder):
 
 def test_a_missing_extra_is_named_at_once(monkeypatch):
     assert find_spec("peft")
-    monkeypatch.setattr(args_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("alignment.config.flag.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match="--lora_rank 8 needs peft: start with `uv run --extra lora"
     ):
