@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from alignment.core.records import Distribution
 from alignment.model.log_probs import LabelLogProbs
 from benchmarks.attention import Peak, resident
 
@@ -44,7 +45,7 @@ def main(
                 torch.randint(vocabulary, (number,)),
             )
             ours = measured(
-                lambda *a: LabelLogProbs.apply(*a, (1.0, 1.0, 0), False)[0], states, weight, labels
+                lambda *a: LabelLogProbs.apply(*a, Distribution(), False)[0], states, weight, labels
             )
             plain = measured(whole, states, weight, labels)
             assert (ours[2] - plain[2]).abs().max() < 1e-4

@@ -14,10 +14,13 @@ def activation_bytes(config, itemsize: int = 4) -> int:
     of numbers of `itemsize` bytes. Each layer stores four vectors of the MLP's width and about
     eleven of the hidden size; under autocast to 2 bytes two more, since norms stay in float32.
     (SmolLM2-135M in float32: 1.50 MB by this formula, 1.53 MB measured.)"""
-    norms = 8 * config.hidden_size * (itemsize == 2)
-    return config.num_hidden_layers * (
-        itemsize * (4 * mlp_width(config) + 11 * config.hidden_size) + norms
-    )
+    vectors = itemsize * (4 * mlp_width(config) + 11 * config.hidden_size)
+    return config.num_hidden_layers * (vectors + _norm_bytes(config, itemsize))
+
+
+def _norm_bytes(config, itemsize: int) -> int:
+    """Bytes of the two vectors of a layer that autocast to 2 bytes computes in float32."""
+    return 8 * config.hidden_size if itemsize == 2 else 0
 
 
 def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0) -> int:
@@ -29,9 +32,8 @@ def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0
 
 def passing_bytes(config, itemsize: int) -> int:
     """Bytes of one token while one layer computes it and nothing is kept for backward."""
-    return itemsize * (3 * mlp_width(config) + 6 * config.hidden_size) + 8 * config.hidden_size * (
-        itemsize == 2
-    )
+    vectors = itemsize * (3 * mlp_width(config) + 6 * config.hidden_size)
+    return vectors + _norm_bytes(config, itemsize)
 
 
 def key_value_bytes(config, itemsize: int) -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
 from alignment.model.shape import ModelShape
 
 
@@ -35,8 +32,10 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
         runs[0] += runs.pop()
     sizes = [sum(shape.parameters[name] for name in run) for run in runs]
     owners = [devices[part] for part in split_evenly(sizes, min(len(devices), len(sizes)))]
-    placed = {name: device for run, device in zip(runs, owners, strict=True) for name in run}
-    return {name: placed[name] for name in shape.parameters}
+    device_of = {}
+    for run, device in zip(runs, owners, strict=True):
+        device_of |= dict.fromkeys(run, device)
+    return {name: device_of[name] for name in shape.parameters}
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
@@ -53,13 +52,11 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
     for part in range(parts):
         longer = {}
         for end in range(part + 1, len(ends)):
-            before = ((start, *best[start]) for start in best if start < end)
-            longer[end] = min(
-                (
-                    sorted([*sums, ends[end] - ends[start]], reverse=True),
-                    owners + [part] * (end - start),
-                )
-                for start, sums, owners in before
-            )
+            cuts = []
+            for start, (sums, owners) in best.items():
+                if start < end:
+                    sums_with_part = sorted([*sums, ends[end] - ends[start]], reverse=True)
+                    cuts.append((sums_with_part, owners + [part] * (end - start)))
+            longer[end] = min(cuts)
         best = longer
     return best[len(sizes)][1]

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,9 +26,16 @@ from alignment.model.packing import takes_plain_path
 from alignment.model.parallel_micro_batches import cut_for_parallel, run_parallel
 from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
 
-ONE_TOKEN = Batch(*[torch.zeros(1, 1, dtype=torch.int64)] * 2, torch.ones(1, 1, dtype=torch.bool))
+ONE_TOKEN = Batch(
+    input_ids=torch.zeros(1, 1, dtype=torch.int64),
+    labels=torch.zeros(1, 1, dtype=torch.int64),
+    response_mask=torch.ones(1, 1, dtype=torch.bool),
+)
 """A batch for a micro-batch without rows: collectives need every rank, so one computes and discards
 it."""
+
+
+Result = TypeVar("Result")
 
 
 class MicroBatchedModel:
@@ -35,7 +43,9 @@ class MicroBatchedModel:
     `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, micro_batch_tokens: int):
-        self.model, self.dtype, self.micro_batch_tokens = model, dtype, micro_batch_tokens
+        self.model = model
+        self.dtype = dtype
+        self.micro_batch_tokens = micro_batch_tokens
 
     def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
         """`forward` of the model: a forward pass, or a part of one. What it computes on, it holds
@@ -45,10 +55,10 @@ class MicroBatchedModel:
 
     def in_micro_batches(
         self,
-        compute: Callable[[Sequence[int]], object],
+        compute: Callable[[Sequence[int]], Result],
         rows: Sequence[Row],
         parameters: Iterable[torch.nn.Parameter] = (),
-    ) -> Iterator[tuple[Sequence[int], object]]:
+    ) -> Iterator[tuple[Sequence[int], Result]]:
         """Yields (indices into `rows`, `compute` of them), on a CPU perhaps in pairs; `parameters`
         get its gradients."""
         pieces, parallel = cut_for_parallel(self.model, rows, self.micro_batch_tokens)
@@ -105,12 +115,10 @@ def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> 
         return []
     chosen = take_rows(batch, rows)
     split = split_rows(chosen.input_ids, chosen.response_mask)
+    if not takes_plain_path(model):
+        return split
     # On the plain path rows share no prompt, so that each one's tokens count in full.
-    return (
-        [((*prompt, *response), ()) for prompt, response in split]
-        if takes_plain_path(model)
-        else split
-    )
+    return [((*prompt, *response), ()) for prompt, response in split]
 
 
 def model_log_probs(
@@ -130,9 +138,11 @@ class ReferenceProcess:
     def __init__(
         self, model_path: str, device: str, dtype: torch.dtype, deterministic: bool, timeout: float
     ):
-        self.restarts, self.timeout = 0, timeout
+        self.restarts = 0
+        self.timeout = timeout
         self._model = (model_path, device, dtype, deterministic)
-        self._is_closed, self._turn = False, threading.Lock()
+        self._is_closed = False
+        self._turn = threading.Lock()
         self._start()
 
     def log_probs(
@@ -179,9 +189,9 @@ def serve(descriptor: int) -> None:
 
     def log_probs(model: FrozenModel, _, arrays: Sequence[np.ndarray], *settings) -> np.ndarray:
         log_probs_BT = model.log_probs(Batch(*map(torch.from_numpy, arrays)), *settings)
-        if not (
-            log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)
-        ).all():  # a bfloat16 sum may pass 0
+        # a bfloat16 sum may pass 0
+        are_log_probs = log_probs_BT.isfinite() & (log_probs_BT <= 1e-3)
+        if not are_log_probs.all():
             raise ValueError("some are no logarithms of probabilities")
         return log_probs_BT.numpy()
 

@@ -9,8 +9,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -28,11 +30,16 @@ class CompilerStandIn(ModuleType):
     """Stands for torch's compiler, until more is needed than has a meaning where nothing is
     compiled: then that is loaded."""
 
-    disable = allow_in_graph = assume_constant_result = staticmethod(_unchanged)
-    graph_break = staticmethod(lambda *arguments: None)
+    disable = staticmethod(_unchanged)
+    allow_in_graph = staticmethod(_unchanged)
+    assume_constant_result = staticmethod(_unchanged)
     # no module is one yet
     eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))
-    __path__ = ()  # it is a package, whose modules `SubmoduleFinder` finds
+    __path__ = []  # it is a package, whose modules `SubmoduleFinder` finds
+
+    @staticmethod
+    def graph_break(*arguments) -> None:
+        """Do nothing: there is no graph."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -40,7 +47,7 @@ class CompilerStandIn(ModuleType):
         return getattr(load_compiler(), name)
 
 
-class SubmoduleFinder:
+class SubmoduleFinder(Loader):
     """Finds the modules of torch's compiler while a stand-in is in its place, and loads the
     compiler first."""
 
@@ -66,26 +73,26 @@ def load_compiler() -> ModuleType:
     return importlib.import_module(COMPILER)
 
 
-if {"transformers.modeling_utils", COMPILER, "vllm"}.isdisjoint(
-    sys.modules
-) and "RANK" not in os.environ:
+NEEDED_IN_FULL_BY = {"transformers.modeling_utils", COMPILER, "vllm"}
+if NEEDED_IN_FULL_BY.isdisjoint(sys.modules) and "RANK" not in os.environ:
     from transformers import utils
 
-    # which it takes for missing, now and later
-    for name in (
-        "torch_distributed",
-        "torch_flex_attn",
-        "torchao",
-        "scipy",
-    ):
+    def is_missing(*arguments) -> bool:
+        return False
+
+    # transformers takes these for missing, now and later
+    for name in ("torch_distributed", "torch_flex_attn", "torchao", "scipy"):
         for module in (utils, utils.import_utils):
-            setattr(module, f"is_{name}_available", lambda *arguments: False)
-    masks = ModuleType(MASKS)
-    masks.TransformGetItemToIndex = lambda: (
-        load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
-    )
+            setattr(module, f"is_{name}_available", is_missing)
+
+    def transform_get_item_to_index():
+        return load_compiler()._trace_wrapped_higher_order_op.TransformGetItemToIndex()
+
+    masks: Any = ModuleType(MASKS)
+    masks.TransformGetItemToIndex = transform_get_item_to_index
     torch._dynamo = CompilerStandIn(COMPILER)
-    sys.modules |= {COMPILER: torch._dynamo, MASKS: masks}
+    sys.modules[COMPILER] = torch._dynamo
+    sys.modules[MASKS] = masks
     sys.meta_path.insert(0, FINDER)
 
 from transformers import (  # noqa: E402, F401
@@ -99,4 +106,10 @@ from transformers import (  # noqa: E402, F401
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer  # noqa: E402, F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402, F401
-from transformers.utils import cached_file, logging  # noqa: E402, F401
+from transformers.utils import logging  # noqa: E402, F401
+from transformers.utils.hub import cached_file  # noqa: E402, F401
+
+
+def input_embeddings(model: PreTrainedModel) -> torch.Tensor:
+    """The matrix [vocabulary, hidden] of a model's input embeddings."""
+    return cast("torch.Tensor", model.get_input_embeddings().weight)

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -20,6 +21,7 @@ from alignment.model.huggingface import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
+    input_embeddings,
     logging,
 )
 from alignment.model.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
@@ -70,16 +72,19 @@ def load_config(model_path: str):
         )
     elif type(config) not in AutoModelForCausalLM._model_mapping:
         reason = "is of no family that transformers loads as a causal language model"
-    elif (
-        not isinstance(longest := getattr(config, "max_position_embeddings", None), int)
-        or longest < 1
-    ):
+    elif not _says_how_long(config):
         reason = (
             "does not say how many tokens it takes; add max_position_embeddings to its config.json"
         )
     else:
         return config
     raise UserError(f"--model {model_path} ({config.model_type}) {reason}")
+
+
+def _says_how_long(config) -> bool:
+    """Whether a configuration says how many tokens its model takes."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return isinstance(longest, int) and longest >= 1
 
 
 def _load(loader, model_path: str, **options):
@@ -112,58 +117,59 @@ def load_tokenizer(model_path: str):
     embedding, or has no tokens for many of the embeddings; says so where the model's own
     configuration names another EOS token."""
     config = load_config(model_path)
-    vocabulary = config.vocab_size
     tokenizer = _load(AutoTokenizer.from_pretrained, model_path)
     if tokenizer.eos_token_id is None:
-        fault, remedy = (
-            "no EOS token, so responses could not be taught to end",
-            'set "eos_token" in its tokenizer_config.json',
-        )
-        raise UserError(f"--model {model_path}: its tokenizer has {fault}; {remedy}")
-    # Added tokens come up only where a text spells them out; some families have more of them than
-    # embeddings.
-    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    if (largest := max(set(tokenizer.get_vocab().values()) - added)) >= vocabulary:
-        fault = (
-            f"its tokenizer makes token ids up to {largest}, its config.json says vocab_size"
-            f" {vocabulary}"
-        )
         raise UserError(
-            f"--model {model_path}: {fault}; the folder's files are of different models"
+            f"--model {model_path}: its tokenizer has no EOS token, so responses could not be"
+            ' taught to end; set "eos_token" in its tokenizer_config.json'
         )
-    tokens = len({number for number in tokenizer.get_vocab().values() if number < vocabulary})
-    if tokens < (1 - SPARE_ROWS) * vocabulary:
-        fault = f"its tokenizer has tokens for {tokens} of the model's {vocabulary} embeddings"
-        fault += ", so that what is drawn of the others has no text"
-        remedy = "copy the model's own tokenizer files there, or cut its embeddings"
-        raise UserError(f"--model {model_path}: {fault}; {remedy} (resize_token_embeddings)")
+    _check_vocabulary(model_path, tokenizer, config.vocab_size)
     listed = _listed_ends(model_path, load_generation_config(model_path), config)
     if listed and tokenizer.eos_token_id not in listed:
         ours = f"{tokenizer.eos_token} ({tokenizer.eos_token_id})"
         theirs = ", ".join(
             f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in sorted(listed)
         )
-        ends = f"its tokenizer ends texts with {ours}, its configuration with {theirs}"
         say_once(
-            f"--model {model_path}: {ends}: any of these ends a response; are its files of"
-            " different models?"
+            f"--model {model_path}: its tokenizer ends texts with {ours}, its configuration with"
+            f" {theirs}: any of these ends a response; are its files of different models?"
         )
     return tokenizer
+
+
+def _check_vocabulary(model_path: str, tokenizer, vocabulary: int) -> None:
+    """Raise `UserError` for a tokenizer that makes ids without one of `vocabulary` embeddings, or
+    has no tokens for many of these."""
+    ids = set(tokenizer.get_vocab().values())
+    # Added tokens come up only where a text spells them out; some families have more of them than
+    # embeddings.
+    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    largest = max(ids - added)
+    if largest >= vocabulary:
+        raise UserError(
+            f"--model {model_path}: its tokenizer makes token ids up to {largest}, its config.json"
+            f" says vocab_size {vocabulary}; the folder's files are of different models"
+        )
+    tokens = len([number for number in ids if number < vocabulary])
+    if tokens < (1 - SPARE_ROWS) * vocabulary:
+        raise UserError(
+            f"--model {model_path}: its tokenizer has tokens for {tokens} of the model's"
+            f" {vocabulary} embeddings, so that what is drawn of the others has no text; copy the"
+            " model's own tokenizer files there, or cut its embeddings (resize_token_embeddings)"
+        )
 
 
 def load_end_ids(model_path: str, tokenizer) -> frozenset[int]:
     """The ids that end a response of the model of that folder or hub name (`end_token_ids`)."""
     config = _load(AutoConfig.from_pretrained, model_path)
-    return end_token_ids(
-        tokenizer, _listed_ends(model_path, load_generation_config(model_path), config)
-    )
+    listed = _listed_ends(model_path, load_generation_config(model_path), config)
+    return end_token_ids(tokenizer, listed)
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer) -> frozenset[int]:
     """The ids that end a response of a model that is loaded, as `load_end_ids`."""
-    return end_token_ids(
-        tokenizer, _listed_ends(model.name_or_path, model.generation_config, model.config)
-    )
+    name = str(model.name_or_path)
+    return end_token_ids(tokenizer, _listed_ends(name, model.generation_config, model.config))
 
 
 def _listed_ends(model_path: str, generation: GenerationConfig | None, config) -> set[int]:
@@ -192,8 +198,8 @@ def check_token_ids(tokenizer, vocabulary: int, rows: Iterable[tuple[str, Sequen
     """Raise `UserError` for the first token without one of the model's `vocabulary` embeddings;
     `rows` are (place, ids)."""
     for place, ids in rows:
-        if ids and max(ids) >= vocabulary:
-            number = max(ids)
+        number = max(ids, default=-1)
+        if number >= vocabulary:
             fault = f"its token {tokenizer.convert_ids_to_tokens(number)} has id {number}"
             remedy = (
                 "leave the token out, or add embeddings (resize_token_embeddings) and train them"
@@ -207,11 +213,8 @@ def check_token_ids(tokenizer, vocabulary: int, rows: Iterable[tuple[str, Sequen
 def mlp_width(config) -> int:
     """The hidden units of the widest layer's MLP; GPT-2's config leaves them out where they are
     four times the hidden size."""
-    width = (
-        getattr(config, "intermediate_size", None)
-        or getattr(config, "n_inner", None)
-        or 4 * config.hidden_size
-    )
+    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    width = width or 4 * config.hidden_size
     return max(width) if isinstance(width, list | tuple) else width
 
 
@@ -233,16 +236,16 @@ def load_model(
     devices: tuple[str, ...],
     dtype: torch.dtype,
     products: torch.dtype | None = None,
-):
+) -> PreTrainedModel:
     """Load a causal language model on one device, or by layers on several (what autocast would cast
     in `products`, else `dtype`), and choose its path by a self-check. Raises `UserError` for
     missing or damaged weights, or if no path is exact."""
     model = _load_weights(model_path, dtype, products)
-    model = (
-        model.to(devices[0])
-        if len(devices) == 1
-        else spread(model, partition_layers(ModelShape.of(model), devices))
-    )
+    if len(devices) == 1:
+        # `to` of transformers is wrapped in a way that hides its arguments' types.
+        model = model.to(devices[0])  # pyright: ignore[reportArgumentType]
+    else:
+        model = spread(model, partition_layers(ModelShape.of(model), devices))
     if once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
@@ -284,7 +287,8 @@ def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     devices, keep their own."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    code, rotary = vars(sys.modules[type(model.get_decoder()).__module__]), "apply_rotary_pos_emb"
+    code = vars(sys.modules[type(model.get_decoder()).__module__])
+    rotary = "apply_rotary_pos_emb"
     own = dict(code)
     try:
         _apply_liger_kernel_to_instance(
@@ -309,8 +313,10 @@ def unchanged_where_it_fails(model: PreTrainedModel) -> Iterator[None]:
     modules = list(model.modules())
     names = {type(module).__module__ for module in modules}
     files = [sys.modules[name] for name in sorted(names & sys.modules.keys())]
-    defined = [value for file in files for value in vars(file).values() if isinstance(value, type)]
-    classes = list(dict.fromkeys([*map(type, modules), *defined]))
+    classes = list(dict.fromkeys(map(type, modules)))
+    for file in files:
+        defined = [value for value in vars(file).values() if isinstance(value, type)]
+        classes = list(dict.fromkeys([*classes, *defined]))
     namespaces = [vars(file) for file in files]
     for module in modules:
         namespaces += [vars(module), module._modules, module._parameters, module._buffers]
@@ -336,8 +342,9 @@ def _load_weights(
     model_path: str, dtype: torch.dtype, products: torch.dtype | None = None
 ) -> PreTrainedModel:
     """A model on the CPU, with our attention where its family can have another than its own."""
-    family = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
-    # newer ones look theirs up in a table
+    # The table of transformers makes its classes when they are looked up: types do not know them.
+    family: Any = AutoModelForCausalLM._model_mapping[type(load_config(model_path))]
+    # newer families look theirs up in a table
     attention = ATTENTION if family._supports_attention_backend else OWN_ATTENTION
 
     def make(model, config):  # each weight is loaded in the type that it is made with
@@ -351,7 +358,8 @@ def _load_weights(
     options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     model, report = _load(family_in_types.from_pretrained, model_path, **options)
     # transformers would fill these in at random and go on.
-    if absent := sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]:
+    absent = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
+    if absent:
         raise UserError(
             f"--model {model_path}: {len(absent)} weights are missing or of another shape, such as"
             f" {absent[0]}"
@@ -385,66 +393,87 @@ def spread(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedM
 
 def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> PreTrainedModel:
     """Before each module's forward, move its inputs to the module's device; hidden states alone
-    come from another GPU. A copy between GPUs makes both wait for each other. So positions come
-    from the host and rotary embeddings are computed on every device, each once a forward; of
-    anything else that has no gradient a device gets one copy, however many modules ask."""
-    # A tensor -> the same on other devices, while the tensor lives: until backward where layers are
-    # run again there.
-    copies: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakTensorKeyDictionary()
+    come from another GPU.
+
+    A copy between GPUs makes both wait for each other. So positions come from the host and rotary
+    embeddings are computed on every device, each once a forward; of anything else that has no
+    gradient a device gets one copy, however many modules ask."""
     devices = list(dict.fromkeys(device_map.values()))
+    mover = ActivationMover(devices)
+    model.get_decoder().register_forward_pre_hook(mover.note_positions, with_kwargs=True)
+    for name, device in device_map.items():
+        module = model.get_submodule(name)
+        has_parameters = any(True for _ in module.parameters())
+        has_buffers = any(True for _ in module.buffers())
+        if has_buffers and not has_parameters:  # rotary embeddings, which compute with positions
+            replicas = {to: _replica(module, to) for to in devices if to != device}
+            module.register_forward_hook(
+                functools.partial(mover.compute_elsewhere, replicas), with_kwargs=True
+            )
+        module.register_forward_pre_hook(
+            functools.partial(mover.move_inputs, device), with_kwargs=True
+        )
+    return model
 
-    def moved(device: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == torch.device(device):
-            return tensor
-        held = {} if tensor.requires_grad else copies.setdefault(tensor, {})
-        if device not in held:
-            held[device] = copy_between(tensor, torch.device(device))
-        return held[device]
 
-    def note_positions(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        if isinstance(packing := kwargs.get("layout"), Packing):
-            copies[kwargs["position_ids"]] = {
-                device: packing.to(device).position_ids_1N for device in devices
-            }
+def _replica(module: torch.nn.Module, device: str) -> torch.nn.Module:
+    """A copy of a module without parameters, with its buffers on another device."""
+    return copy.deepcopy(module, {id(buffer): buffer.to(device) for buffer in module.buffers()})
+
+
+class ActivationMover:
+    """The hooks of `move_activations`, and the copies of tensors that these share."""
+
+    def __init__(self, devices: Sequence[str]):
+        self.devices = devices
+        # A tensor -> the same on other devices, while the tensor lives: until backward where layers
+        # are run again there.
+        self.copies: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = (
+            WeakTensorKeyDictionary()
+        )
+
+    def note_positions(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before the decoder: of a packed sequence the host has the positions for each device."""
+        packing = kwargs.get("layout")
+        if isinstance(packing, Packing):
+            devices = self.devices
+            positions = {device: packing.to(device).position_ids_1N for device in devices}
+            self.copies[kwargs["position_ids"]] = positions
 
     def move_inputs(
-        device: str, module: torch.nn.Module, args: tuple, kwargs: dict
+        self, device: str, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
-        return tree_map_only(torch.Tensor, functools.partial(moved, device), (args, kwargs))
+        """Before a module: its inputs on its device."""
+        return tree_map_only(torch.Tensor, functools.partial(self._moved, device), (args, kwargs))
 
-    def stand_in(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    def compute_elsewhere(
+        self, replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs
+    ) -> None:
+        """After a module of which other devices have replicas: compute its outputs there, too."""
+        for device, replica in replicas.items():
+            args_there, kwargs_there = tree_map_only(
+                torch.Tensor, functools.partial(self._stand_in, device), (args, kwargs)
+            )
+            elsewhere = replica(*args_there, **kwargs_there)
+            for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
+                self.copies.setdefault(output, {})[device] = other
+
+    def _moved(self, device: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == torch.device(device):
+            return tensor
+        if tensor.requires_grad:
+            return copy_between(tensor, torch.device(device))
+        copies = self.copies.setdefault(tensor, {})
+        if device not in copies:
+            copies[device] = copy_between(tensor, torch.device(device))
+        return copies[device]
+
+    def _stand_in(self, device: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's copy; of one of floating point, which tells a rotary embedding only a type,
         one without its values."""
         if tensor.is_floating_point():
             return tensor.new_empty(1, device=device).expand(tensor.shape)
-        return moved(device, tensor)
-
-    def compute_elsewhere(
-        replicas: Mapping[str, torch.nn.Module], module, args, kwargs, outputs
-    ) -> None:
-        for device, replica in replicas.items():
-            args_there, kwargs_there = tree_map_only(
-                torch.Tensor, functools.partial(stand_in, device), (args, kwargs)
-            )
-            elsewhere = replica(*args_there, **kwargs_there)
-            for output, other in zip(tree_leaves(outputs), tree_leaves(elsewhere), strict=True):
-                copies.setdefault(output, {})[device] = other
-
-    model.get_decoder().register_forward_pre_hook(note_positions, with_kwargs=True)
-    for name, device in device_map.items():
-        module = model.get_submodule(name)
-        # it computes with positions
-        if not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):
-            others = [other for other in devices if other != device]
-            replicas = {
-                to: copy.deepcopy(module, {id(old): old.to(to) for old in module.buffers()})
-                for to in others
-            }
-            module.register_forward_hook(
-                functools.partial(compute_elsewhere, replicas), with_kwargs=True
-            )
-        module.register_forward_pre_hook(functools.partial(move_inputs, device), with_kwargs=True)
-    return model
+        return self._moved(device, tensor)
 
 
 STREAMS: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
@@ -457,8 +486,10 @@ def copy_between(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     its GPU was given before. What comes to a CPU has arrived."""
     if not tensor.is_cuda or device.type != "cuda":
         return tensor.to(device, non_blocking=device.type == "cuda")
-    pair = tensor.device, device
-    leaving, arriving = STREAMS[pair] = STREAMS.get(pair) or tuple(map(torch.cuda.Stream, pair))
+    pair = (tensor.device, device)
+    if pair not in STREAMS:
+        STREAMS[pair] = (torch.cuda.Stream(tensor.device), torch.cuda.Stream(device))
+    leaving, arriving = STREAMS[pair]
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
         copied = tensor.to(device, non_blocking=True)
@@ -475,7 +506,7 @@ def devices_of(model: PreTrainedModel) -> list[torch.device]:
 
 def first_device(model: PreTrainedModel) -> torch.device:
     """The device that token ids go to."""
-    return model.get_input_embeddings().weight.device
+    return input_embeddings(model).device
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype) -> contextlib.AbstractContextManager:

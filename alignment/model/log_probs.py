@@ -1,11 +1,15 @@
 """Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at
 once."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
 from alignment.model.attention import soft_capped
+from alignment.model.huggingface import PreTrainedModel, input_embeddings
 from alignment.model.packing import attention_by_layout, pack, send, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
@@ -45,10 +49,10 @@ def sampling_logits(
     if top_p >= 1 and not top_k:
         return scaled
     edge_N1, kept_N1 = truncation_edge(scaled, top_p, top_k)
-    outside, at_edge = scaled < edge_N1, scaled == edge_N1
-    if (
-        at_edge.sum(dim=-1, keepdim=True) > kept_N1
-    ).any():  # of tokens that are equally likely the first ones are kept
+    outside = scaled < edge_N1
+    at_edge = scaled == edge_N1
+    if (at_edge.sum(dim=-1, keepdim=True) > kept_N1).any():
+        # of tokens that are equally likely the first ones are kept
         outside |= at_edge & (at_edge.cumsum(dim=-1, dtype=torch.int32) > kept_N1)
     if keep is not None:
         outside.scatter_(-1, keep[:, None], False)
@@ -66,9 +70,9 @@ def truncation_edge(
         ordered = logits.topk(min(number, logits.shape[-1]), dim=-1).values
         highest_N1 = ordered[:, :1]
         weights = (ordered - highest_N1).exp()
-        probabilities = weights / (weights if top_k else (logits - highest_N1).exp()).sum(
-            dim=-1, keepdim=True
-        )
+        # The nucleus is that of the distribution within the `top_k`, or of all tokens.
+        normalised_over = weights if top_k else (logits - highest_N1).exp()
+        probabilities = weights / normalised_over.sum(dim=-1, keepdim=True)
         kept = (cumulative(probabilities) - probabilities) < top_p
         if top_k or number >= logits.shape[-1] or not kept[:, -1].any():
             break
@@ -79,7 +83,7 @@ def truncation_edge(
 
 
 def get_response_log_probs(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     return_token_entropy: bool = False,
@@ -100,19 +104,17 @@ def get_response_log_probs(
     Computes no padding, a shared prompt once (`packing.Packing`), and logits for the mask's
     positions, some at a time; on the plain path, padding and all logits. Raises ValueError for a
     model that does not hand on what its attention is told."""
-    input_ids, labels = input_ids.cpu(), labels.cpu()
-    mask = (
-        torch.ones_like(labels, dtype=torch.bool) if response_mask is None else response_mask.cpu()
-    )
-    hidden_NH, distribution = (
-        hidden_states(model, input_ids, mask),
-        Distribution(temperature, top_p, top_k),
-    )
+    labels = labels.cpu()
+    if response_mask is None:
+        response_mask = torch.ones_like(labels, dtype=torch.bool)
+    mask = response_mask.cpu()
+    distribution = Distribution(temperature, top_p, top_k)
+    hidden_NH = hidden_states(model, input_ids.cpu(), mask)
     return head_log_probs(model, hidden_NH, labels, mask, distribution, return_token_entropy)
 
 
 def hidden_states(
-    model: torch.nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor
+    model: PreTrainedModel, input_ids: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
     """The first half of `get_response_log_probs`: what the output head is given for the mask's N
     positions, [N, hidden], in the order of the flattened mask. On the plain path these are the
@@ -120,10 +122,12 @@ def hidden_states(
     if takes_plain_path(model):
         return padded_logits(model, input_ids, response_mask)
     packing = pack(split_rows(input_ids, response_mask))
-    device = model.get_input_embeddings().weight.device
-    ids, positions = send(packing.input_ids_1N, device), send(packing.position_ids_1N, device)
+    device = input_embeddings(model).device
+    ids = send(packing.input_ids_1N, device)
+    positions = send(packing.position_ids_1N, device)
+    decoder = model.get_decoder()
     with attention_by_layout(model, packing):
-        hidden = model.get_decoder()(
+        hidden = decoder(
             input_ids=ids, position_ids=positions, use_cache=False, layout=packing
         ).last_hidden_state
     spots_N = packing.spots_BT[response_mask[:, : packing.spots_BT.shape[1]]]
@@ -131,11 +135,11 @@ def hidden_states(
 
 
 def padded_logits(
-    model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor
+    model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """The model's own logits [N, V] at the N positions of a right-padded mask [batch, sequence],
     flattened."""
-    device = model.get_input_embeddings().weight.device
+    device = input_embeddings(model).device
     last_B1 = mask.int().cumsum(dim=1).argmax(dim=1, keepdim=True)
     attention_mask = (torch.arange(mask.shape[1]) <= last_B1).long()
     logits = model(
@@ -145,7 +149,7 @@ def padded_logits(
 
 
 def head_log_probs(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     hidden_NH: torch.Tensor,
     labels: torch.Tensor,
     response_mask: torch.Tensor,
@@ -154,28 +158,31 @@ def head_log_probs(
 ) -> dict[str, torch.Tensor]:
     """The second half of `get_response_log_probs`, from the hidden states at the mask's
     positions."""
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     device = head.weight.device
-    hidden_NH, targets_N = send(hidden_NH, device), send(labels[response_mask], device)
-    numbers = (distribution.temperature, distribution.top_p, distribution.top_k)
+    hidden_NH = send(hidden_NH, device)
+    targets_N = send(labels[response_mask], device)
     if takes_plain_path(model):
         log_probs_N, entropies_2N = logits_log_probs(
-            hidden_NH, targets_N, numbers, return_token_entropy
+            hidden_NH, targets_N, distribution, return_token_entropy
         )
     else:
         scale, soft_cap = logit_scale_and_cap(model.config)
-        numbers = (distribution.temperature / scale, *numbers[1:])
+        # Logits s * z at temperature T are z at temperature T / s.
+        scaled = replace(distribution, temperature=distribution.temperature / scale)
         weight_VH = head.weight
-        # a bias is the weight of one more input, which is always 1
+        # A bias is the weight of one more input, which is always 1.
         if getattr(head, "bias", None) is not None:
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
-        inputs = (hidden_NH, weight_VH, targets_N, numbers, return_token_entropy, soft_cap)
-        log_probs_N, entropies_2N = LabelLogProbs.apply(*inputs)
-    places = send(response_mask.flatten().nonzero().squeeze(1), device)
-    values, zeros = {"log_probs": log_probs_N}, torch.zeros(labels.numel(), device=device)
+        log_probs_N, entropies_2N = LabelLogProbs.apply(
+            hidden_NH, weight_VH, targets_N, scaled, return_token_entropy, soft_cap
+        )
+    values = {"log_probs": log_probs_N}
     if return_token_entropy:
-        values |= {"token_entropy": entropies_2N[0], "sampling_entropy": entropies_2N[1]}
+        values["token_entropy"], values["sampling_entropy"] = entropies_2N
+    places = send(response_mask.flatten().nonzero().squeeze(1), device)
+    zeros = torch.zeros(labels.numel(), device=device)
     return {
         name: zeros.index_copy(0, places, values_N).view(labels.shape)
         for name, values_N in values.items()
@@ -185,31 +192,32 @@ def head_log_probs(
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
     """Scale s (Cohere, Granite) and soft cap c (Gemma) of logits s * z, or s * c * tanh(z / c), of
     a head's output z."""
-    scale = getattr(config, "logit_scale", None) or 1 / (
-        getattr(config, "logits_scaling", None) or 1
-    )
+    divisor = getattr(config, "logits_scaling", None) or 1
+    scale = getattr(config, "logit_scale", None) or 1 / divisor
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-def head_logits(model: torch.nn.Module, hidden_NH: torch.Tensor) -> torch.Tensor:
+def head_logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
     """The logits [N, V] after hidden states that `head_log_probs` has, in fp32, for sampling."""
-    (scale, soft_cap), head = logit_scale_and_cap(model.config), model.get_output_embeddings()
+    scale, soft_cap = logit_scale_and_cap(model.config)
+    head: Any = model.get_output_embeddings()
     logits = fp32_product(hidden_NH, head.weight.T)
-    logits = soft_capped(
-        logits if getattr(head, "bias", None) is None else logits + head.bias, soft_cap
-    )
+    if getattr(head, "bias", None) is not None:
+        logits = logits + head.bias
+    logits = soft_capped(logits, soft_cap)
     return logits if scale == 1 else logits * scale
 
 
 def logits_log_probs(
-    logits_NV, labels_N, distribution, with_entropy
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `LabelLogProbs` returns, from logits, by autograd."""
-    kept_NV = sampling_logits(logits_NV, *distribution, keep=labels_N)
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, distribution: Distribution, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probs [N] and the entropies [2, N] that `LabelLogProbs` returns, from logits, by
+    autograd; without entropies [0, N] of them."""
+    kept_NV = sampling_logits(logits_NV, **vars(distribution), keep=labels_N)
     log_probs_N = kept_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None]).squeeze(1)
     if not with_entropy:
-        return log_probs_N, None
-    tempered_NV = logits_NV.detach().float() / distribution[0]
+        return log_probs_N, log_probs_N.detach().new_empty(0, len(log_probs_N))
+    tempered_NV = logits_NV.detach().float() / distribution.temperature
     # -p log p, and 0 where p is 0
     truncated_N = torch.special.entr(kept_NV.detach().softmax(dim=-1)).sum(dim=-1)
     return log_probs_N, torch.stack([compute_entropy(tempered_NV), truncated_N])
@@ -219,75 +227,100 @@ class LabelLogProbs(torch.autograd.Function):
     """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all
     logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], (temperature, top_p, top_k), whether entropies are
-    wanted, soft cap c or None) -> log-probs [N] and entropies [2, N] of the tempered and of the
-    truncated distribution (zeros unless wanted; without gradient), fp32. With p = softmax of a row,
+    (hidden [N, H], weight [V, H], labels [N], `Distribution`, whether entropies are wanted, soft
+    cap c or None) -> log-probs [N] and entropies [2, N] of the tempered and of the truncated
+    distribution (zeros unless wanted; without gradient), fp32. With p = softmax of a row,
     d(log p_y)/dz = (1[y] - p) / temperature, times 1 - tanh(z / c)^2 with a cap. Rows go in pieces
     of `LOGITS_IN_MEMORY` logits; backward computes p again, except for a single piece without a
     cap."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):
-        kind = hidden_NH.device.type
-        ctx.dtype = (
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VH.dtype
-        )
-        ctx.distribution, ctx.probabilities, ctx.soft_cap = distribution, None, soft_cap
+        device_type = hidden_NH.device.type
+        ctx.dtype = weight_VH.dtype
+        if torch.is_autocast_enabled(device_type):
+            ctx.dtype = torch.get_autocast_dtype(device_type)
+        ctx.distribution = distribution
+        ctx.soft_cap = soft_cap
+        ctx.probabilities = None
         ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
         pieces = row_pieces(len(hidden_NH), weight_VH.shape[0])
-        keep = len(pieces) == 1 and soft_cap is None and any(ctx.needs_input_grad[:2])
-        with torch.autocast(kind, enabled=False):
-            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
+        keeps = len(pieces) == 1 and soft_cap is None and any(ctx.needs_input_grad[:2])
+        with torch.autocast(device_type, enabled=False):
+            weight = weight_VH.to(ctx.dtype)
+            hidden = hidden_NH.to(ctx.dtype)
             log_probs_N = torch.zeros(len(hidden), device=hidden.device)
             entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
                 logits = soft_capped(fp32_product(hidden[piece], weight.T), soft_cap)
-                into = entropies_2N[:, piece] if with_entropy else None
-                score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], into)
-            ctx.probabilities = logits if keep else None
+                entropies = entropies_2N[:, piece] if with_entropy else None
+                score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], entropies)
+                if keeps:
+                    ctx.probabilities = logits
         ctx.mark_non_differentiable(entropies_2N)
         return log_probs_N, entropies_2N
 
     @staticmethod
     def backward(ctx, gradient_N, _):
         hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        to_hidden = None
+        to_weight = None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            weight, hidden = weight_VH.to(ctx.dtype), hidden_NH.to(ctx.dtype)
-            to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-            to_weight = None
+            weight = weight_VH.to(ctx.dtype)
+            hidden = hidden_NH.to(ctx.dtype)
+            if for_hidden:
+                to_hidden = torch.empty_like(hidden)
             for piece in row_pieces(len(hidden), len(weight)):
-                slope = None
-                if (probabilities := ctx.probabilities) is None:
-                    probabilities = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
-                    slope = (
-                        None
-                        if ctx.soft_cap is None
-                        else 1 - (probabilities / ctx.soft_cap).square()
-                    )
-                    score_in_place(probabilities, labels_N[piece], ctx.distribution)
-                ctx.probabilities = None  # which are written over here
-                scale = (gradient_N[piece] / ctx.distribution[0])[:, None]
-                by_logits = probabilities.mul_(-scale).scatter_add_(
-                    1, labels_N[piece][:, None], scale
+                by_logits = _gradient_by_logits(
+                    ctx, hidden[piece], weight, labels_N[piece], gradient_N[piece]
                 )
-                by_logits = (by_logits if slope is None else by_logits.mul_(slope)).to(ctx.dtype)
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
-                if ctx.needs_input_grad[1]:
-                    if to_weight is None:
-                        to_weight = (by_logits.T @ hidden[piece]).to(weight_VH.dtype)
-                    elif to_weight.dtype == ctx.dtype:
-                        to_weight.addmm_(by_logits.T, hidden[piece])  # no second [V, H]
-                    else:
-                        to_weight.add_(by_logits.T @ hidden[piece])
-        return (
-            None if to_hidden is None else to_hidden.to(hidden_NH.dtype),
-            to_weight,
-            None,
-            None,
-            None,
-            None,
-        )
+                if for_weight:
+                    to_weight = _added_product(
+                        to_weight, by_logits.T, hidden[piece], weight_VH.dtype
+                    )
+        if to_hidden is not None:
+            to_hidden = to_hidden.to(hidden_NH.dtype)
+        return to_hidden, to_weight, None, None, None, None
+
+
+def _gradient_by_logits(
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    gradient: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient [n, V] by the head's output z of n rows, whose log-probs have that `gradient`:
+    (1[y] - p) * gradient / temperature, times 1 - tanh(z / c)^2 with a soft cap c."""
+    probabilities = ctx.probabilities
+    ctx.probabilities = None  # they are written over below
+    slope = None
+    if probabilities is None:
+        logits = soft_capped(fp32_product(hidden, weight.T), ctx.soft_cap)
+        if ctx.soft_cap is not None:
+            slope = 1 - (logits / ctx.soft_cap).square()
+        score_in_place(logits, labels, ctx.distribution)
+        probabilities = logits
+    scale_n1 = (gradient / ctx.distribution.temperature)[:, None]
+    by_logits = probabilities.mul_(-scale_n1).scatter_add_(1, labels[:, None], scale_n1)
+    if slope is not None:
+        by_logits = by_logits.mul_(slope)
+    return by_logits.to(ctx.dtype)
+
+
+def _added_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`total`, to which a matrix product has been added in place; the product, in `dtype`, where
+    there is no total yet."""
+    if total is None:
+        return (left @ right).to(dtype)
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)  # without a second [V, H]
+    return total.add_(left @ right)
 
 
 def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -299,37 +332,43 @@ def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def row_pieces(rows: int, vocabulary: int) -> list[slice]:
-    """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`."""
+    """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`; one empty piece of none."""
+    if rows == 0:
+        return [slice(0, 0)]
     number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
-    size = max(1, -(-rows // number))
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [
-        slice(0, 0)
-    ]
+    size = -(-rows // number)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def score_in_place(logits_NV, labels_N, distribution, log_probs_N=None, entropies_2N=None) -> None:
+def score_in_place(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    distribution: Distribution,
+    log_probs_N: torch.Tensor | None = None,
+    entropies_2N: torch.Tensor | None = None,
+) -> None:
     """Turn fp32 logits into the probabilities of the tempered, truncated distribution. Write the
     labels' log-probs to `log_probs_N`, and the entropies of the tempered and of the truncated
     distribution to the rows of `entropies_2N`."""
-    temperature, top_p, top_k = distribution
-    truncated = top_p < 1 or top_k
-    rows = max(
-        1, LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY) // logits_NV.shape[1]
-    )
-    for here in (slice(start, start + rows) for start in range(0, len(logits_NV), rows)):
-        z = logits_NV[here]
-        if entropies_2N is not None and truncated:
-            entropies_2N[0, here] = compute_entropy(z / temperature)
-        kept = sampling_logits(z, temperature, top_p, top_k, keep=labels_N[here])
+    truncates = distribution.top_p < 1 or distribution.top_k > 0
+    in_cache = LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY)
+    size = max(1, in_cache // logits_NV.shape[1])
+    for start in range(0, len(logits_NV), size):
+        rows = slice(start, start + size)
+        z = logits_NV[rows]
+        if entropies_2N is not None and truncates:
+            entropies_2N[0, rows] = compute_entropy(z / distribution.temperature)
+        kept = sampling_logits(z, **vars(distribution), keep=labels_N[rows])
         log_p = kept.sub_(kept.logsumexp(dim=-1, keepdim=True))
         if log_probs_N is not None:
-            log_probs_N[here] = log_p.gather(-1, labels_N[here][:, None]).squeeze(-1)
-        if entropies_2N is not None and not truncated:
-            p = log_p.exp()
-            entropies_2N[:, here] = -(p * log_p).sum(dim=-1)
-            z.copy_(p)
-        else:
+            log_probs_N[rows] = log_p.gather(-1, labels_N[rows][:, None]).squeeze(-1)
+        if entropies_2N is None:
             torch.exp(log_p, out=z)
-            if entropies_2N is not None:
-                # -p log p, and 0 where p is 0
-                entropies_2N[1, here] = torch.special.entr(z).sum(dim=-1)
+        elif truncates:
+            torch.exp(log_p, out=z)
+            # -p log p, and 0 where p is 0
+            entropies_2N[1, rows] = torch.special.entr(z).sum(dim=-1)
+        else:
+            p = log_p.exp()
+            entropies_2N[:, rows] = -(p * log_p).sum(dim=-1)
+            z.copy_(p)

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from itertools import repeat
 
 import torch
 
@@ -80,15 +79,11 @@ def run_parallel(
                 block = pieces[start : start + parallel]
                 workers = len(block)
                 order.begin(workers)
-                shares = [
-                    max(1, threads // workers + (worker < threads % workers))
-                    for worker in range(workers)
-                ]
                 try:
-                    running = [
-                        pool.submit(order.run, *given)
-                        for given in zip(range(workers), shares, repeat(work), block)
-                    ]
+                    running = []
+                    for worker, piece in enumerate(block):
+                        own_threads = share_of_threads(threads, worker, workers)
+                        running.append(pool.submit(order.run, worker, own_threads, work, piece))
                     for ended in wait(running, return_when=FIRST_EXCEPTION).done:
                         ended.result()  # raises a worker's error
                 except BaseException:
@@ -104,12 +99,23 @@ def run_parallel(
         order.close()
 
 
+def share_of_threads(threads: int, worker: int, workers: int) -> int:
+    """The number of torch's threads that one of several workers gets: as even as may be, and at
+    least 1."""
+    share, spare = divmod(threads, workers)
+    if worker < spare:
+        share += 1
+    return max(1, share)
+
+
 class OrderedAccumulation:
     """Orders workers' additions to a gradient: each one's first, in their order, then the second (a
     tied head has two)."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
-        self.local, self.changed, self.hooks = threading.local(), threading.Condition(), []
+        self.local = threading.local()
+        self.changed = threading.Condition()
+        self.hooks = []
         self.begin(1)
         for number, parameter in enumerate(p for p in parameters if p.requires_grad):
             self.hooks.append(

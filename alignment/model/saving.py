@@ -50,10 +50,12 @@ TOKENIZER_FILES = (
 class SideFiles:
     """One kind of files beside a model's weights."""
 
-    name: str  # For messages.
-    write: Callable[[Path], object]  # Has transformers write them to a folder.
-    # Writes them as the base model has them, where transformers refuses.
+    name: str
+    """For messages."""
+    write: Callable[[Path], object]
+    """Has transformers write them to a folder."""
     keep: Callable[[Path], object]
+    """Writes them as the base model has them, where transformers refuses."""
 
 
 def save_model(
@@ -142,9 +144,8 @@ def _write(kind: SideFiles, folder: Path) -> str:
     cannot be written."""
     reasons = []
     for write in (kind.write, kind.keep):
-        with tempfile.TemporaryDirectory(
-            dir=folder
-        ) as unfinished:  # no half-written file of a writer that fails stays
+        # no half-written file of a writer that fails stays
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             try:
                 write(Path(unfinished))
             except Exception as error:
@@ -163,14 +164,15 @@ def _write(kind: SideFiles, folder: Path) -> str:
 
 def _reason(error: Exception) -> str:
     """The beginning of an error's message, on one line."""
-    said = " ".join(str(error).replace("GenerationConfig is invalid:", "").split()).strip("- ")
-    return textwrap.shorten(said, 160, placeholder=" ...") or type(error).__name__
+    message = str(error).replace("GenerationConfig is invalid:", "")
+    message = " ".join(message.split()).strip("- ")
+    return textwrap.shorten(message, 160, placeholder=" ...") or type(error).__name__
 
 
 def _keep_config(config: PreTrainedConfig, folder: Path) -> None:
     """Write the base model's config.json, with the type and the class of the weights that are
     saved."""
-    base = _base_folder(config.name_or_path)
+    base = _base_folder(str(config.name_or_path))
     values = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
     own = {"dtype": str(config.dtype).removeprefix("torch."), "architectures": config.architectures}
     values = {key: value for key, value in values.items() if key != "torch_dtype"} | own
@@ -193,11 +195,10 @@ def _copy_tokenizer(tokenizer, folder: Path) -> None:
 def _base_folder(name: str) -> Path:
     """The folder that a model or tokenizer was loaded from; of a hub name, that in the hub's cache.
     Raises ValueError where that is there no more."""
-    folder = (
-        Path(name)
-        if Path(name).is_dir()
-        else Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
-    )
+    folder = Path(name)
+    if not folder.is_dir():
+        # None would be for a file that may be missing.
+        folder = Path(str(cached_file(name, CONFIG_FILE, local_files_only=True))).parent
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{folder} has no {CONFIG_FILE}")
     return folder

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from alignment.core.tokens import collate
+from alignment.model.huggingface import PreTrainedModel, input_embeddings
 from alignment.model.log_probs import get_response_log_probs
 from alignment.model.packing import (
     OWN_ATTENTION,
@@ -35,9 +36,9 @@ class NotFinite(Exception):
     """A model's own log-probs are not finite, so there is nothing to compare with."""
 
 
-def random_pieces(model: torch.nn.Module, lengths: Sequence[int]) -> list[Ids]:
+def random_pieces(model: PreTrainedModel, lengths: Sequence[int]) -> list[Ids]:
     """Token ids in pieces, the same each time; torch's own generators stay as they are."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = input_embeddings(model).shape[0]
     ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     return [piece.tolist() for piece in ids.split(list(lengths))]
 
@@ -55,7 +56,7 @@ class InFloat32(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
+def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[Ids, Ids]]) -> torch.Tensor:
     """The log-probs [N] of (prompt, response) rows' responses, one row after another, by the
     model's own attention and logits. Shorter rows are followed by a token that a causal model does
     not see, so nothing depends on how it takes masks. Raises `UserError` for a model whose own
@@ -64,23 +65,21 @@ def own_log_probs(model: torch.nn.Module, rows: Sequence[tuple[Ids, Ids]]) -> to
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     try:
         with attention_named(model, OWN_ATTENTION):
-            logits = model(
-                input_ids=ids_BT.to(model.get_input_embeddings().weight.device), use_cache=False
-            ).logits
+            device = input_embeddings(model).device
+            logits = model(input_ids=ids_BT.to(device), use_cache=False).logits
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any kind: it is the family's code
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--model: {model.config.model_type}'s own forward pass fails ({reason})"
+            f"--model: {model.config.model_type}'s own forward pass fails ({_first_line(error)})"
         ) from error
-    log_probs_BT = (
-        logits[:, :-1].float().cpu().log_softmax(dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(2)
-    )
-    responses = [(len(prompt) - 1, len(prompt) + len(response) - 1) for prompt, response in rows]
-    log_probs_N = torch.cat(
-        [log_probs_BT[row, start:end] for row, (start, end) in enumerate(responses)]
-    )
+    log_probs_BTV = logits[:, :-1].float().cpu().log_softmax(dim=-1)
+    log_probs_BT = log_probs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+    of_responses = []
+    for log_probs_T, (prompt, response) in zip(log_probs_BT, rows, strict=True):
+        start = len(prompt) - 1  # place t has the log-prob of token t + 1
+        of_responses.append(log_probs_T[start : start + len(response)])
+    log_probs_N = torch.cat(of_responses)
     if not log_probs_N.isfinite().all():
         raise NotFinite
     return log_probs_N
@@ -93,30 +92,28 @@ def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
     except (torch.OutOfMemoryError, NotFinite):
         raise
     except Exception as error:  # of any kind: a model that does not take what it is given
-        return f"fail: {(str(error) or type(error).__name__).splitlines()[0]}"
-    agrees = difference <= TOLERANCE
-    return (
-        ""
-        if agrees
-        else f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
-    )
+        return f"fail: {_first_line(error)}"
+    if difference <= TOLERANCE:
+        return ""
+    return f"differ by {difference:.2g} nats a token from those of the model's own forward pass"
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
-def checking(model: torch.nn.Module) -> Iterator[None]:
+def checking(model: PreTrainedModel) -> Iterator[None]:
     """Have a model compute in fp32, its attention windows be `WINDOW` long, its dropout be off, and
     no gradient be kept."""
     owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
-    found = [
-        (owner, name, vars(owner).get(name))
-        for owner in owners
-        for name in ("sliding_window", "attention_chunk_size")
-    ]
-    windows = [
-        (owner, name, length)
-        for owner, name, length in found
-        if isinstance(length, int) and length > WINDOW
-    ]
+    windows = []
+    for owner in owners:
+        for name in ("sliding_window", "attention_chunk_size"):
+            length = vars(owner).get(name)
+            if isinstance(length, int) and length > WINDOW:
+                windows.append((owner, name, length))
     was_training = model.training
     model.eval()
     try:
@@ -133,71 +130,71 @@ def checking(model: torch.nn.Module) -> Iterator[None]:
 OUTCOMES: dict[str, bool] = {}
 
 
-def once(name: str, model: torch.nn.Module, check: Callable[[], bool]) -> bool:
+def once(name: str, model: PreTrainedModel, check: Callable[[], bool]) -> bool:
     """What `check()` returns; it runs once a process for each folder, configuration, attention and
     kind of devices. The type of the weights makes no difference, since a check computes in fp32.
     False, for this time, where it raises `NotFinite`."""
-    kinds = [device.type for device in {parameter.device for parameter in model.parameters()}]
-    key = str(
-        (
-            name,
-            model.name_or_path,
-            model.config._attn_implementation,
-            kinds,
-            model.config.to_dict() | {"dtype": None},
-        )
-    )
-    try:
-        return OUTCOMES[key] if key in OUTCOMES else OUTCOMES.setdefault(key, check())
-    except NotFinite:
-        return False
+    devices = {parameter.device for parameter in model.parameters()}
+    kinds = [device.type for device in devices]
+    config = model.config.to_dict() | {"dtype": None}
+    key = str((name, model.name_or_path, model.config._attn_implementation, kinds, config))
+    if key not in OUTCOMES:
+        try:
+            OUTCOMES[key] = check()
+        except NotFinite:
+            return False
+    return OUTCOMES[key]
 
 
-def choose_path(model: torch.nn.Module) -> bool:
+def choose_path(model: PreTrainedModel) -> bool:
     """Have a model take the plain path if packed rows are not what it computes itself, and say so.
     Returns whether it does. Raises `UserError` where its plain path is no better, and for a model
     that sees later tokens or has no linear head."""
-    family, head = model.config.model_type, model.get_output_embeddings()
+    family = model.config.model_type
+    head = model.get_output_embeddings()
     if getattr(getattr(head, "weight", None), "ndim", 0) != 2:
         raise UserError(
             f"--model: {family} has no linear output head, so its log-probs cannot be computed from"
             " hidden states"
         )
     with checking(model):
-        if not takes_plain_path(model) and (reason := _path_disagreement(model)):
-            take_plain_path(model)
-            say_once(
-                f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is shared:"
-                " slower, and exact"
-            )
-        if takes_plain_path(model) and (reason := _path_disagreement(model)):
-            raise UserError(
-                f"--model: {family} cannot be trained: log-probs of padded rows {reason}"
-            )
+        if not takes_plain_path(model):
+            reason = _path_disagreement(model)
+            if reason:
+                take_plain_path(model)
+                say_once(
+                    f"{family}: log-probs of packed rows {reason}; rows are padded, nothing is"
+                    " shared: slower, and exact"
+                )
+        if takes_plain_path(model):
+            reason = _path_disagreement(model)
+            if reason:
+                raise UserError(
+                    f"--model: {family} cannot be trained: log-probs of padded rows {reason}"
+                )
     return takes_plain_path(model)
 
 
-def _path_disagreement(model: torch.nn.Module) -> str:
+def _path_disagreement(model: PreTrainedModel) -> str:
     """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that
     sees later tokens."""
-    prompts, responses = (
-        random_pieces(model, PROMPT_TOKENS),
-        random_pieces(model, [length for _, length in ROWS]),
-    )
+    prompts = random_pieces(model, PROMPT_TOKENS)
+    responses = random_pieces(model, [length for _, length in ROWS])
     rows = [
         (prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)
     ]
-    batch = collate(*zip(*rows, strict=True), pad_token_id=0)
     own = own_log_probs(model, rows)
+    # What comes after a response's first half must not change the log-probs of that half.
     halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
     in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
     if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
         raise UserError(
             f"--model: {model.config.model_type} sees later tokens: it is no causal language model"
         )
-    return disagreement(
-        own,
-        lambda: get_response_log_probs(model, **vars(batch))["log_probs"].cpu()[
-            batch.response_mask
-        ],
-    )
+    batch = collate(*zip(*rows, strict=True), pad_token_id=0)
+
+    def packed_log_probs() -> torch.Tensor:
+        log_probs_BT = get_response_log_probs(model, **vars(batch))["log_probs"]
+        return log_probs_BT.cpu()[batch.response_mask]
+
+    return disagreement(own, packed_log_probs)

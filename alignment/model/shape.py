@@ -22,7 +22,8 @@ class ModelShape:
     counted as the embedding."""
     layers: tuple[str, ...]
     head: str
-    cast: int = 0  # How many parameters are among `cast_by_autocast`.
+    cast: int = 0
+    """How many parameters are among `cast_by_autocast`."""
     adapters: Mapping[str, int] | None = None
     """With --lora_rank, the parameters of each module's adapters, which are then all that is
     trained."""
@@ -35,12 +36,10 @@ class ModelShape:
         if not lora_rank:
             return shape
         adapters = dict.fromkeys(shape.parameters, 0)
-        for name, layer in adapted_layers(
-            model, lora_targets
-        ).items():  # A [rank, inputs] and B [outputs, rank]
-            adapters[next(m for m in adapters if f"{name}.".startswith(f"{m}."))] += (
-                lora_rank * sum(layer.weight.shape)
-            )
+        for name, layer in adapted_layers(model, lora_targets).items():
+            owner = next(module for module in adapters if f"{name}.".startswith(f"{module}."))
+            # A [rank, inputs] and B [outputs, rank]
+            adapters[owner] += lora_rank * sum(layer.weight.shape)
         return replace(shape, adapters=adapters)
 
     @classmethod
@@ -48,12 +47,12 @@ class ModelShape:
         """Read a model's modules. Raises `UserError` for a family without one list of layers
         between its embedding and head."""
         names = {module: name for name, module in model.named_modules()}
-        number, decoder = model.config.num_hidden_layers, model.get_decoder()
-        stacks = [
-            each
-            for each in decoder.children()
-            if type(each).__name__ == "ModuleList" and len(each) == number
+        decoder = model.get_decoder()
+        head: Any = model.get_output_embeddings()
+        stacks: list[Any] = [
+            child for child in decoder.children() if type(child).__name__ == "ModuleList"
         ]
+        stacks = [stack for stack in stacks if len(stack) == model.config.num_hidden_layers]
         parameters: dict[str, int] = {}
         counted: set[Any] = set()
         # a decoder's own tensors would get no device
@@ -64,12 +63,7 @@ class ModelShape:
                 decoder.children(), key=lambda child: any(True for _ in child.parameters())
             )
             start = children.index(stacks[0])
-            for module in (
-                *children[:start],
-                *stacks[0],
-                *children[start + 1 :],
-                model.get_output_embeddings(),
-            ):
+            for module in (*children[:start], *stacks[0], *children[start + 1 :], head):
                 own = set(module.parameters()) - counted
                 counted |= own
                 parameters[names[module]] = sum(parameter.numel() for parameter in own)
@@ -80,12 +74,8 @@ class ModelShape:
                 " placed"
             )
         cast = sum(parameter.numel() for parameter in cast_by_autocast(model))
-        return cls(
-            parameters,
-            tuple(names[layer] for layer in stacks[0]),
-            names[model.get_output_embeddings()],
-            cast=cast,
-        )
+        layers = tuple(names[layer] for layer in stacks[0])
+        return cls(parameters, layers, names[head], cast=cast)
 
     @property
     def is_tied(self) -> bool:
@@ -94,7 +84,7 @@ class ModelShape:
 
     def layer_share(self, modules: Sequence[str]) -> float:
         """The share of the layers that is among some modules."""
-        return sum(name in modules for name in self.layers) / len(self.layers)
+        return len([name for name in self.layers if name in modules]) / len(self.layers)
 
     def trained(self, modules: Iterable[str]) -> int:
         """The trained parameters of some modules."""
@@ -131,48 +121,51 @@ def empty_model(config: Any) -> PreTrainedModel:
 def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:
     """Name -> linear layer that gets an adapter: by --lora_targets (`UserError` for others), or all
     but the head."""
-    named = (
-        (name, module)
-        for name, module in model.named_modules()
-        if module is not model.get_output_embeddings()
-    )
-    # GPT-2's layers are of the latter class, Falcon's of one derived from the former
-    linear = {
-        "Linear",
-        "Conv1D",
-    }
+    head = model.get_output_embeddings()
     layers = {
         name: module
-        for name, module in named
-        if linear & {kind.__name__ for kind in type(module).__mro__}
+        for name, module in model.named_modules()
+        if module is not head and _is_linear(module)
     }
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-    if unknown := [target for target in filter(None, targets.split(",")) if target not in kinds]:
+    kinds = list(dict.fromkeys(_last_name(name) for name in layers))
+    wanted = [target for target in targets.split(",") if target]
+    unknown = [target for target in wanted if target not in kinds]
+    if unknown:
         raise UserError(
             f"--lora_targets {targets}: {unknown[0]!r} is none of this model's linear layers:"
             f" {', '.join(kinds)}"
         )
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if not targets or name.rpartition(".")[2] in targets.split(",")
-    }
+    if not targets:
+        return layers
+    return {name: layer for name, layer in layers.items() if _last_name(name) in wanted}
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer: GPT-2's are Conv1D, Falcon's of a class derived from
+    Linear."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return not names.isdisjoint({"Linear", "Conv1D"})
+
+
+def _last_name(name: str) -> str:
+    """A module's name within its parent."""
+    return name.rpartition(".")[2]
 
 
 def cast_by_autocast(model: PreTrainedModel) -> list[Any]:
     """The parameters that autocast casts for a product and that nothing else reads: of linear
     layers and GPT-2's, but for a head that is the embedding, and stacks of experts' matrices.
     Subclasses of these layers may compute otherwise."""
-    of_kinds = [
-        (type(module).__name__, own)
-        for module in model.modules()
-        for own in module.parameters(recurse=False)
-    ]
-    linear = [own for kind, own in of_kinds if kind in ("Linear", "Conv1D")]
-    # Of one matrix alone there is no stack: RWKV's factors of the shape [1, 1, H] enter no product.
-    stacks = [
-        own
-        for kind, own in of_kinds
-        if own.ndim == 3 and len(own) > 1 and not kind.startswith("Conv")
-    ]
-    return [own for own in (*linear, *stacks) if own is not model.get_input_embeddings().weight]
+    linear = []
+    stacks = []
+    for module in model.modules():
+        kind = type(module).__name__
+        for parameter in module.parameters(recurse=False):
+            if kind in ("Linear", "Conv1D"):
+                linear.append(parameter)
+            # Of one matrix alone there is no stack: RWKV's factors of the shape [1, 1, H] enter no
+            # product.
+            if parameter.ndim == 3 and len(parameter) > 1 and not kind.startswith("Conv"):
+                stacks.append(parameter)
+    embedding = model.get_input_embeddings().weight
+    return [parameter for parameter in (*linear, *stacks) if parameter is not embedding]

@@ -14,28 +14,39 @@ class CPUOffloadAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        pairs = ((group, p) for group in self.param_groups for p in group["params"])
-        for group, p in [(of, p) for of, p in pairs if p.grad is not None]:
-            weight, gradient, state = p.cpu(), p.grad.cpu(), self.state[p]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = (
-                    torch.zeros_like(weight),
-                    torch.zeros_like(weight),
-                )
-            tensors = (
-                [weight],
-                [gradient],
-                [state["exp_avg"]],
-                [state["exp_avg_sq"]],
-                [],
-                [state["step"]],
-            )
-            options = {key: group[key] for key in ("lr", "weight_decay", "eps")} | dict(
-                zip(("beta1", "beta2"), group["betas"], strict=True)
-            )
-            adamw(*tensors, **options, fused=True, amsgrad=False, maximize=False)
-            p.copy_(weight)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._step_of(p, group)
+
+    def _step_of(self, p: torch.Tensor, group: dict) -> None:
+        """Step one parameter, on the CPU, if it has a gradient."""
+        if p.grad is None:
+            return
+        weight = p.cpu()
+        gradient = p.grad.cpu()
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weight],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],  # no maxima of moments, which are AMSGrad's
+            [state["step"]],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+        )
+        p.copy_(weight)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's, which would move the moments to where the parameters are."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -40,9 +41,8 @@ class LayerSplitPolicy(SingleDevicePolicy):
             1, -(-packed_tokens(split) // devices), largest if whole_groups >= devices else 0
         )
         pieces = cut_by_tokens(split, min(max(1, self.micro_batch_tokens // in_flight), even))
-        head_on_last_device = (
-            str(self.model.get_output_embeddings().weight.device) == self.devices[-1]
-        )
+        head: Any = self.model.get_output_embeddings()
+        head_on_last_device = str(head.weight.device) == self.devices[-1]
         started: dict[int, MicroBatch] = {}
         order = issue_order(len(pieces), in_flight, heads_first=not head_on_last_device)
         for action, issued in itertools.groupby(order, key=lambda pair: pair[0]):

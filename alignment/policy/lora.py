@@ -4,6 +4,7 @@ arXiv:2106.09685, 4.1)."""
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,10 +35,7 @@ def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTra
 
 def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
     # here, because it takes a second, and only this needs it
-    from peft import (
-        LoraConfig,
-        inject_adapter_in_model,
-    )
+    from peft import LoraConfig, inject_adapter_in_model
 
     layers = adapted_layers(model, config.lora_targets)
     lora = LoraConfig(
@@ -56,10 +54,8 @@ def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
 
 @torch.no_grad()
 def _load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
-    saved, merged = (
-        load_file(checkpoint / ADAPTER / FILE),
-        dict(load_weights(str(checkpoint), torch.float32)),
-    )
+    saved = load_file(checkpoint / ADAPTER / FILE)
+    merged = dict(load_weights(str(checkpoint), torch.float32))
     for name, parameter in _parameters(model).items():
         parameter.copy_(saved[name])
     for name, weight in merged_weights(model):
@@ -70,7 +66,8 @@ def _load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
             )
 
 
-def _adapted(model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+def _adapted(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Name -> PEFT's layer, of the layers that have an adapter."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -93,13 +90,14 @@ def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         if ".lora_" in name:
             continue
         weight = whole(parameter.detach())
-        if layer := layers.get(name):
-            a, b = (
-                whole(getattr(layer, side)["default"].weight.detach())
-                for side in ("lora_A", "lora_B")
-            )
+        if name in layers:
+            layer = layers[name]
+            a = whole(layer.lora_A["default"].weight.detach())
+            b = whole(layer.lora_B["default"].weight.detach())
             change = (b @ a) * (layer.lora_alpha["default"] / layer.r["default"])
-            weight = weight + (change.T if layer.fan_in_fan_out else change)
+            if layer.fan_in_fan_out:
+                change = change.T
+            weight = weight + change
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -130,11 +128,9 @@ def use_adapters(model: torch.nn.Module, kind: str) -> None:
             # the same on every rank
             numbers = torch.randn(b.shape, generator=torch.Generator().manual_seed(number))
             numbers *= (3 / b.shape[1]) ** 0.5 / layer.scaling["default"]
-            b.copy_(
-                distribute_tensor(numbers, b.device_mesh, b.placements)
-                if isinstance(b, DTensor)
-                else numbers
-            )
+            if isinstance(b, DTensor):
+                numbers = distribute_tensor(numbers, b.device_mesh, b.placements)
+            b.copy_(numbers)
         else:
             b.copy_(layer.trained_b)
 

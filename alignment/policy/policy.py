@@ -24,28 +24,33 @@ if TYPE_CHECKING:
 class PolicyConfig:
     """The initial weights of a policy, its devices and its optimiser."""
 
-    model_path: str  # Hugging Face folder or hub name of the initial weights
-    devices: tuple[str, ...]  # In layer order, such as ("cuda:0", "cuda:1")
-    # Type of matrix products: "float32" or "bfloat16". Trained weights are kept in float32.
+    model_path: str
+    """Hugging Face folder or hub name of the initial weights."""
+    devices: tuple[str, ...]
+    """In layer order, such as ("cuda:0", "cuda:1")."""
     dtype: str
+    """Type of matrix products: "float32" or "bfloat16". Trained weights are kept in float32."""
     optimizer: str = "adamw"
     weight_decay: float = 0.0
     micro_batch_tokens: int = 0
     """0: as many as fit the free memory (`Policy.choose_micro_batch_tokens`)."""
-    rank_timeout: float = 60.0  # Seconds after which a rank that does not answer is lost.
-    # Rank of adapters (`policy/lora.py`), which are then all that is trained; 0: there are none.
+    rank_timeout: float = 60.0
+    """Seconds after which a rank that does not answer is lost."""
     lora_rank: int = 0
+    """Rank of adapters, which are then all that is trained; 0: there are none."""
     lora_alpha: int = 32
-    # Names of the adapted layers, with commas between; empty: all linear layers but the head.
     lora_targets: str = ""
-    seed: int = 0  # Of the matrices A.
+    """Names of the adapted layers, with commas between; empty: all linear layers but the head."""
+    seed: int = 0
+    """Of the adapters' matrices A."""
     checkpoint: str = ""
     """Folder of adapters, and the weights that they make, to go on with; empty: new ones."""
-    compile: bool = False  # Whether torch compiles the layers (`packing.compile_layers`).
-    # Whether gradients are of a model with the dropout of its config (`model/dropout.py`).
+    compile: bool = False
+    """Whether torch compiles the layers."""
     dropout: bool = False
+    """Whether gradients are of a model with the dropout of its config."""
     use_liger_kernel: bool = False
-    """Whether Liger's kernels compute parts of the layers (`loading.use_liger_kernel`)."""
+    """Whether Liger's kernels compute parts of the layers."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,11 @@ class Policy(Protocol):
     ) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient. Prompts, padding
         and other rows are 0."""
+        ...
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
         """`log_probs` of the weights without adapters."""
+        ...
 
     def use_adapters(self, kind: Literal["trained", "random"]) -> None:
         """Compute with random adapters, other than 0, instead of the trained ones, until it is
@@ -98,10 +105,12 @@ class Policy(Protocol):
     ) -> Iterator[MicroBatchResult]:
         """Add the gradient of some rows of a batch, micro-batch by micro-batch. Without rows the
         gradient is zeros."""
+        ...
 
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down if its norm exceeds `max_norm`; returns the norm before
         clipping."""
+        ...
 
     def step(self, learning_rate: float) -> None:
         """Make one optimiser step, then discard the gradient."""
@@ -112,10 +121,12 @@ class Policy(Protocol):
     def gradient(self) -> torch.Tensor:
         """The gradient of all that is trained as one flat tensor [D] on the CPU, zeros for weights
         without a gradient."""
+        ...
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) of every weight, unsharded, with its adapter's part; tied
         weights once."""
+        ...
 
     def model_on(self, device: str, dtype: torch.dtype) -> PreTrainedModel | None:
         """The policy's model, for reading only, if all of it is on `device` in `dtype`; else

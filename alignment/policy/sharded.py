@@ -6,12 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -59,6 +64,8 @@ class Shard(SingleDevicePolicy):
     share them (hybrid sharding, Zhao et al. 2023, arXiv:2304.11277, section 3.2.2). Weights are
     gathered in fp32, layer by layer; gradients are sums over ranks."""
 
+    model: Any  # what FSDP2 makes of a model has further methods
+
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks
         here = 1 if replicated else ranks.local_count
@@ -67,8 +74,9 @@ class Shard(SingleDevicePolicy):
         self.model.reshard()  # what a check of the model has gathered
 
     def _load(self) -> PreTrainedModel:
-        model = lora.load_trained_model(self.policy_config, ("cpu",))
-        if (device := torch.device(self.policy_config.devices[0])).type == "cuda":
+        model: Any = lora.load_trained_model(self.policy_config, ("cpu",))
+        device = torch.device(self.policy_config.devices[0])
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = init_device_mesh(
             device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
@@ -76,15 +84,16 @@ class Shard(SingleDevicePolicy):
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks
             _set_pg_timeout(timedelta(seconds=self.ranks.seconds), mesh.get_group(name))
         model.compute = MethodType(_compute, model)
-        stacks = [
-            child
-            for child in model.get_decoder().children()
-            if isinstance(child, torch.nn.ModuleList)
-        ]
-        for module in (*(layer for stack in stacks for layer in stack), model):
+        wrapped: list[Any] = []
+        for child in model.get_decoder().children():
+            if isinstance(child, torch.nn.ModuleList):
+                wrapped += child
+        wrapped.append(model)
+        for module in wrapped:
             fully_shard(module, mesh=mesh if self.mesh_shape["copies"] > 1 else mesh["parts"])
-            module.set_gradient_divide_factor(1.0)  # a sum over ranks, in which
-            module.set_force_sum_reduction_for_comms(True)  # no factor is multiplied: gloo cannot
+            # a sum over ranks, in which no factor is multiplied: gloo cannot
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         # which first gathers the embedding, the last norm and the head
         register_fsdp_forward_method(model, "compute")
         return model
@@ -112,27 +121,33 @@ class Shard(SingleDevicePolicy):
         """See `MicroBatchedModel.in_micro_batches`. Computes empty ones too, until there are as
         many as on every other rank."""
         pieces = cut_by_tokens(rows, self.micro_batch_tokens)
-        most = torch.tensor(len(pieces))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        for number, piece in enumerate(pieces + [[]] * (most.item() - len(pieces)), start=1):
+        most_of_ranks = torch.tensor(len(pieces))
+        dist.all_reduce(most_of_ranks, op=dist.ReduceOp.MAX)
+        most = int(most_of_ranks)
+        empty: list[list[int]] = [[]] * (most - len(pieces))
+        for number, piece in enumerate(pieces + empty, start=1):
             # copies of the model sum a step's gradient once
-            self.model.set_requires_all_reduce(number == most.item())
+            self.model.set_requires_all_reduce(number == most)
             result = compute(piece)
             if piece:
                 yield piece, result
 
+    @property
+    def _process_group(self) -> Any:
+        """The group of all ranks that carries calls: torch's type of it has an int for no group."""
+        return self.ranks.calls
+
     def _own_rows(self, batch: Batch, rows: Sequence[int] | None) -> list[int]:
         rows = range(len(batch.labels)) if rows is None else rows
         split = split_rows(batch.input_ids, batch.response_mask)
-        return [
-            rows[i] for i in deal([split[row] for row in rows], self.ranks.count)[self.ranks.rank]
-        ]
+        rows_of_ranks = deal([split[row] for row in rows], self.ranks.count)
+        return [rows[i] for i in rows_of_ranks[self.ranks.rank]]
 
     def _gathered(self, results: list) -> list:
         """All ranks' results in their order on rank 0, and nothing on the others."""
-        everything = [None] * self.ranks.count if self.ranks.rank == 0 else None
-        dist.gather_object(results, everything, group=self.ranks.calls)
-        return [result for results in everything or [] for result in results]
+        by_rank: list[Any] | None = [None] * self.ranks.count if self.ranks.rank == 0 else None
+        dist.gather_object(results, by_rank, group=self._process_group)
+        return list(chain.from_iterable(by_rank or []))
 
     def log_probs(
         self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
@@ -146,18 +161,16 @@ class Shard(SingleDevicePolicy):
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """As many tokens as fit on the rank with the least memory, beside `gathered_bytes`; ranks
         on a CPU share the host's."""
-        layers = [
-            sum(p.numel() for p in m.parameters())
-            for m in self.model.modules()
-            if isinstance(m, FSDPModule)
-        ][1:]
+        # the first is the whole model
+        wrapped: list[Any] = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in wrapped[1:]]
         outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
         whole = gathered_bytes(layers, outside, self.dtype.itemsize)
         processes = self.ranks.local_count if self.devices[0] == "cpu" else 1
         message = super().choose_micro_batch_tokens(longest, previous, processes, whole)
         tokens = torch.tensor(self.micro_batch_tokens)
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN)
-        self.micro_batch_tokens = tokens.item()
+        self.micro_batch_tokens = int(tokens)
         return message
 
     def save(self, folder: Path, tokenizer) -> None:
@@ -173,18 +186,16 @@ class Shard(SingleDevicePolicy):
             if self.ranks.rank == 0:
                 super().save_optimizer(folder)
             return
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        first = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        first = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         try:
-            dcp.save(
+            save(
                 dict(self.optimizer_tensors()),
                 storage_writer=writer,
                 planner=first,
-                process_group=self.ranks.calls,
+                process_group=self._process_group,
             )
-        except (
-            dcp.api.CheckpointException
-        ) as error:  # which is no `Exception`, and prints the tracebacks of all ranks
+        except CheckpointException as error:  # no `Exception`; it prints all ranks' tracebacks
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OSError(f"{folder} could not be written by rank {rank}: {cause}") from None
 
@@ -196,9 +207,12 @@ class ShardedPolicy:
     Raises `RunStopped` where a rank is lost."""
 
     def __init__(self, config: PolicyConfig, replicated: bool = False):
-        self.ranks, self.replicated = lead(len(config.devices), config.rank_timeout), replicated
-        self._own = self.ranks.open("alignment.policy.sharded:Shard", config, replicated)
-        self.devices, self.dtype, self.config = config.devices, self._own.dtype, self._own.config
+        self.ranks = lead(len(config.devices), config.rank_timeout)
+        self.replicated = replicated
+        self._own: Any = self.ranks.open("alignment.policy.sharded:Shard", config, replicated)
+        self.devices = config.devices
+        self.dtype = self._own.dtype
+        self.config = self._own.config
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -2,10 +2,10 @@
 micro-batches."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,12 +38,10 @@ class MicroBatch:
     def __init__(
         self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective
     ):
-        self.model, self.dtype, self.rows, self.objective = (
-            policy.model,
-            policy.dtype,
-            rows,
-            objective,
-        )
+        self.model = policy.model
+        self.dtype = policy.dtype
+        self.rows = rows
+        self.objective = objective
         self.part = take_rows(batch, rows) if rows else ONE_TOKEN
         with autocast(first_device(self.model), self.dtype):
             planned = {"input_ids": self.part.input_ids, "response_mask": self.part.response_mask}
@@ -51,29 +49,30 @@ class MicroBatch:
 
     def head(self) -> None:
         """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
-        objective, self.head_input_NH = self.objective, self.hidden_NH.detach().requires_grad_()
-        labels, mask = self.part.labels, self.part.response_mask
+        objective = self.objective
+        mask = self.part.response_mask
+        self.head_input_NH = self.hidden_NH.detach().requires_grad_()
         with autocast(first_device(self.model), self.dtype):
             outputs = head_log_probs(
                 self.model,
                 self.head_input_NH,
-                labels,
+                self.part.labels,
                 mask,
                 objective.distribution,
                 objective.entropy,
             )
         log_probs = outputs["log_probs"]
-        loss, sums = log_probs.sum() * 0, {}
+        loss = log_probs.sum() * 0
+        reported: Mapping[str, torch.Tensor] = {}
         if self.rows:
-            loss, sums = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
+            loss, reported = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
         loss.backward()
-        names = (
-            {"entropy_sum": "token_entropy", "sampling_entropy_sum": "sampling_entropy"}
-            if objective.entropy
-            else {}
-        )
-        entropy = {name: outputs[values].sum() for name, values in names.items()}
-        self.log_probs, self.sums = log_probs.detach(), {"loss": loss.detach(), **entropy, **sums}
+        self.log_probs = log_probs.detach()
+        self.sums = {"loss": loss.detach()}
+        if objective.entropy:
+            self.sums["entropy_sum"] = outputs["token_entropy"].sum()
+            self.sums["sampling_entropy_sum"] = outputs["sampling_entropy"].sum()
+        self.sums.update(reported)
 
     def backward(self) -> None:
         """Backpropagate from the hidden states to the weights."""
@@ -150,12 +149,13 @@ class SingleDevicePolicy(MicroBatchedModel):
 
     def gradient(self) -> torch.Tensor:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.cat(
-            [
-                whole(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
-                for p in trained
-            ]
-        )
+        gradients = []
+        for parameter in trained:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            gradients.append(whole(gradient).flatten().cpu())
+        return torch.cat(gradients)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return lora.merged_weights(self.model)
@@ -166,11 +166,9 @@ class SingleDevicePolicy(MicroBatchedModel):
             or self.policy_config.compile
             or self.policy_config.use_liger_kernel
         )
-        return (
-            self.model
-            if self.devices == (device,) and self.model.dtype == dtype and not changed
-            else None
-        )
+        if changed or self.devices != (device,) or self.model.dtype != dtype:
+            return None
+        return self.model
 
     def choose_micro_batch_tokens(
         self, longest: int, previous: int = 0, *memory: int
@@ -234,19 +232,24 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
     """This process's part, on the CPU, of the `optimizer_tensors` in a folder. Raises OSError where
     some are missing."""
     # here, because it takes seconds, and a single process does without
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}
-    for name, stored in reader.read_metadata().state_dict_metadata.items():
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors = {}
+    # all of them are tensors, of which torch keeps size and chunks
+    stored_tensors: Any = reader.read_metadata().state_dict_metadata
+    for name, stored in stored_tensors.items():
         parameter = parameters[int(name.partition(".")[0])]
-        tensors[name] = (
-            torch.empty_like(parameter, device="cpu") if stored.size else torch.empty(())
-        )
+        if stored.size:
+            tensors[name] = torch.empty_like(parameter, device="cpu")
+        else:
+            tensors[name] = torch.empty(())
         # torch would leave the rest as it is
         if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():
             raise OSError(f"{folder}: parts of {name} are missing")
     with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
@@ -256,7 +259,10 @@ def make_optimizer(
     """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices
     decay. A group's "hidden" says which of its parameters are matrices other than the embeddings
     and the output head."""
-    entry, head = OPTIMIZERS[kind], getattr(model, "get_output_embeddings", lambda: None)()
+    entry = OPTIMIZERS[kind]
+    # a module that is no language model has no head
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
     ends = {
         module.weight
         for module in model.modules()
@@ -267,6 +273,5 @@ def make_optimizer(
     hidden = [p.ndim == 2 and p not in ends for p in matrices]
     groups = [{"params": matrices, "weight_decay": weight_decay, "hidden": hidden}]
     groups.append({"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)})
-    return import_object("--optimizer", entry.path)(
-        groups, lr=lr, betas=(0.9, 0.95), **entry.options
-    )
+    optimizer_class: Any = import_object("--optimizer", entry.path)
+    return optimizer_class(groups, lr=lr, betas=(0.9, 0.95), **entry.options)

@@ -129,8 +129,8 @@ PLANTS = {
         "policy/sharded.py",
         ["--policy_parallelism", "sharded", "--policy_ranks", "1"],
         {
-            "(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor])": (
-                "(model, forward, **planned)"
+            "    model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor]\n": (
+                "    model, forward, **planned\n"
             ),
             "    return forward(model)\n": "    return forward(model, **planned)\n",
             "self.model.compute(forward)": "self.model.compute(forward.func, **forward.keywords)",

@@ -11,7 +11,7 @@ LEFT_OUT = ("scipy", "torchao", "torch._inductor", "torch.distributed.tensor")
 
 def result(code: str) -> str:
     """What a fresh interpreter prints that has loaded transformers through this package."""
-    script = f"import sys, torch\nimport alignment.policy.huggingface\n{code}"
+    script = f"import sys, torch\nimport alignment.model.huggingface\n{code}"
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.core.losses import kl_penalty
+from alignment.core.records import Distribution
 from alignment.model import log_probs as module
 from alignment.model.log_probs import (
     LabelLogProbs,
@@ -124,7 +125,12 @@ def test_entropies_before_and_after_truncation_by_hand():
         ((0.5, 1.0, 1), [squared, 0.0]),
     ):
         entropies_21 = torch.zeros(2, 1)
-        score_in_place(logits.clone(), torch.tensor([0]), distribution, entropies_2N=entropies_21)
+        score_in_place(
+            logits.clone(),
+            torch.tensor([0]),
+            Distribution(*distribution),
+            entropies_2N=entropies_21,
+        )
         assert entropies_21.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -254,7 +260,7 @@ def test_on_a_gpu_logits_are_summed_and_kept_in_fp32():
         labels = torch.zeros(5, dtype=torch.int64, device="cuda")
         # a cap: computed twice
         log_probs, _ = LabelLogProbs.forward(
-            ctx, hidden, weight, labels, (1.0, 1.0, 0), False, 30.0
+            ctx, hidden, weight, labels, Distribution(), False, 30.0
         )
         gradients = LabelLogProbs.backward(ctx, torch.ones_like(log_probs), None)[:2]
     assert [dtype for shape, dtype in products.dtypes if shape == (5, 11)] == [
