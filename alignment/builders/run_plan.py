@@ -60,9 +60,9 @@ class RunPlan:
     policy: PolicyPlan
     evaluation: EnginePlan
     rollouts: EnginePlan
-    # Whether one sampler draws evaluations and rollouts, in turns on the same devices.
+    # Whether one sampler draws both evaluations and rollouts, by turns on the same devices.
     shares_sampler: bool
-    # Whether rollouts are sampled between updates, rather than beside them in other processes.
+    # Whether rollouts are sampled between the updates; else during them, in other processes.
     samples_between_updates: bool
     # Whether engines must wait until the policy is loaded: torchrun's ranks then say which machines
     # there are, and a policy class of the user's own which weights it has.

@@ -112,7 +112,8 @@ def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
     dtype and the devices that it computes with."""
     start = plan.base
     if run.checkpoint and args.lora_rank:
-        start = prepare_warm_start(args, run.console)  # The checkpoint's adapters are added to it.
+        # The base model again, to which the checkpoint's adapters are added.
+        start = prepare_warm_start(args, run.console)
     policy = make_policy(args, plan.policy, start, run.checkpoint)
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
@@ -144,6 +145,7 @@ def longest_row(
     """Tokens of the longest row that an update may get: the longest prompt, of the training or the
     test problems, and the longest trained response. Raises `UserError` as `encode_problems`."""
     every_problem = test_problems
+    # Endless problems cannot all be measured; the test problems stand for them.
     if not isinstance(source.problems, Endless):
         every_problem = [*source.problems, *test_problems]
     prompts = encode_problems(every_problem, plan.base, tokenizer, plan.longest_response)

@@ -1,7 +1,7 @@
 """Policy-gradient losses, the KL penalty, importance weights, and the loss of a micro-batch that is
 made of them.
 
-Its entry of `LOSSES` has every fact about a loss.
+Every fact about a loss is in its entry of `LOSSES`.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy
 that sampled. Each loss returns (per-token loss [batch, sequence], per-token metadata). Importing
@@ -106,8 +106,8 @@ class Loss:
 
     function: LossFunction
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
-    """What multiplies a response's gradient. A response of weight 0 has none, so that its
-    forward pass may be skipped; None: any response may have a gradient."""
+    """What multiplies a response's gradient. A response of weight 0 has none, so its forward pass
+    may be skipped; None: any response may have a gradient."""
     uses_ratio: bool = False
     """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False
@@ -166,7 +166,7 @@ def compute_grpo_clip_loss(
     (arXiv:2402.03300, eq. 3). `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al.
     2025, arXiv:2503.14476, eq. 10). With `dual_clip` d > 1 the surrogate of a negative advantage is
     at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and the bool
-    "clipped", true where a bound replaces the ratio, so that the token's gradient is zero.
+    "clipped", true where a bound takes effect, so that the token's gradient is zero.
     """
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
@@ -234,7 +234,7 @@ def _gspo(inputs: LossInputs) -> TokenLoss:
 def _cispo(inputs: LossInputs) -> TokenLoss:
     """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi, where sg stops the gradient.
 
-    Clipping bounds a token's weight but leaves its gradient: CISPO, MiniMax 2025
+    Clipping bounds a token's weight and never removes its gradient: CISPO, MiniMax 2025
     (arXiv:2506.13585), eqs. 4 and 5. The paper bounds the ratio from above only, as `cliprange` 1
     does.
     """

@@ -231,8 +231,9 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
 
     Its interval combines the intervals [l_a, u_a] and [l_b, u_b] of the two means, with r the
     correlation of the problems' mean rewards (Newcombe 1998, Statistics in Medicine 17:2635, method
-    10): the lower bound is d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), with d = b
-    - a, and the upper one d + the same with (u_b - b) and (a - l_a). Unlike the normal interval it
+    10). With d = b - a, the lower bound is
+    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and the upper bound
+    d + sqrt((u_b - b)^2 - 2 r (u_b - b)(a - l_a) + (a - l_a)^2). Unlike the normal interval it
     keeps a width where all answers of both sides score alike."""
     rewards_a = _score_rows(a, "reward")
     rewards_b = _score_rows(b, "reward")
