@@ -26,8 +26,8 @@ from alignment.system.torchrun import PROCESSES
 class PlannedMachines:
     """The machines that a run is planned for, all alike; by default this one."""
 
-    gpus: int | None = None  # Of each; None: those that are visible here.
-    memory: float = 0.0  # Bytes of each GPU, or of a host without; 0.0: as here.
+    gpus: int | None = None  # GPUs of each machine; None: as many as this process sees.
+    memory: float = 0.0  # Bytes of each GPU, or of a host without GPUs; 0.0: as on this machine.
     number: int = 1
 
 
@@ -36,7 +36,8 @@ class PolicyPlan:
     """The kind of policy, and where and in which type it computes."""
 
     kind: str  # A key of `POLICIES`, or package.module:name.
-    devices: tuple[str, ...]  # Of each of this machine's ranks, or of the layers, in their order.
+    # The device of each rank on this machine, or the devices that share out the layers, in order.
+    devices: tuple[str, ...]
     dtype: str  # Type of matrix products, "float32" or "bfloat16".
 
 
@@ -46,23 +47,25 @@ class EnginePlan:
 
     name: str  # A key of `SAMPLERS`, package.module:name, or "auto".
     config: SamplerConfig
-    in_process: bool = True  # Whether one that reads the policy in place may do so.
+    in_process: bool = True  # Whether an engine may read the policy's own weights in place.
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """How a run of `train_rl` is placed and paced, resolved once (`plan_run`)."""
 
-    base: str  # Folder or hub name of the weights that the run starts from, or resumes with.
+    # Folder or hub name of the weights to load: the base model's, or the checkpoint's on resume.
+    base: str
     roles: Roles
     policy: PolicyPlan
     evaluation: EnginePlan
     rollouts: EnginePlan
-    # Whether one sampler draws evaluations and rollouts, in turns on the same devices.
+    # Whether one sampler draws both evaluations and rollouts, by turns on the same devices.
     shares_sampler: bool
-    # Whether rollouts are sampled between updates, rather than beside them in other processes.
+    # Whether rollouts are sampled between the updates; else during them, in other processes.
     samples_between_updates: bool
-    # Whether engines can open only after the policy, which says what machines and weights it has.
+    # Whether engines must wait until the policy is loaded: torchrun's ranks then say which machines
+    # there are, and a policy class of the user's own which weights it has.
     engines_need_policy: bool
     schedule: Schedule
     response_tokens: int  # Of the longest response that is trained.
@@ -77,15 +80,16 @@ class RunPlan:
 
 
 def plan_run(args: RLArgs, base: str) -> RunPlan:
-    """The plan of a run that starts from the folder `base`, or resumes with it.
+    """The plan of a run that loads the weights of the folder `base`.
 
-    The roles alone follow from arguments and GPUs, and `roles_of` checks them before anything
-    loads. All else waits for `base`, which a run may have to make first, by SFT: its size decides
-    the kind of policy where that is "auto". Raises `UserError` as `roles_of` and `plan_policy`."""
+    `base` must exist, since its size decides the kind of policy where that is "auto"; a warm start
+    is made before. Raises `UserError` as `roles_of` and `plan_policy`."""
     roles = roles_of(args)
     policy = plan_policy(args, roles, base)
-    between_updates = args.rollouts == "sync"
-    shares_sampler = between_updates and roles.eval in roles.sample and not args.sampler_url
+    samples_between_updates = args.rollouts == "sync"
+    # Engines that sample beside the updates are busy when an evaluation is due, and servers at
+    # --sampler_url draw rollouts only.
+    shares_sampler = samples_between_updates and roles.eval in roles.sample and not args.sampler_url
     evaluation_devices = roles.sample if shares_sampler else (roles.eval,)
     evaluation = _with_sleep(plan_engine(args, roles, base, evaluation_devices), roles)
     rollouts = evaluation if shares_sampler else _plan_rollouts(args, roles, base)
@@ -96,7 +100,7 @@ def plan_run(args: RLArgs, base: str) -> RunPlan:
         evaluation=evaluation,
         rollouts=rollouts,
         shares_sampler=shares_sampler,
-        samples_between_updates=between_updates,
+        samples_between_updates=samples_between_updates,
         engines_need_policy=bool(PROCESSES) or policy.kind not in POLICIES,
         schedule=args.schedule,
         response_tokens=args.max_new_tokens,
@@ -108,26 +112,28 @@ def _plan_rollouts(args: RLArgs, roles: Roles, base: str) -> EnginePlan:
     """The engines that sample rollouts alone: those of --sampler, or the servers of
     --sampler_url."""
     engine = plan_engine(args, roles, base, roles.sample)
-    between_updates = args.rollouts == "sync"
-    if between_updates:  # One that samples beside the updates never rests.
+    samples_between_updates = args.rollouts == "sync"
+    if samples_between_updates:  # Engines that sample during the updates have no time to sleep.
         engine = _with_sleep(engine, roles)
     name = "vllm_server" if args.sampler_url else engine.name
     config = replace(engine.config, url=args.sampler_url, weights_folder=args.output_dir)
-    return EnginePlan(name, config, in_process=between_updates)
+    return EnginePlan(name, config, in_process=samples_between_updates)
 
 
 def _with_sleep(engine: EnginePlan, roles: Roles) -> EnginePlan:
-    """The same engines, which sleep where they are on a GPU of the policy's: they give its memory
-    back while the policy computes."""
+    """The same engines, set to sleep if they share a GPU with the policy: while it computes, they
+    give that GPU's memory back."""
     devices = engine.config.devices
     shares_gpu = devices[0] != "cpu" and not set(devices).isdisjoint(roles.policy)
     return replace(engine, config=replace(engine.config, sleeps=shares_gpu))
 
 
 def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -> EnginePlan:
-    """The engines of --sampler on `devices`, with the weights of the folder `base`. They do not
-    sleep. A vLLM engine's share of a GPU is that of --gpu_memory_utilization, or by default the
-    smallest that the other roles leave it on any of its devices."""
+    """The engines of --sampler on `devices`, with the weights of the folder `base`, not yet set to
+    sleep.
+
+    A vLLM engine's share of a GPU's memory is --gpu_memory_utilization. By default it is what the
+    other roles leave on the fullest of the devices."""
     first, *further = devices
     share = args.gpu_memory_utilization
     if not share:
@@ -147,8 +153,8 @@ def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -
 
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
-    """The number of engines that share one GPU's memory: 2 where asynchronous rollouts have their
-    own beside the evaluation's, else 1."""
+    """The number of engines that share one GPU's memory: 2 where the engine of asynchronous
+    rollouts is on the same GPU as the evaluation's, else 1."""
     is_asynchronous = isinstance(args, RLArgs) and args.rollouts == "async"
     if is_asynchronous and roles.eval in roles.sample:
         return 2
@@ -158,13 +164,15 @@ def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
 def plan_policy(
     args: Args, roles: Roles, base: str, machines: PlannedMachines = PlannedMachines()
 ) -> PolicyPlan:
-    """The policy's kind, where that is "auto" by the size of the model `base`, its devices and
-    dtype. Raises `UserError` where these devices cannot hold that kind, and where "auto" depends on
-    the unknown memory of other machines."""
+    """The policy's kind, devices and dtype. --policy_parallelism "auto" becomes a kind here, by the
+    number of ranks and the size of the model `base`.
+
+    Raises `UserError` where the devices or processes do not suit the kind, and where "auto" depends
+    on the unknown memory of other machines."""
     devices = roles.policy
     kind = args.policy_parallelism
-    becomes_ranked = kind == "auto" and (args.policy_ranks or PROCESSES)
-    if policy_kind(kind).ranked or becomes_ranked:
+    auto_has_ranks = kind == "auto" and (args.policy_ranks or PROCESSES)
+    if policy_kind(kind).ranked or auto_has_ranks:
         devices = devices_of_ranks(args, devices)
     if kind == "auto":
         ranks = max(PROCESSES, machines.number * len(devices))
@@ -181,17 +189,17 @@ def plan_policy(
 def _fits_each_device(
     args: Args, base: str, devices: tuple[str, ...], machines: PlannedMachines
 ) -> bool:
-    """Whether weights, gradients and moments fit on every device, with room for activations."""
+    """Whether one device holds all weights, gradients and moments, with room for activations."""
     if machines.gpus is not None and not machines.memory:
         raise UserError(
             "--policy_parallelism auto depends on the memory of a GPU: give --gpu_memory, or"
             " name a kind"
         )
     shape = ModelShape.from_config(load_config(base), args.lora_rank, args.lora_targets)
-    optimizer = getattr(args, "optimizer", "adamw")
+    optimizer = getattr(args, "optimizer", "adamw")  # Commands that do not train have no flag.
     state = shape.state_bytes(shape.parameters, OPTIMIZERS[optimizer].device_bytes)
     memory = machines.memory or min(map(total_bytes, devices))
-    sharing = 1
+    ranks_per_memory = 1
     if "cuda" not in devices[0]:
-        sharing = len(devices)  # Ranks on a CPU share the host's memory.
-    return state <= STATE_SHARE * memory / sharing
+        ranks_per_memory = len(devices)  # Ranks on a CPU share the host's memory.
+    return state <= STATE_SHARE * memory / ranks_per_memory

@@ -29,8 +29,8 @@ from alignment.system.remote import Machine
 def make_sampler(
     plan: EnginePlan, tokenizer, policy: Policy | None = None, console: Console | None = None
 ) -> Sampler:
-    """The sampler of a plan; it may read `policy` in place. Where it takes long to open, what it
-    waits for is said on the console."""
+    """The sampler of a plan; it may read `policy` in place. If the engine takes long to open, the
+    console shows what it is busy with."""
     engine = find_engine(plan.name)
 
     def open_with(start: Start) -> Sampler:
@@ -38,16 +38,16 @@ def make_sampler(
 
     if console is None or not engine.claims_gpu:
         return open_with(Start())
-    with ExitStack() as interrupted:
+    with ExitStack() as on_failure:
         opening = Opening(engine_title(plan.name), open_with)
-        interrupted.callback(opening.close)
+        on_failure.callback(opening.close)
         sampler = opening.result(console)
-        interrupted.pop_all()
+        on_failure.pop_all()  # The engine is open, and the caller's to close.
     return sampler
 
 
 def engine_title(sampler: str) -> str:
-    """The name of --sampler's engine in sentences."""
+    """The name of --sampler's engine as it is written in a sentence."""
     name = engine_name(sampler)
     if name == "vllm":
         return "vLLM"
@@ -55,7 +55,7 @@ def engine_title(sampler: str) -> str:
 
 
 def stoppable(sampler: Sampler, device: str) -> StoppableSampler:
-    """The sampler of a `device`, which gives what it has drawn where a signal arrives."""
+    """The same sampler, on a `device`, but when a signal arrives it returns what it has drawn."""
     device_type = "cuda"
     if device == "cpu":
         device_type = "cpu"
@@ -63,24 +63,27 @@ def stoppable(sampler: Sampler, device: str) -> StoppableSampler:
 
 
 class Engines:
-    """The samplers of a run, "evaluation" and "rollouts", which are one where the plan says so. An
-    engine in a process of its own starts beside the loading of the models (`Opening`)."""
+    """The samplers of a run by their use, "evaluation" and "rollouts"; if the plan shares one
+    sampler, it is "evaluation". Engines that claim a GPU in a process of their own start while the
+    models load (`Opening`)."""
 
     def __init__(self, plan: RunPlan, run: Run, tokenizer):
         self.plan = plan
         self.run = run
         self.tokenizer = tokenizer
         self.openings: dict[str, Opening] = {}
-        self._machines: Sequence[Machine | None] = (None,)  # Those that rollouts are sampled on.
+        # The machines that rollouts are sampled on; None is this one.
+        self._machines: Sequence[Machine | None] = (None,)
         self._policy_to_come = PolicyToCome(plan.roles.policy)
         self._policy: Policy | PolicyToCome = self._policy_to_come
         if not plan.engines_need_policy:
             self._begin()
 
     def _begin(self) -> None:
-        """Start the processes of engines that take long. Those on devices of nobody else's take
-        memory at once."""
-        load_config(self.plan.base)  # Imports what the threads would import, too.
+        """Start the processes of engines that take long to open. An engine that has its GPUs to
+        itself may take their memory at once; the others wait for `open`."""
+        # Imports, before any thread begins, what the threads would import at the same time.
+        load_config(self.plan.base)
         for use, engine_plan in self.plan.engines.items():
             engine = find_engine(engine_plan.name)
             if not (engine.can_be_lost and engine.claims_gpu):
@@ -104,10 +107,10 @@ class Engines:
         return devices
 
     def use_policy(self, policy: Policy) -> None:
-        """Give the engines the policy, which has been loaded."""
+        """Give the engines the policy once it is loaded, and with it the machines of its ranks."""
         self._policy = policy
         self._policy_to_come.policy = policy
-        if self.openings:
+        if self.openings:  # They began without waiting for ranks, on this machine.
             return
         ranks = ranks_of(policy)
         if ranks is not None and not self.plan.rollouts.config.url:
@@ -120,8 +123,8 @@ class Engines:
             )
 
     def open(self, use: str) -> Sampler:
-        """The sampler of the "evaluation", or of the "rollouts". Call this when the trainer takes
-        no memory of its devices."""
+        """The open sampler of a use, "evaluation" or "rollouts". While this waits, the trainer must
+        not allocate memory on the sampler's devices."""
         if use not in self.plan.engines:
             raise RuntimeError("the evaluations' sampler is the rollouts', too")
         if use not in self.openings:
@@ -130,7 +133,7 @@ class Engines:
         return self.run.open(self.openings[use].result(self.run.console))
 
     def _start(self, use: str, start: Start | None = None) -> Sampler:
-        """Open the sampler of a use; its engines go on when `start` lets them, by default at
+        """Open the sampler of a use. `start` says when its engines may take memory; by default at
         once."""
         plan = self.plan.engines[use]
         machines: Sequence[Machine | None] = (None,)
@@ -144,6 +147,7 @@ class Engines:
         )
         tokenizer = self.tokenizer
         if use == "rollouts":
-            tokenizer = load_tokenizer(self.plan.base)  # Two threads must not share one.
+            # The threads of the two uses must not share a tokenizer.
+            tokenizer = load_tokenizer(self.plan.base)
         engine = find_engine(plan.name)
         return open_sampler(engine, config, tokenizer, self._policy, plan.in_process)

@@ -52,8 +52,10 @@ class RunParts:
 
 
 def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter]) -> RunParts:
-    """Load and open all that the loop works with. `run.start` creates the folder last: a mistake
-    leaves none. `measure_memory` makes what measures the policy's memory."""
+    """Load and open all that the loop works with.
+
+    `run.start` creates the run's folder at the very end, so an error before leaves no folder.
+    `measure_memory` makes the meter of the policy's peak memory."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or prepare_warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -69,10 +71,10 @@ def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter])
     references = make_references(args, run, plan, policy)
     engines.use_policy(policy)
     eval_sampler = engines.open("evaluation")
-    previous = 0
+    previous_tokens = 0
     if run.last_step:
-        previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
-    message = policy.choose_micro_batch_tokens(longest, previous)
+        previous_tokens = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
+    message = policy.choose_micro_batch_tokens(longest, previous_tokens)
     if message:
         run.console.print(message)
     sampler = eval_sampler
@@ -81,23 +83,24 @@ def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter])
     pad_id = pad_token_id(tokenizer)
 
     def check_log_probs(groups: Sequence[Group]) -> None:
-        """Compare the log-probs of an evaluation's own sampler with the trainer's."""
+        """Compare the log-probs of the evaluation's sampler with the trainer's."""
         rollout = collate_groups(groups, args.rollout_config, pad_id)
         sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
 
     def request_reference(sampled: SampledStep) -> None:
-        """Have a reference model in another process begin with a rollout as soon as it is
+        """Let a reference model in another process begin on a rollout that has just been
         sampled."""
         batch = collate_groups(sampled.groups, args.rollout_config, pad_id).batch
         references.request(sampled.step, batch, policy.micro_batch_tokens)
 
     if args.lora_rank:
         prompts = [problem.prompt for problem in evaluation.problems[:PROBED]]
-        for own_sampler in dict.fromkeys((eval_sampler, sampler)):
-            proof = prove_adapters_arrive(own_sampler, policy, prompts, args.sampling, pad_id)
+        for each_sampler in dict.fromkeys((eval_sampler, sampler)):
+            proof = prove_adapters_arrive(each_sampler, policy, prompts, args.sampling, pad_id)
             run.console.print(proof, soft_wrap=True)
     rollouts = open_rollouts(plan, run, source, sampler, request_reference)
-    # A sampler that draws rollouts too is compared in every update.
+    # Each update compares the sampler of its rollouts. Only one that never draws rollouts needs the
+    # check after an evaluation.
     check = None if plan.shares_sampler else check_log_probs
     evaluator = Evaluator(evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check)
     run.start(policy, tokenizer, rollouts, measure_memory(policy))
@@ -105,11 +108,12 @@ def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter])
 
 
 def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
-    """The policy of a run, with the optimiser's state of the checkpoint that the run resumes from.
-    Prints where and how it computes."""
+    """The policy of a run; on resume, with the optimiser's state of the checkpoint. Prints the
+    dtype and the devices that it computes with."""
     start = plan.base
     if run.checkpoint and args.lora_rank:
-        start = prepare_warm_start(args, run.console)  # The checkpoint's adapters are added to it.
+        # The base model again, to which the checkpoint's adapters are added.
+        start = prepare_warm_start(args, run.console)
     policy = make_policy(args, plan.policy, start, run.checkpoint)
     if run.checkpoint:
         policy.load_optimizer(run.checkpoint / TRAINER)
@@ -123,8 +127,8 @@ def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
 
 
 def print_left_out_settings(policy: Policy, console: Console) -> None:
-    """Print which settings of the model's config RL leaves out: a policy computes in evaluation
-    mode, as its sampler does."""
+    """Print which dropouts of the model's config RL ignores, if any: the policy computes in
+    evaluation mode, as its sampler does."""
     settings = [f"{name} {value:g}" for name, value in random_settings(policy.config).items()]
     if settings:
         reason = "with it log-probs would not be the sampler's"
@@ -136,13 +140,14 @@ def print_left_out_settings(policy: Policy, console: Console) -> None:
 
 
 def longest_row(
-    plan: RunPlan, source: RolloutSource, problems: Sequence[Problem], tokenizer
+    plan: RunPlan, source: RolloutSource, test_problems: Sequence[Problem], tokenizer
 ) -> int:
-    """Most tokens of a prompt, of the training or the test `problems`, and its response in an
-    update. Raises `UserError` as `encode_problems`."""
-    every_problem = problems
+    """Tokens of the longest row that an update may get: the longest prompt, of the training or the
+    test problems, and the longest trained response. Raises `UserError` as `encode_problems`."""
+    every_problem = test_problems
+    # Endless problems cannot all be measured; the test problems stand for them.
     if not isinstance(source.problems, Endless):
-        every_problem = [*source.problems, *problems]
+        every_problem = [*source.problems, *test_problems]
     prompts = encode_problems(every_problem, plan.base, tokenizer, plan.longest_response)
     return max(map(len, prompts)) + plan.response_tokens
 
@@ -154,8 +159,8 @@ def open_rollouts(
     sampler: Sampler,
     on_sampled: Callable[[SampledStep], None],
 ) -> SyncRollouts:
-    """The rollouts of a run, one step's after another, or sampled ahead of the updates by a
-    thread, which calls `on_sampled` with each."""
+    """The rollouts of a run: sampled between the updates or, ahead of them, by a thread that calls
+    `on_sampled` with each."""
     if plan.samples_between_updates:
         return SyncRollouts(source, sampler, run.clock)
     pool = cast(SamplerPool, sampler)  # As `open_sampler` opens engines outside this process.
@@ -166,16 +171,16 @@ def open_rollouts(
 
 
 def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> References:
-    """The sources of old and reference log-probs. The reference model is the model that the run
-    started from."""
+    """The sources of old and reference log-probs. The reference model has the weights that the run
+    started from before any step; with adapters it is the policy without them."""
     config = args.update_config
     device = plan.roles.reference
     dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     old_policy = None
-    # A policy of several processes, or all on the reference's device, computes old log-probs
-    # itself, before its first update.
-    is_on_one_device = plan.roles.policy == (device,)
-    if args.copies_old_policy and not is_on_one_device and ranks_of(policy) is None:
+    # A copy of the old policy would gain nothing on the policy's own device, and has one process's
+    # weights. Without a copy the policy computes old log-probs itself, before its first update.
+    is_on_policys_device = plan.roles.policy == (device,)
+    if args.copies_old_policy and not is_on_policys_device and ranks_of(policy) is None:
         old_policy = FrozenModel(plan.base, device, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print(

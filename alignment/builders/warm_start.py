@@ -61,7 +61,8 @@ def run_sft(
     check_saving(base, tokenizer)
     evaluation = prepare_evaluation(args, tokenizer)
     problems = evaluation.problems
-    encode_problems(problems, base, tokenizer, args.max_new_tokens)  # refuses long ones now
+    # Refuses a prompt that is too long before the training rather than after it.
+    encode_problems(problems, base, tokenizer, args.max_new_tokens)
     data = SFTData(
         train=encode_demonstrations(args, demonstrations["train"], base, tokenizer),
         validation=encode_demonstrations(args, demonstrations["test"], base, tokenizer),
@@ -78,14 +79,16 @@ def run_sft(
         result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
         log.log_eval({"step": args.num_steps, **result.record}, result.groups)
-    if "left_out" not in result.record:
+    if "left_out" not in result.record:  # No signal has cut the evaluation short.
         write_json(target / "summary.json", result.record)
     return result
 
 
 def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
-    """A new run's folder beside --sft_base, or an unfinished one of the same arguments and `data`
-    that no process has."""
+    """The configuration of an SFT run, whose folder is beside --sft_base.
+
+    It resumes an unfinished run of the same arguments and `data`, if there is one that no other
+    process has locked; else it starts a new one."""
     target = Path(args.sft_base)
     digest = hashlib.sha256(repr((data.train, data.validation)).encode()).hexdigest()
     run_name = args.run_name if args.resume else ""
@@ -106,7 +109,7 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
         changeable=CHANGEABLE_ON_RESUME - {"num_steps"},
         setting=REPRODUCIBILITY_SETTING,
     )
-    with suppress(UserError):
+    with suppress(UserError):  # No such run, a locked one, or one of other arguments: start anew.
         name = resumed_run_name(config.output_dir, config.run_name, config.default_name)
         folder = target.parent / name
         with lock_run_folder(folder):
@@ -116,9 +119,11 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
 
 
 def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Console) -> Path:
-    """Fine-tune the model of the folder `base` in a run's folder, save it to --sft_base, and return
-    that; the policy makes room for an evaluation's engine. Raises `WarmStartExists` where another
-    command writes --sft_base first: nothing is ever overwritten."""
+    """Fine-tune the model of the folder `base`, save it to --sft_base, and return that folder. The
+    policy is freed on return, so that the engine of an evaluation finds room.
+
+    Raises `WarmStartExists` where another command writes --sft_base first: nothing is ever
+    overwritten."""
     target = Path(args.sft_base)
     with open_run(sft_run_config(args, data), console) as run:
         start = base
@@ -126,16 +131,16 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
             start = str(run.checkpoint)
         plan = plan_policy(args, roles_of(args), start)
         policy = make_policy(args, plan, start, run.checkpoint, dropout=True)
-        previous = 0
+        previous_tokens = 0
         if run.checkpoint:
             console.print(
                 f"going on after step {run.last_step}, in {run.path}", markup=False, soft_wrap=True
             )
             policy.load_optimizer(run.checkpoint / TRAINER)
-            previous = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
+            previous_tokens = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
         every_example = (*data.train, *data.validation)
         longest = max(len(prompt) + len(response) for prompt, response in every_example)
-        message = policy.choose_micro_batch_tokens(longest, previous)
+        message = policy.choose_micro_batch_tokens(longest, previous_tokens)
         if message:
             console.print(message)
         run.start(policy, tokenizer)
@@ -150,14 +155,15 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
         try:
             save_sft(target, run, policy, tokenizer)
         finally:
+            # Whoever made --sft_base, nobody will resume this run.
             if target.exists() and run.path != target:
                 shutil.rmtree(run.path, ignore_errors=True)
     return target
 
 
 def save_sft(target: Path, run: Run, policy: Policy, tokenizer) -> None:
-    """Write the trained model with its run's arguments, metrics and trackers to the folder
-    `target`. Raises `WarmStartExists` where that is there already."""
+    """Write the trained model, with the JSON and JSONL files of its run, to the folder `target`.
+    Raises `WarmStartExists` if that exists already."""
     try:
         with atomic_folder(target) as building:
             for file in (*run.path.glob("*.jsonl"), *run.path.glob("*.json")):
@@ -175,9 +181,11 @@ def save_sft(target: Path, run: Run, policy: Policy, tokenizer) -> None:
 def tokenise_demonstrations(
     args: SFTArgs, demonstrations: Sequence[Demonstration], tokenizer, context: int
 ) -> list[Example]:
-    """The demonstrations' prompts and responses as token ids. A tag that ends a prompt and begins
-    its response is trained once, and how often is printed. Raises `UserError` for a demonstration
-    of more tokens than the `context`."""
+    """The demonstrations' prompts and responses as token ids.
+
+    Where a response begins with the tag that its prompt ends with, the response loses it; the
+    number of such demonstrations is printed. Raises `UserError` for a demonstration of more tokens
+    than the `context`."""
     template = args.prompt or find_task(args.task, args.data).prompt
     problems = prompted([problem for problem, _ in demonstrations], template, tokenizer)
     pairs: list[tuple[str, str]] = []
@@ -187,17 +195,19 @@ def tokenise_demonstrations(
         if without_repeated_tag(problem.prompt, response) != response:
             repeated += 1
     if repeated:
-        number = f"{repeated} of {len(pairs)} demonstrations"
-        repetition = "begin with the tag that their prompt ends with"
-        say_once(f"{number} {repetition}: it is not trained again")
+        say_once(
+            f"{repeated} of {len(pairs)} demonstrations begin with the tag that their prompt ends"
+            " with: it is not trained again"
+        )
     return tokenise(pairs, tokenizer, context)
 
 
 def encode_demonstrations(
     args: SFTArgs, demonstrations: Sequence[Demonstration], base: str, tokenizer
 ) -> list[Example]:
-    """Token ids as `tokenise_demonstrations` makes them for the context of the model `base`. Raises
-    `UserError`, naming the demonstration, for a token without an embedding."""
+    """The demonstrations as token ids (`tokenise_demonstrations`), checked against the model
+    `base`. Raises `UserError`, naming the demonstration, for one that exceeds the model's context
+    or has a token without an embedding."""
     config = load_config(base)
     encoded = tokenise_demonstrations(
         args, demonstrations, tokenizer, config.max_position_embeddings
@@ -211,8 +221,9 @@ def encode_demonstrations(
 def encode_problems(
     problems: Sequence[Problem], base: str, tokenizer, max_new_tokens: int
 ) -> list[list[int]]:
-    """Token ids of the problems' prompts. Raises `UserError` as `encode_prompts` for the context of
-    the model `base`, and, naming the problem, for a token without an embedding."""
+    """Token ids of the problems' prompts, checked against the model `base`. Raises `UserError` for
+    a prompt that leaves no room for `max_new_tokens` in the model's context (`encode_prompts`),
+    and, naming the problem, for a token without an embedding."""
     config = load_config(base)
     prompts = [problem.prompt for problem in problems]
     encoded = encode_prompts(tokenizer, prompts, config.max_position_embeddings, max_new_tokens)
@@ -226,8 +237,8 @@ class WarmStartExists(UserError):
 
 
 def prepare_warm_start(args: RLArgs, console: Console) -> str:
-    """The folder or hub name of the model that training starts from, made by SFT where the preset
-    says so."""
+    """The folder or hub name of the model that training starts from: --model, or --sft_base, which
+    SFT makes if it does not exist yet."""
     if not args.sft_base:
         return resolve_model(args.model, args.output_dir)
     refuse_missing_warm_start(args)

@@ -35,8 +35,8 @@ from alignment.system.registry import find
 Config = TypeVar("Config", bound=DataclassInstance)
 
 
-# The fields of a dataclass begin with those of its last base. An arm's name has its parts in the
-# order of the fields, which must stay.
+# A dataclass has the fields of its last base first. The arms of a sweep are named after their
+# arguments in the order of the fields, so the order of the bases must not change.
 @dataclass(frozen=True)
 class Args(
     RunFlags,
@@ -207,12 +207,13 @@ class RLArgs(
             f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}:"
             f" the ratio of --loss_type {self.loss_type} is to the sampler's log-probs already"
         )
-        corrects_once = self.sampler_correction == "none" or not self.trusts_sampler
-        require(self, "sampler_correction", corrects_once, wanted)
+        # The correction is pi_old / pi_sampler, which is 1 where pi_old is the sampler's.
+        is_valid = self.sampler_correction == "none" or not self.trusts_sampler
+        require(self, "sampler_correction", is_valid, wanted)
 
     def _check_groups(self) -> None:
-        """Raise `UserError` for groups of which the loss can learn nothing, and for an unknown
-        loss."""
+        """Raise `UserError` for a --group_size or --max_refills that does not suit the loss, and
+        for an unknown loss."""
         takes_raw_rewards = self.loss.weight == "raw_rewards"
         wanted = (
             "at least 2: with one sample a prompt the group's mean is the reward itself and its std"
@@ -225,44 +226,47 @@ class RLArgs(
         require(self, "max_refills", self.max_refills == 0 or not takes_raw_rewards, wanted)
 
     def _check_staleness(self) -> None:
-        """Raise `UserError` for a sampler whose weights would come too late."""
+        """Raise `UserError` for --max_staleness or --sync_every without --rollouts async, and for a
+        --sync_every that is too large for --max_staleness."""
         is_async = self.rollouts == "async"
-        in_step = is_async or not self.max_staleness
-        require(self, "max_staleness", in_step, "0, or go with --rollouts async")
-        most = self.staleness + 1
+        is_valid = is_async or not self.max_staleness
+        require(self, "max_staleness", is_valid, "0, or go with --rollouts async")
+        largest = self.staleness + 1
         wanted = "1, or go with --rollouts async"
         if is_async:
             wanted = (
-                f"at most {most}: later weights would come too late for --max_staleness"
+                f"at most {largest}: later weights would come too late for --max_staleness"
                 f" {self.staleness}"
             )
-        require(self, "sync_every", self.sync_every <= most, wanted)
+        require(self, "sync_every", self.sync_every <= largest, wanted)
 
     @property
     def staleness(self) -> int:
-        """Steps that the sampler's weights may be behind."""
+        """The most steps that the sampler's weights may be behind; 0 with --rollouts sync."""
         if self.rollouts == "sync":
             return 0
         return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def trusts_sampler(self) -> bool:
-        """Whether the sampler's log-probs serve as the old policy's: by --old_log_probs, or as it
-        alone has stale weights."""
+        """Whether the ratio takes the sampler's log-probs as the old policy's: where
+        --old_log_probs says so, and where the weights may be stale, since the sampler alone still
+        has those."""
         return self.loss.uses_ratio and (self.staleness > 0 or self.old_log_probs == "sampler")
 
     @property
     def needs_old_policy(self) -> bool:
-        """Whether old log-probs play a part, in ratio or correction, and can differ from the
-        policy's, by several updates."""
-        used = self.loss.uses_ratio or self.sampler_correction != "none"
-        return used and self.updates_per_rollout > 1 and not self.trusts_sampler
+        """Whether old log-probs must be computed. The ratio or the correction uses them, several
+        updates a rollout make them differ from the policy's, and the sampler's do not replace
+        them."""
+        is_used = self.loss.uses_ratio or self.sampler_correction != "none"
+        return is_used and self.updates_per_rollout > 1 and not self.trusts_sampler
 
     @property
     def copies_old_policy(self) -> bool:
-        """Whether a copy of the policy may compute old log-probs. Adapters need no copy of the
-        weights, and a copy computes without the policy's own kernels, so that the first ratio would
-        be other than 1."""
+        """Whether a copy of the policy may compute old log-probs. Not with adapters, for which all
+        weights would be copied, nor with --compile or Liger's kernels: the copy computes without
+        them, so that the ratio of the first update would not be exactly 1."""
         return self.needs_old_policy and not (
             self.lora_rank or self.compile or self.use_liger_kernel
         )
@@ -276,7 +280,8 @@ class RLArgs(
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seeds of the order of data, of rollouts' samples, and of the model's new weights."""
+        """The seeds of the order of data, of the rollouts' samples, and of everything else that is
+        random, such as new adapters ("model")."""
         data = self.seed if self.data_seed is None else self.data_seed
         sampling = self.seed if self.sampling_seed is None else self.sampling_seed
         return {"data": data, "sampling": sampling, "model": self.seed}
@@ -294,7 +299,7 @@ class RLArgs(
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How rollouts are drawn, but for the step's seed and the task's stop strings."""
+        """How rollouts are drawn. A step's seed and a task's stop strings are added later."""
         return SamplingConfig(
             self.group_size,
             self.sampling_temperature,
@@ -334,11 +339,11 @@ class RLArgs(
 
 
 CHANGEABLE_ON_RESUME = names_of_flags(RLArgs, "changeable")
-"""Arguments that a resumed run may change. Evaluations draw from a generator of their own, so their
-number changes no step."""
+"""Arguments that a resumed run may change. Those of evaluations may be among them: an evaluation
+draws from a generator of its own, so it changes no step."""
 REPRODUCIBILITY_SETTING = names_of_flags(RLArgs, "setting")
-"""Arguments that decide how far a run is reproducible: what `verify` showed holds for runs with the
-same values of these."""
+"""Arguments that decide how far a run is reproducible. What `verify` has shown of one run holds for
+every run with the same values of them."""
 
 
 @dataclass(frozen=True)
@@ -454,8 +459,8 @@ class VerifyArgs(RLArgs):
 
 
 def configuration(cls: type[Config], args: Args, **fields) -> Config:
-    """A configuration made of `fields`, and of the arguments that have the names of its other
-    fields."""
+    """A `cls` made of `fields`; its other fields take the arguments of the same names, or else
+    their defaults."""
     values = dict(fields)
     for field in dataclasses.fields(cls):
         if field.name not in fields and hasattr(args, field.name):

@@ -1,10 +1,11 @@
-"""Policy-gradient losses, denominators, KL, importance weights, and the loss that is their sum.
+"""Policy-gradient losses, the KL penalty, importance weights, and the loss of a micro-batch that is
+made of them.
 
-Everything known of a loss is in its entry of `LOSSES`.
+Every fact about a loss is in its entry of `LOSSES`.
 
 Axes: B responses, T tokens. Notation: r rewards, A advantages, pi the policy, pi_old the policy
-that sampled. Each loss returns (per-token loss [batch, sequence], per-token metadata). Importing it
-loads no torch, so arguments are checked at once.
+that sampled. Each loss returns (per-token loss [batch, sequence], per-token metadata). Importing
+this module loads no torch, so that commands check their arguments without that wait.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _sum_of_means(loss_BT: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(loss_BT, mask, dim=1).sum()
 
 
-# --loss_normalization -> its sum and denominator.
+# --loss_normalization -> its sum and denominator. `most` is max_new_tokens.
 NORMALIZATIONS: Mapping[str, Normalization] = {
     "sequence_mean": Normalization(_sum_of_means, lambda lengths, most: len(lengths)),
     "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
@@ -61,8 +62,8 @@ def loss_denominator(
 ) -> float:
     """The number that the summed loss of a whole optimiser step is divided by.
 
-    "sequence_mean": the number of sequences, which weigh the same (GRPO, arXiv:2402.03300, eq. 3).
-    "token_mean": that of response tokens, which weigh the same (DAPO, arXiv:2503.14476, eq. 8).
+    "sequence_mean": the number of sequences: all weigh the same (GRPO, arXiv:2402.03300, eq. 3).
+    "token_mean": the number of response tokens: all weigh the same (DAPO, arXiv:2503.14476, eq. 8).
     "constant": sequences * `max_new_tokens`, so that length changes no token's weight (Dr. GRPO,
     arXiv:2503.20783, section 3.2).
     """
@@ -101,19 +102,18 @@ ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "adva
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy-gradient loss, with every fact about it that arguments, the linter, the microscope
-    and the update read."""
+    """One policy-gradient loss, with every fact about it that other modules need."""
 
     function: LossFunction
     weight: Literal["advantages", "raw_rewards"] | None = "advantages"
-    """What multiplies each response's gradient, which is 0 where the weight is 0; None: any
-    response may have a gradient."""
+    """What multiplies a response's gradient. A response of weight 0 has none, so its forward pass
+    may be skipped; None: any response may have a gradient."""
     uses_ratio: bool = False
     """Whether the loss takes the ratio to the old policy, and so needs old log-probs."""
     ratio_per_response: bool = False
     """Whether the ratio is one number for all tokens of a response."""
     arguments: frozenset[str] = ADVANTAGE_ARGUMENTS
-    """Of `OPTIONAL_ARGUMENTS`, the flags that play a part."""
+    """Which of the flags in `OPTIONAL_ARGUMENTS` this loss uses."""
     at_ratio_one: str = ""
     """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss
     itself."""
@@ -121,11 +121,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """A loss and the numbers in it. The other fields are those of the flags of the same names."""
+    """A loss and its settings, which have the names of their flags."""
 
     loss: Loss
     cliprange: float | None = 0.2
-    """None where a caller gives none; a loss that clips then raises ValueError."""
+    """None for losses without clipping; a loss that clips raises ValueError without it."""
     cliprange_high: float | None = None
     dual_clip: float = 0.0
     beta: float = 0.0
@@ -165,8 +165,8 @@ def compute_grpo_clip_loss(
     PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages
     (arXiv:2402.03300, eq. 3). `cliprange_high` (None: `cliprange`) is DAPO's upper range (Yu et al.
     2025, arXiv:2503.14476, eq. 10). With `dual_clip` d > 1 the surrogate of a negative advantage is
-    at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and bool "clipped"
-    where a bound counts, so that the gradient is zero.
+    at least d * A (Ye et al. 2020, arXiv:1912.09729, eq. 5). Metadata: "ratio", and the bool
+    "clipped", true where a bound takes effect, so that the token's gradient is zero.
     """
     config = LossConfig(LOSSES["grpo_clip"], cliprange, cliprange_high, dual_clip)
     return _clipped_surrogate(advantages, (policy_log_probs - old_log_probs).exp(), config)
@@ -174,12 +174,12 @@ def compute_grpo_clip_loss(
 
 def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig) -> TokenLoss:
     low, high = _bounds(config)
-    free_BT = _weigh(advantages, ratio_BT)
+    unclipped_BT = _weigh(advantages, ratio_BT)
     bounded_BT = _weigh(advantages, ratio_BT.clamp(low, high))
-    surrogate_BT = free_BT.minimum(bounded_BT)
-    clipped_BT = bounded_BT < free_BT
+    surrogate_BT = unclipped_BT.minimum(bounded_BT)
+    clipped_BT = bounded_BT < unclipped_BT
     if config.dual_clip:
-        # Only negative advantages have a floor, d * A.
+        # The floor d * A is for negative advantages only.
         floor_B1 = (config.dual_clip * advantages).where(advantages < 0, float("-inf"))
         floor_BT = floor_B1.expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
@@ -188,7 +188,7 @@ def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig)
 
 
 def _bounds(config: LossConfig) -> tuple[float, float]:
-    """The smallest and the largest ratio that counts. Raises ValueError without a cliprange."""
+    """The clip range of the ratio, lower and upper bound. Raises ValueError without a cliprange."""
     if config.cliprange is None:
         raise ValueError("this loss needs cliprange")
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
@@ -213,17 +213,17 @@ def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
     ratio = ratio_BT.detach()
-    nothing_clipped = ratio < 0  # for ratios are positive
-    return -_weigh(advantages, ratio_BT), {"ratio": ratio, "clipped": nothing_clipped}
+    never_clipped_BT = ratio < 0  # False everywhere: a ratio is never negative.
+    return -_weigh(advantages, ratio_BT), {"ratio": ratio, "clipped": never_clipped_BT}
 
 
 def _gspo(inputs: LossInputs) -> TokenLoss:
     """-min(s * A, clip(s, 1 - c, 1 + c_high) * A) with one s a response.
 
     s = exp(mean over the response's tokens of log pi / pi_old): GSPO, Zheng et al. 2025
-    (arXiv:2507.18071), eqs. 5 and 7, written to every token of the response, so that with
-    sequence_mean each response counts once. Its clip ranges are orders of magnitude smaller than
-    GRPO's (3e-4 there).
+    (arXiv:2507.18071), eqs. 5 and 7. Every token of a response gets the response's loss, so that
+    with sequence_mean each response counts once. Clip ranges are orders of magnitude smaller than
+    GRPO's (3e-4 in the paper).
     """
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
@@ -234,8 +234,9 @@ def _gspo(inputs: LossInputs) -> TokenLoss:
 def _cispo(inputs: LossInputs) -> TokenLoss:
     """-sg(clip(rho, 1 - c, 1 + c_high)) * A * log pi, where sg stops the gradient.
 
-    The weight is clipped, so that no token loses its gradient: CISPO, MiniMax 2025
-    (arXiv:2506.13585), eqs. 4 and 5, which bounds the ratio from above only (`cliprange` 1).
+    Clipping bounds a token's weight and never removes its gradient: CISPO, MiniMax 2025
+    (arXiv:2506.13585), eqs. 4 and 5. The paper bounds the ratio from above only, as `cliprange` 1
+    does.
     """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
@@ -246,7 +247,7 @@ def _cispo(inputs: LossInputs) -> TokenLoss:
 
 
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
-# With rho = 1 the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3)
+# Where rho = 1, the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3).
 _AT_ONE = "reinforce_with_baseline"
 
 # --loss_type -> the loss.
@@ -308,20 +309,22 @@ def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator:
     over samples of pi are the divergence. As terms of a loss they differ: the expected gradient of
     k1 is zero, that of k2 is the divergence's own (Tang & Munos 2025, arXiv:2506.09477).
 
-    Under top-p or top-k each model's log-probs are of its own truncated distribution, plus the
-    sampled token where it is outside. The divergence may then be infinite, and no estimate is
-    unbiased: the mean of k3 - k1, E[exp(l)] - 1, lacks the reference's share of tokens that pi
-    never samples. At top-p .5 the same tokens had mean k1 .0386 and k3 .0148.
+    Under top-p or top-k each model's log-probs are of its own truncated distribution, to which the
+    sampled token is added where it is outside. The divergence may then be infinite, and no estimate
+    is unbiased: the mean of k3 - k1 is E[exp(l)] - 1, which is no longer 0 but minus the
+    probability that the reference gives to tokens pi never samples. At top-p .5 the same tokens had
+    mean k1 .0386 and k3 .0148.
     """
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
-# What bounds an importance weight at a cap.
+# Ways to bound an importance weight by a cap.
 BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
     "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
-# Ways to weigh tokens: the level at which the ratio is taken, and what bounds it.
+# --sampler_correction: whether the importance weight is a token's or a whole response's, and its
+# bound.
 CORRECTIONS = (
     "none",
     *(f"token_{bound}" for bound in BOUNDS),
@@ -332,13 +335,12 @@ CORRECTIONS = (
 def sampler_weights(
     old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float
 ) -> Tensor:
-    """Importance weights of the trainer's policy to the sampler's distribution, without gradient.
+    """Importance weights [batch, sequence], without gradient, that correct for samples drawn from
+    the sampler's distribution instead of the trainer's policy.
 
-    Shape [batch, sequence].
-
-    w = pi_old / pi_sampler of each token, or of the whole response (the product over its tokens);
-    "truncate": min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1),
-    "mask": w where it is at most cap, else 0.
+    "token": w = pi_old / pi_sampler of each token; "sequence": the product of these over the
+    response. "truncate": min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018,
+    arXiv:1802.01561, eq. 1); "mask": w where it is at most cap, else 0.
     """
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
@@ -350,11 +352,11 @@ def sampler_weights(
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
     """The scalar loss of one micro-batch, with its graph, and sums over its response tokens.
 
-    It does not wait for the device. A token's loss is its policy-gradient loss, weighted by
-    `sampler_weights`, plus `beta` times `kl_penalty`. `denominator` counts the whole optimiser step
-    (`loss_denominator`), so any cut into micro-batches has the same gradient. Sums:
-    "response_tokens", "ratio_sum", "ratio_max", "clipped_tokens"; "kl_sum" with a reference,
-    "weight_sum" with a correction.
+    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times
+    `kl_penalty`. `denominator` is that of the whole optimiser step (`loss_denominator`), so any cut
+    into micro-batches has the same gradient. Sums: "response_tokens"; "ratio_sum", "ratio_max" and
+    "clipped_tokens" of a loss with a ratio; "kl_sum" with a KL penalty; "weight_sum" with a
+    correction. Nothing here waits for the device.
     """
     config = inputs.config
     (mask,) = inputs.require("mask")
@@ -377,6 +379,7 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[T
 
 
 def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
+    """Sums over response tokens (`micro_batch_loss`) of those quantities that `per_token` has."""
     sums = {"response_tokens": response_mask.sum()}
     if "ratio" in per_token:
         ratio_BT = per_token["ratio"].where(response_mask, 0)
@@ -409,10 +412,11 @@ def grpo_microbatch_train_step(
 
     Returns the scalar loss, detached, and its sums.
 
-    Without `denominator` all `gradient_accumulation_steps` micro-batches are taken to be alike:
-    batch * steps for sequence_mean, this micro-batch's tokens * steps for token_mean; "constant"
-    has no such default (ValueError). `numbers` are further fields of `LossConfig`: cliprange_high,
-    dual_clip, beta, kl_estimator, sampler_correction, correction_cap.
+    Without `denominator` the whole step is taken to be `gradient_accumulation_steps` times this
+    micro-batch: "sequence_mean" divides by its responses times the steps, "token_mean" by its
+    response tokens times the steps, and "constant" raises ValueError. `numbers` are further fields
+    of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
+    correction_cap.
     """
     divisor: float | Tensor
     if denominator is None:
@@ -449,8 +453,8 @@ def sft_microbatch_train_step(
     """Negative log-likelihood of the response tokens and its backward.
 
     The loss is the sum over a response of -log pi / normalize_constant, averaged over the batch and
-    `gradient_accumulation_steps`. Returns the scalar loss, detached, and {"response_tokens"}.
-    """
+    divided by `gradient_accumulation_steps`. Returns the scalar loss, detached, and
+    {"response_tokens"}."""
     per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()

@@ -50,8 +50,8 @@ Interval = tuple[float, float]
 
 
 class Evaluation(NamedTuple):
-    """Scored groups of one size, and their `record`: averages in [0, 1], their 95 % intervals, and
-    what docs/files.md lists."""
+    """Scored groups, all of the same number of completions, and the `record` that is logged of
+    them: averages in [0, 1], their 95 % intervals and further figures (`summarise`)."""
 
     groups: tuple[Group, ...]
     record: Mapping[str, Any]
@@ -65,17 +65,18 @@ def evaluate_vllm(
     rules: Sequence[str] = ("r1_zero", "r1_zero_strict"),
     on_response_end: OnResponseEnd | None = None,
 ) -> Evaluation:
-    """The evaluation of completions sampled from any `Sampler`, vLLM's or another, one group for
-    each problem.
+    """Sample from any `Sampler`, vLLM's or another, score the completions, and return the
+    evaluation, one group for each problem.
 
-    Its record also has the mean reward under each of `rules`. Raises `UserError` without a problem.
-    Where a signal has stopped a `StoppableSampler`, it is the evaluation of the first problems, and
-    its record says how many others are "left_out"."""
+    Its record has the mean reward under each of `rules`, too. Where a signal stops a
+    `StoppableSampler`, the evaluation is of the first problems only, and its record counts those
+    "left_out". Raises `UserError` without a problem."""
     if not problems:
         raise UserError("nothing to evaluate: the task has no problem in its test split")
     start = time.perf_counter()
     prompts = [problem.prompt for problem in problems]
     completions = vllm_model.sample(prompts, eval_sampling_params, on_response_end)
+    # Only a signal may leave problems unanswered; `score_groups` refuses any other lack.
     answered = problems[: len(completions)] if received_signal() else problems
     groups = score_groups(answered, completions, reward_fn)
     evaluation = summarise(groups, time.perf_counter() - start, rules)
@@ -108,30 +109,32 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
 
 
 def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """Shares of success, each as a `figure`: `AVERAGES`; avg@k, the mean reward of k samples;
-    pass@j for powers of two j and k; maj@k."""
+    """The `figure` of each metric, for groups of k samples: `AVERAGES`; avg@k, the mean reward;
+    pass@j for j = 1, 2, 4, ... and j = k; maj@k."""
     k = len(groups[0].completions)
     scores_by_metric = {name: _score_rows(groups, part) for name, part in AVERAGES.items()}
     scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
-    correct = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
+    correct_P = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     powers_of_two = [2**exponent for exponent in range(k.bit_length())]
+    # pass@j and maj@k are one number a problem, which stands for each of its k samples.
     for j in sorted({k, *powers_of_two}):
-        scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, number, j)] * k for number in correct]
+        scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, correct, j)] * k for correct in correct_P]
     scores_by_metric[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
     return {metric: figure(scores_PG) for metric, scores_PG in scores_by_metric.items()}
 
 
 def _score_rows(groups: Sequence[Group], part: str) -> list[list[float]]:
-    """One part of the scores of each group's completions."""
+    """One part of each score, such as "reward": a row for each group, of its completions."""
     return [[score[part] for score in group.scores] for group in groups]
 
 
 def figure(scores_PG: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The mean of some scores in [0, 1], its 95 % interval and standard error over problems, and
-    the smallest difference that two models near it, evaluated alike, show with a chance of 80 %."""
+    """The mean of scores in [0, 1], its 95 % interval, its standard error over problems, and the
+    smallest difference between two models of about this mean that such an evaluation of both would
+    detect with a power of 80 %."""
     p, n = effective_sample(scores_PG)
-    # Two more successes and two more failures keep the smallest difference from being 0 where all
-    # scores are equal (Agresti and Coull 1998).
+    # About two more successes and two more failures (z^2 / 2 of each; Agresti and Coull 1998), so
+    # that the smallest difference is above 0 even where all scores are equal.
     z2 = 1.96**2
     shrunk = (p * n + z2 / 2) / (n + z2)
     return {
@@ -159,9 +162,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority_share(group: Group) -> float:
-    """1 where the most frequent answer is right, 0 where it is wrong; among equally frequent
-    answers, the share that is right. Answers are compared as written; a response without an answer
-    has no vote (Wang et al. 2023, arXiv:2203.11171)."""
+    """1 where the most frequent answer is right, 0 where it is wrong; where several are equally
+    frequent, the share of them that is right.
+
+    Answers are compared as written; a response without an answer has no vote (Wang et al. 2023,
+    arXiv:2203.11171)."""
     answers = [extract_answer(completion.text) for completion in group.completions]
     leaders = set(multimode(answer for answer in answers if answer is not None))
     if not leaders:
@@ -173,9 +178,11 @@ def majority_share(group: Group) -> float:
 
 
 def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean p, and the effective number of independent samples: p(1 - p) / variance of the mean,
-    estimated from the variance between problems (Kish 1965, design effect). Where all scores are
-    equal, each problem counts once."""
+    """The mean p of the scores, and their effective number n: p(1 - p) / n is the variance of the
+    mean, which is estimated from the variance between problems (Kish 1965, design effect).
+
+    n is at most the number of scores. Where the problems' means are all equal, it is the number of
+    problems."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems = scores.shape[0]
     p = scores.mean().item()
@@ -188,8 +195,8 @@ def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """Wilson's 95 % interval (Wilson 1927) of the mean of scores in [0, 1], of which a problem's
-    are correlated."""
+    """Wilson's 95 % interval (Wilson 1927) of the mean of scores in [0, 1]. Its n is that of
+    `effective_sample`, since the scores of one problem are correlated."""
     p, n = effective_sample(scores_PG)
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -199,7 +206,7 @@ def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) ->
 def print_table(
     rows: Sequence[Mapping[str, Any]], benchmarks: Mapping[str, Mapping], console: Console
 ) -> None:
-    """Print one table of all evaluations, `rows` being records with their model and task."""
+    """Print one table of all evaluations; each of `rows` is a record with its model and task."""
     text = fill_template(
         TEMPLATES / "evaluations.txt.j2", rows=rows, categories=CATEGORIES, benchmarks=benchmarks
     )
@@ -208,25 +215,26 @@ def print_table(
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """B - A, with its 95 % interval, and the problems on which mean rewards differ, as rows of
-    comparison.jsonl."""
+    """The mean rewards of two sides A and B, their difference B - A with its 95 % interval, and the
+    problems on which they differ, as rows of comparison.jsonl."""
 
     a: float
     b: float
     difference: float
     interval: Interval
-    won: tuple[dict, ...]
-    lost: tuple[dict, ...]
+    won: tuple[dict, ...]  # Problems on which B has the higher mean reward.
+    lost: tuple[dict, ...]  # Problems on which A has it.
 
 
 def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifference:
-    """The difference of two sides' groups of the same problems in the same order.
+    """The difference of two sides' groups, which are of the same problems in the same order.
 
-    Its interval is made of those of the two means, allowing for the correlation r between problems'
-    mean rewards (Newcombe 1998, Statistics in Medicine 17:2635, method 10): with d = b - a, and
-    lower and upper bounds l and u, d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2),
-    and likewise above. Unlike the normal interval it has a width where all answers of both sides
-    score alike."""
+    Its interval combines the intervals [l_a, u_a] and [l_b, u_b] of the two means, with r the
+    correlation of the problems' mean rewards (Newcombe 1998, Statistics in Medicine 17:2635, method
+    10). With d = b - a, the lower bound is
+    d - sqrt((b - l_b)^2 - 2 r (b - l_b)(u_a - a) + (u_a - a)^2), and the upper bound
+    d + sqrt((u_b - b)^2 - 2 r (u_b - b)(a - l_a) + (a - l_a)^2). Unlike the normal interval it
+    keeps a width where all answers of both sides score alike."""
     rewards_a = _score_rows(a, "reward")
     rewards_b = _score_rows(b, "reward")
     low_a, high_a = clustered_interval(rewards_a)
@@ -239,8 +247,9 @@ def paired_difference(a: Sequence[Group], b: Sequence[Group]) -> PairedDifferenc
     if means_a_P.std() > 0 and means_b_P.std() > 0:
         r = torch.corrcoef(torch.stack([means_a_P, means_b_P]))[0, 1].item()
 
-    def combined_width(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one * one - 2 * r * one * other + other * other))
+    def combined_width(width_b: float, width_a: float) -> float:
+        squared = width_b * width_b - 2 * r * width_b * width_a + width_a * width_a
+        return math.sqrt(max(0.0, squared))  # Rounding may make it negative.
 
     difference = mean_b - mean_a
     low = difference - combined_width(mean_b - low_b, high_a - mean_a)
@@ -317,12 +326,13 @@ class Evaluator:
     sampler: Sampler
     run: Any
     policy: Any
-    # Compares log-probs with the trainer's, where no rollout's are compared.
+    # Compares the log-probs of an evaluation with the trainer's. None where this sampler draws
+    # rollouts too: each update compares those.
     check: Callable[[Sequence[Group]], object] | None
 
     def run_if_due(self, step: int) -> None:
-        """Evaluate after `step` steps, unless that is logged already: a run may stop between a step
-        and its evaluation."""
+        """Evaluate after `step` steps if an evaluation is due there and not logged already. A run
+        that stopped between a step and its evaluation makes it up on resume."""
         is_due = step % self.interval == 0 or step >= self.run.config.num_steps
         if not is_due or step in self.run.folder.evaluated:
             return
@@ -331,8 +341,8 @@ class Evaluator:
             load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)
         if self.check is not None:
-            # This sampler only evaluates, so it gets new weights before its next completions. It
-            # gives its memory to the trainer, which computes the log-probs.
+            # The trainer, which computes log-probs for the check, gets the sampler's memory. The
+            # sampler may lose its weights: it gets new ones before the next evaluation.
             put_to_sleep(self.sampler, keep_weights=False)
             self.check(evaluation.groups)
         self.run.folder.log_eval({"step": step, **evaluation.record}, evaluation.groups)

@@ -1,7 +1,8 @@
-"""One step's samples and scores after another: prompts to groups, with refills for groups of equal
-rewards, and groups to a batch. A step is sampled between the updates, by a sampler with its weights
-(`SyncRollouts`), or ahead, by a thread that samples and scores while the trainer is busy with
-earlier ones (`AheadRollouts`)."""
+"""The rollouts of a run: prompts are sampled and scored as groups, groups of equal rewards are
+refilled, and groups become a batch.
+
+`SyncRollouts` samples each step between the updates, with the latest weights. `AheadRollouts` has a
+thread sample and score later steps while the trainer is busy with earlier ones."""
 
 import dataclasses
 import itertools
@@ -54,7 +55,7 @@ from alignment.system.processes import GRACE_SECONDS
 
 
 class _Request(NamedTuple):
-    """What a sampler was asked for: the problems, and how to draw their completions."""
+    """What `sample_step` had a sampler draw: completions of these problems, in this way."""
 
     problems: Sequence[Problem]
     sampling: SamplingConfig
@@ -88,6 +89,7 @@ class RolloutSource:
         check_version(groups, version)
         report = rollout_report(groups, self.config, self.task.rules)
         if self.config.max_refills:
+            # Of all groups that were sampled, those that refills replaced included.
             rewards = [score["reward"] for score in flatten_scores(sampled)]
             lengths = [len(completion.token_ids) for completion in flatten_completions(sampled)]
             report["prompts_asked"] = len(sampled)
@@ -107,7 +109,7 @@ class RolloutSource:
 
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or
-    no problem is left."""
+    no training problem is left, for example after `max_prompt_tokens`."""
     task = find_task(config.task, config.data)
     problems = prompted(
         task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer
@@ -125,10 +127,10 @@ def refilled_groups(
 ) -> tuple[list[Group], list[Group]]:
     """The groups of a step, and all that were sampled for them.
 
-    `sample(problems, refill)` samples and scores. Groups of equal rewards (zero variance) are
-    replaced by groups of other prompts, up to `max_refills` times (dynamic sampling of DAPO,
-    arXiv:2503.14476, section 3.2); the first of them fill the step up where too few informative
-    ones come."""
+    `sample(problems, refill)` samples and scores; refill 0 is the step's first request. Groups of
+    equal rewards (zero variance) are replaced by groups of other prompts, in up to `max_refills`
+    refills (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2). Where these bring too few
+    informative groups, the first groups of equal rewards fill the step up."""
     number = config.prompts_per_rollout
     sampled = list(sample(problems_of_step(problems, number, config.data_seed, step), 0))
     groups = sampled
@@ -137,7 +139,7 @@ def refilled_groups(
         if missing > 0:
             others = refill_problems(problems, missing, config.data_seed, step, refill)
             sampled = [*sampled, *sample(others, refill)]
-        # sorted keeps the order of equals: informative groups come first, each kind as sampled
+        # Informative groups first; `sorted` is stable, so each kind stays in the order of sampling.
         groups = sorted(sampled, key=lambda group: not is_informative(group, config))[:number]
     return groups, sampled
 
@@ -152,7 +154,7 @@ def is_informative(group: Group, config: RolloutConfig) -> bool:
 
 
 def check_version(groups: Sequence[Group], policy_version: int) -> None:
-    """Raise RuntimeError for a completion that another version of the weights has sampled."""
+    """Raise RuntimeError for a completion sampled by other weights than `policy_version`."""
     versions = {completion.policy_version for completion in flatten_completions(groups)}
     stale = versions - {policy_version}
     if stale:
@@ -165,8 +167,8 @@ def check_version(groups: Sequence[Group], policy_version: int) -> None:
 def rollout_report(
     groups: Sequence[Group], config: RolloutConfig, rules: Sequence[str]
 ) -> dict[str, float]:
-    """Rewards by part and by rule, mean length, the share of finished responses, and the share of
-    groups of equal rewards."""
+    """What is logged of a step's groups: mean rewards by part and by rule, mean length, and the
+    shares of finished responses and of groups of equal rewards ("flat_groups")."""
     scores = flatten_scores(groups)
     completions = flatten_completions(groups)
     rewards_B1 = torch.tensor([[score["reward"]] for score in scores])
@@ -191,8 +193,8 @@ def rollout_report(
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:
-    """All completions as one padded batch with their rewards, length penalties included, and
-    without advantages."""
+    """All completions as one padded batch, with rewards that include length penalties, but without
+    advantages yet."""
     completions = flatten_completions(groups)
     scores = flatten_scores(groups)
     prompt_ids = [completion.prompt_ids for completion in completions]
@@ -215,7 +217,8 @@ def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id:
 
 
 def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
-    """The rollout with `advantages_B1`; groups of one response have none."""
+    """The rollout with `advantages_B1`; unchanged where groups have one response, which has no
+    advantage over others."""
     if config.group_size == 1:
         return rollout
     advantages_B1 = group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
@@ -230,15 +233,14 @@ def length_penalty(completion: Completion, config: RolloutConfig) -> float:
 
 
 def is_counted(completion: Completion, score: Score, config: RolloutConfig) -> bool:
-    """Whether a response enters baselines and updates: one that a reward applies to and, with
-    --skip_unfinished, that ended."""
+    """Whether a response enters baselines and updates: it must have a score and, with
+    --skip_unfinished, have ended before the length limit."""
     ended = completion.finish_reason == "stop" or not config.skip_unfinished
     return ended and "unscored" not in score
 
 
 class SyncRollouts:
-    """One step's groups after another, of a sampler in this process, or of one that this process
-    waits for."""
+    """Rollouts that are sampled when the loop asks for them, while the trainer waits."""
 
     def __init__(self, source: RolloutSource, sampler: Sampler, clock: Clock):
         self.source = source
@@ -246,9 +248,9 @@ class SyncRollouts:
         self.clock = clock
 
     def next(self, step: int) -> SampledStep:
-        """The sampled and scored groups of a step. A sampler that shares a GPU sleeps afterwards,
-        without the weights, since the update makes new ones."""
-        # for samplers and rewards of a user's own
+        """The sampled and scored groups of a step. Afterwards a sampler that shares a GPU sleeps
+        and drops its weights, since the update makes new ones."""
+        # A sampler or reward of the user's own may draw from torch's global generator.
         torch.manual_seed(derived_seed(self.source.config.seed, step))
         self.clock.begin("sampling")
         sampled = self.source.sample_step(step, self.sampler)
@@ -259,7 +261,8 @@ class SyncRollouts:
 
     @contextmanager
     def syncing(self, policy: Policy, step: int) -> Iterator[None]:
-        """Give the sampler, which stays awake, the weights of `step` steps beside the block."""
+        """While the block runs, give the sampler the policy's weights after `step` steps, in a
+        thread. It stays awake with them."""
         self.clock.begin("sync")
         with run_in_background(lambda: self._give_weights(policy, step), self.clock("sync")):
             yield
@@ -275,8 +278,8 @@ class SyncRollouts:
 
 
 def check_staleness(sampled: SampledStep, most: int) -> None:
-    """Raise RuntimeError for a rollout whose weights are more than `most` steps behind, or
-    ahead."""
+    """Raise RuntimeError for a rollout that was sampled with weights more than `most` steps behind
+    those it trains, or with later ones."""
     if not 0 <= sampled.step - 1 - sampled.policy_version <= most:
         raise RuntimeError(
             f"step {sampled.step} got a rollout by version {sampled.policy_version};"
@@ -285,12 +288,13 @@ def check_staleness(sampled: SampledStep, most: int) -> None:
 
 
 class AheadRollouts(SyncRollouts):
-    """Rollouts that a thread takes from `source`, from the step after the version of the sampler's
-    weights on, by a `Schedule`.
+    """Rollouts that a thread samples ahead of the updates, each with the version of the weights
+    that the `Schedule` says.
 
-    The engines of `pool` are in other processes, where they are ended while they draw. `sampled`
-    are rollouts that the checkpoint holds already; `on_sampled` is called with each new one.
-    `next` raises the thread's error instead of the rollout that it prevented."""
+    The first step is the one after the version that the sampler holds. `sampled` are the rollouts
+    of the first steps where a checkpoint has them; `on_sampled` is called with each new one. The
+    engines of `pool` are in other processes, so `close` can end them while they draw. If the thread
+    fails, `next` raises its error in place of the missing rollout."""
 
     def __init__(
         self,
@@ -310,7 +314,7 @@ class AheadRollouts(SyncRollouts):
         self._sampled: dict[int, Future[SampledStep]] = {step: Future() for step in steps}
         for rollout in sampled:
             self._sampled[rollout.step].set_result(rollout)
-        # Each version that the sampler gets: a copy of the weights in the host's memory.
+        # Version of the weights -> their copy in the host's memory, which the thread waits for.
         self._weights: dict[int, Future] = {
             schedule.version_for(step): Future() for step in self._steps
         }
@@ -318,7 +322,8 @@ class AheadRollouts(SyncRollouts):
         self._thread.start()
 
     def next(self, step: int) -> SampledStep:
-        """See `SyncRollouts.next`. The rollout is kept until its step is done (`syncing`)."""
+        """See `SyncRollouts.next`. Waits for the thread, and keeps the rollout until its step is
+        done (`syncing`)."""
         self.clock.begin("wait")
         sampled = self._sampled[step].result()
         check_staleness(sampled, self._schedule.max_staleness)
@@ -327,9 +332,9 @@ class AheadRollouts(SyncRollouts):
         return dataclasses.replace(sampled, report=sampled.report | {"staleness": staleness})
 
     def _give_weights(self, policy: Policy, version: int) -> None:
-        """Copy the weights where a later step will be sampled with them: at once, whatever the
-        sampler is busy with."""
-        del self._sampled[version]
+        """Copy the weights for the thread, if it will sample a later step with them. This does not
+        wait for the sampler."""
+        del self._sampled[version]  # Step `version` has made these weights, so it is done.
         if version in self._weights:
             copies = [
                 (name, tensor.detach().to(self._dtype).to("cpu", copy=True))
@@ -338,8 +343,8 @@ class AheadRollouts(SyncRollouts):
             self._weights[version].set_result(copies)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
-        """See `SyncRollouts.sampled_ahead`: what a checkpoint must hold. Waits for the rollouts
-        that are under way."""
+        """See `SyncRollouts.sampled_ahead`. A checkpoint must hold these rollouts, because a
+        resumed run has no weights older than `step`. Waits for those that are under way."""
         later_steps = range(step + 1, self._steps.stop)
         return [
             self._sampled[later].result()
@@ -349,14 +354,14 @@ class AheadRollouts(SyncRollouts):
 
     def close(self) -> None:
         """End the engines, and with them the thread."""
-        for version in list(self._weights.values()):
-            version.cancel()
+        for weights in list(self._weights.values()):  # The thread may remove some at this moment.
+            weights.cancel()
         self.sampler.close()
         self._thread.join(GRACE_SECONDS)
 
     def _sample_ahead(self) -> None:
-        """Sample rollout after rollout, each with its version of the weights. The first error is
-        that of all later ones."""
+        """Sample rollout after rollout, each with its version of the weights. An error ends the
+        thread, and becomes the error of that rollout and of all later ones."""
         for step in self._steps:
             try:
                 version = self._schedule.version_for(step)

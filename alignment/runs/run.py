@@ -1,4 +1,4 @@
-"""One training run: its folder, lock, checkpoints and log, and the save when it is stopped."""
+"""One training run: its folder, lock, checkpoints and log, and what is saved when it is stopped."""
 
 import json
 import shlex
@@ -48,23 +48,23 @@ class RunConfig:
     max_grader_failures: float
     trackers: tuple[str, ...]
     arguments: Mapping[str, object]
-    """All arguments. A resumed run must repeat them, but for the `changeable` ones."""
+    """All arguments. A resumed run must have the same, but for the `changeable` ones."""
     changeable: frozenset[str]
     setting: frozenset[str]
     """Names of the arguments that decide how far a run is reproducible."""
-    # Of arguments that are missing from the args.json of a run that an older version started.
+    # The values of arguments that an older version did not know, so that its args.json lacks them.
     defaults: Mapping[str, object]
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
-    log_state: bool = False  # Whether each step's update is preceded by a line of state.jsonl.
+    log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
 
 
 class Restartable(Protocol):
-    """A sampler, or another process, that can be lost and replaced."""
+    """A sampler or another process that replaces what it loses, such as an engine that dies."""
 
     @property
     def restarts(self) -> int:
-        """How often it was replaced so far."""
+        """The number of replacements so far."""
         ...
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Run:
         self._path: Path | None = None
         self._opened: list[Restartable] = []
         self._words = ""  # What the progress line says of the last step.
-        self._restarts = 0  # Engines that were lost and replaced before this step.
+        self._restarts = 0  # All restarts of `_opened` up to the last logged step.
 
     @property
     def path(self) -> Path:
@@ -105,8 +105,8 @@ class Run:
         return run_folder.checkpoint_folder(self.path, self.last_step)
 
     def resume(self) -> None:
-        """Find the run, lock it, and rename damaged checkpoints. Raises `UserError` if the run
-        cannot continue."""
+        """Find and lock the run's folder, choose its last whole checkpoint, and rename the damaged
+        ones after it. Raises `UserError` if the run cannot continue."""
         config = self.config
         name = run_folder.resumed_run_name(config.output_dir, config.run_name, config.default_name)
         self._path = Path(config.output_dir) / name
@@ -116,18 +116,20 @@ class Run:
         if summary.exists():
             self._refuse_if_done(read_json(summary).get("steps", 0), at=config.num_steps)
         step, damages = run_folder.last_whole_step(self.path)
+        # After exactly `num_steps` steps a run without a summary still has to finish.
         self._refuse_if_done(step, at=config.num_steps + 1)
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         run_folder.put_aside(self.path, after=step)
-        # They are of a shorter run, whose last checkpoint still has the model.
+        # A summary and a final model, if any, are of the same run with a smaller --num_steps. Its
+        # last checkpoint has that model, too.
         summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.last_step = step
         self.resumed_at = step
 
     def _refuse_if_done(self, step: int, at: int) -> None:
-        """Raise `UserError` for a run that has done step `at` already."""
+        """Raise `UserError` if the run has done `step` steps and that is `at` or more."""
         if step >= at:
             raise UserError(
                 f"--resume: {self.path} has already done {step} of --num_steps"
@@ -135,14 +137,14 @@ class Run:
             )
 
     def open(self, process: Opened) -> Opened:
-        """Return `process`, which is closed when the run ends, and whose `restarts` are logged:
-        engines lost and replaced so far."""
+        """Return `process`, after arranging that it is closed when the run ends and that each step
+        logs its `restarts`."""
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
     def start(self, policy, tokenizer, rollouts=None, meter=None) -> None:
-        """Create the folder and open its log. SFT has no rollouts. With a `PeakMeter` peaks of
-        memory are logged, too."""
+        """Create the folder, unless the run resumes, and open its log. SFT has no `rollouts`. With
+        `meter`, a `PeakMeter`, peaks of memory are logged, too."""
         config = self.config
         if self._path is None:
             self._path = run_folder.claim_run_folder(
@@ -168,8 +170,8 @@ class Run:
         self._tokenizer = tokenizer
         self._rollouts = rollouts
         self.clock.meter = meter
-        # The warm start's seconds are left out of "seconds_beside_steps", as the steps' are: one
-        # run makes it for all.
+        # What `finish` takes from the process's seconds to get "seconds_beside_steps". The warm
+        # start counts with the steps, because it is made once and serves many runs.
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)
         name = "RL" if rollouts else "SFT"
         self._progress = self.closing.enter_context(
@@ -179,21 +181,22 @@ class Run:
 
     @contextmanager
     def step(self, step: int) -> Iterator[Callable[[], None]]:
-        """Do one step of RL, which `log_step` logs, in the block.
+        """The caller does one step of RL in the block, and logs it there with `log_step`.
 
-        Yields `defer_signals`, to be called before the weights begin to change. A signal interrupts
-        the block at once until then; afterwards it ends the run at the end of the block. There a
-        hopeless run ends, too, with `RunStopped`."""
+        Yields `defer_signals`, which the caller calls before the weights begin to change. Until
+        then a signal interrupts the block at once; afterwards it ends the run after the block.
+        Raises `RunStopped` after the block if the run is hopeless (`Health`)."""
         with deferrable_signals() as defer_signals:
             yield defer_signals
-            self.last_step = step  # before a signal is delivered, since the step is logged
+            # Set before a deferred signal is raised: the step is done and logged.
+            self.last_step = step
         self._progress(self.last_step, self._words)
         self.health.stop_if_hopeless()
 
     @contextmanager
     def sft_step(self, step: int) -> Iterator[None]:
-        """Do one step of SFT, which `finish_sft_step` logs, in the block. A signal waits for its
-        end, where a checkpoint is written if one is due."""
+        """The caller does one step of SFT in the block, and logs it there with `finish_sft_step`.
+        A signal waits for the end of the block. Then a checkpoint is written if one is due."""
         with deferrable_signals() as defer_signals:
             defer_signals()
             yield
@@ -208,21 +211,20 @@ class Run:
             yield step
 
     def log_state(self, sampled: SampledStep) -> None:
-        """With --log_state, log digests of what the step's update begins with. Its memory is no
-        phase's."""
+        """With --log_state, log digests of what the step's update begins with."""
         if self.config.log_state:
-            self.clock.begin("")
+            self.clock.begin("")  # The peak of memory is then counted to no phase of the step.
             self.folder.log_state(state_of(self._policy, sampled, self.path))
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Write the step's completions with the trainer's log-probs, and the mini-batches without a
-        finite loss or gradient."""
+        """Write the step's completions with the trainer's log-probs, and each mini-batch whose loss
+        or gradient was not finite."""
         log_probs = rollout.response_values(result.trainer_log_probs_BT, result.rows_with_gradient)
         self.folder.log_completions("rollout", sampled.step, sampled.groups, log_probs)
         self.folder.save_bad_batches(rollout, sampled.step, result.bad)
 
     def log_step(self, sampled: SampledStep, rollout: Rollout, result) -> None:
-        """Log a step, and print its warnings that begin."""
+        """Log a step, and print those of its warnings that the step before did not have."""
         restarts = sum(process.restarts for process in self._opened)
         seconds = self.clock.seconds
         record: dict[str, Any] = {
@@ -248,7 +250,7 @@ class Run:
         self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
 
     def finish_sft_step(self, record: Mapping[str, Any], words: str) -> None:
-        """Log a finished step of SFT, with words for the user."""
+        """Log a finished step of SFT. `words` are for the progress line."""
         self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
         self._words = words
 
@@ -261,8 +263,8 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint, and delete old ones except that of `resumed_at`, from which a sampler
-        that died restarts."""
+        """Write a checkpoint, and delete old ones but not that of `resumed_at`: the samplers of a
+        resumed run load it again when they restart."""
         self.clock.begin("checkpoint")
         self.folder.flush()
         sampled_ahead: Sequence[SampledStep] = ()
@@ -275,8 +277,8 @@ class Run:
         )
 
     def finish(self, title: str) -> None:
-        """Write the final model, learning curve and summary. The last checkpoint is whole: an
-        OSError is reported as it is."""
+        """Write the final model, learning curve and summary."""
+        # The last checkpoint is written: after an error here there is nothing more to save.
         self.started = False
         reproducibility = run_folder.reproducibility(self.path, self.config.setting)
         self.clock.begin("checkpoint")
@@ -297,17 +299,18 @@ class Run:
         write_summary(self.path, title, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:
-        """Save the last finished step when a signal or `RunStopped` ends the loop, and print the
-        command to resume it."""
+        """Save a checkpoint of the last finished step, if its weights are still there, and print
+        the command that resumes the run. `stop` is the signal or error that ended the loop."""
         step = self.last_step
         try:
-            # The update has begun, so the weights are of no finished step.
             if signals_are_deferred():
+                # An update has begun, so the weights are those of no finished step.
                 step, _ = run_folder.last_whole_step(self.path)
             elif step and not run_folder.checkpoint_folder(self.path, step).exists():
                 self.save()
         except RunStopped:
-            # The sampler died, and its rollouts sampled ahead, which a checkpoint needs, with it.
+            # `save` failed: a checkpoint needs the rollouts sampled ahead, and the sampler has
+            # died.
             step, _ = run_folder.last_whole_step(self.path)
         self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
 
@@ -322,8 +325,11 @@ class Run:
 
 @contextmanager
 def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
-    """Open a run; with --resume, lock and resume its folder. A signal or fault saves a checkpoint;
-    `Run.closing` closes all."""
+    """Open a run, or resume one with --resume, and close all that it opened after the block.
+
+    If the block ends by a signal, `RunStopped` or an error in the user's own code, a started run
+    saves a checkpoint. After a fault of the file system the error says which checkpoint is
+    whole."""
     run = Run(config, console)
     with run.closing:
         if config.resume:
@@ -334,7 +340,7 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             if run.started:
                 run.save_when_stopped(stop)
             raise
-        except OSError as error:  # a full disk or another fault of the file system
+        except OSError as error:  # A full disk or another fault of the file system.
             if not run.started:
                 raise
             kept = "it had no checkpoint yet"
@@ -362,7 +368,7 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
         raise UserError(
             f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started"
         )
-    # As JSON has them: lists in place of tuples.
+    # Through JSON and back, as those recorded were: tuples become lists.
     defaults = json.loads(json.dumps(dict(config.defaults)))
     now = json.loads(json.dumps(dict(config.arguments)))
     changed: list[str] = []

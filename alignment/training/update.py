@@ -19,8 +19,9 @@ from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
 
-COMPARED = 16  # responses of an evaluation, to compare sampler and trainer on
-# limit in nats a token for a sampler some steps behind; one update changes log-probs by far less
+COMPARED = 16  # About as many responses of an evaluation are compared between sampler and trainer.
+# The least limit on the mismatch, in nats a token, of a sampler some steps behind the trainer. One
+# update changes log-probs by far less.
 STALE_MISMATCH = 0.5
 
 
@@ -28,9 +29,8 @@ STALE_MISMATCH = 0.5
 class UpdateResult:
     """The metrics of the updates on one rollout.
 
-    `trainer_log_probs_BT` are the trainer's log-probs of `rows_with_gradient`, before the first
-    update. `bad` are the rows of each mini-batch that was skipped, for a loss or gradient that was
-    not finite."""
+    `trainer_log_probs_BT` holds the trainer's log-probs of `rows_with_gradient`. `bad` holds the
+    rows of each mini-batch that was skipped because its loss or gradient was not finite."""
 
     report: dict[str, float | None]
     trainer_log_probs_BT: torch.Tensor
@@ -50,17 +50,17 @@ def update(
     steps_old: int = 0,
     before_change: Callable[[], object] = do_nothing,
 ) -> UpdateResult:
-    """Make all optimiser updates of one rollout. Calls `before_change` before each change of the
-    weights.
+    """Make all optimiser updates of one rollout, which weights `steps_old` steps behind sampled.
+    Calls `before_change` before each change of the weights.
 
-    It skips the forward pass of responses without a gradient, but counts them in every denominator.
-    `mismatch` (`RunStopped`) compares the first mini-batch that has one with the sampler,
-    `steps_old` behind. Only `is_finite` waits for the device."""
+    Responses without a gradient get no forward pass, but count in every denominator. The first
+    mini-batch that gets one is compared with the sampler before its update (`mismatch`, which may
+    raise `RunStopped`). In the loop, only `is_finite` and that comparison wait for the device."""
     torch.manual_seed(derived_seed(config.seed, step))
     informative = rows_with_gradient(rollout, config)
     has_gradient = set(informative)
-    computed: list[MicroBatchResult] = []  # of all mini-batches
-    stepped: list[MicroBatchResult] = []  # of those that an optimiser step was made on
+    computed: list[MicroBatchResult] = []  # Of all mini-batches.
+    stepped: list[MicroBatchResult] = []  # Of the mini-batches that were not skipped as bad.
     norms: list[torch.Tensor] = []
     bad: list[Sequence[int]] = []
     comparison: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
@@ -79,7 +79,8 @@ def update(
             bad.append(mini_batch)
             continue
         if results and not stepped:
-            # Updates without a gradient have moved the weights a little, by their momentum.
+            # Updates of earlier mini-batches without a gradient have moved the weights, if a
+            # little, by the optimiser's momentum; the limit is then that of stale weights.
             behind = steps_old + 1 if norms else steps_old
             comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
         before_change()
@@ -93,14 +94,15 @@ def update(
     report["update_token_share"] = computed_tokens(stepped) / padded_tokens
     report |= comparison
     trainer_BT = first_log_probs(computed, rollout)
+    # Later mini-batches saw changed weights; these log-probs are all from before the first update.
     if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
         trainer_BT = rollout.old_log_probs_BT
     return UpdateResult(report, trainer_BT, informative, bad)
 
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
-    """The trained rows whose loss has a gradient: all with a KL penalty, else those with a non-zero
-    advantage or reward."""
+    """The trained rows whose loss may have a gradient: those with a non-zero advantage or reward,
+    whichever weighs the loss. With a KL penalty, or an unknown weight, these are all."""
     weight = config.loss.loss.weight
     if config.loss.beta or weight is None:
         return rollout.trained_rows
@@ -121,8 +123,8 @@ def mini_batches(rollout: Rollout, config: UpdateConfig, step: int) -> list[list
 
 
 def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int]:
-    """Rows in a random order of their groups, each of which stays together: a mini-batch computes
-    the prompt of a whole group once."""
+    """The rows with their groups in a random order. The rows of a group stay together, so that a
+    mini-batch computes their common prompt once."""
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row // group_size)]
     shuffled = random.Random(seed).sample(groups, len(groups))
     return list(itertools.chain.from_iterable(shuffled))
@@ -131,8 +133,9 @@ def shuffled_groups(rows: Sequence[int], group_size: int, seed: str) -> list[int
 def rollout_objective(
     rollout: Rollout, mini_batch: Sequence[int], config: UpdateConfig
 ) -> Objective:
-    """The objective of one optimiser update: any micro-batch's loss, divided by the denominator of
-    the whole `mini_batch`."""
+    """The objective of one optimiser update. It divides the loss of each micro-batch by the
+    denominator of the whole `mini_batch`, so that the cut into micro-batches changes no
+    gradient."""
     lengths = rollout.lengths
     denominator = loss_denominator(
         config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens
@@ -148,8 +151,8 @@ def rollout_loss(
     log_probs_bt: torch.Tensor,
     mask_bt: torch.Tensor,
 ):
-    """The loss of some rows of a rollout, divided by `denominator`, and what it reports, on the
-    device of `log_probs_bt`."""
+    """The loss of some rows of a rollout, divided by `denominator`, and its sums over tokens
+    (`micro_batch_loss`), on the device of `log_probs_bt`."""
 
     def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -188,13 +191,14 @@ def learning_rate(config: UpdateConfig, update_number: int) -> float:
 def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.Tensor:
     """Log-probs [B, T] on the CPU, of each row's first forward pass; 0 for rows without one."""
     log_probs_BT = torch.zeros(rollout.batch.labels.shape)
+    # In reverse, so that the first pass over a row overwrites those of later epochs.
     for result in reversed(computed):
         log_probs_BT[result.rows, : result.log_probs.shape[1]] = result.log_probs.cpu()
     return log_probs_BT
 
 
-# Metric -> sum over response tokens that it is the mean of, if the loss reports that sum.
-# "ratio_max" is a maximum over them instead.
+# Metric -> the sum over response tokens that is divided by their number to give it. A loss that
+# does not report the sum has no such metric. "ratio_max" is a maximum over the tokens, not a mean.
 TOKEN_METRICS = {
     "entropy": "entropy_sum",
     "sampling_entropy": "sampling_entropy_sum",
@@ -209,12 +213,12 @@ TOKEN_METRICS = {
 def update_report(
     results: Sequence[MicroBatchResult], norms: Sequence[torch.Tensor], rate: float
 ) -> dict[str, float | None]:
-    """The metrics: the loss averaged over updates; entropies, ratio and clip fraction averaged over
-    response tokens with a gradient.
+    """The metrics of some updates. Loss and gradient norm are means over updates; entropies, ratio,
+    clip fraction and the like are means over the response tokens that had a forward pass.
 
     "entropy" is of the tempered distribution, "sampling_entropy" of what top-k and top-p leave of
-    it. Metrics are None without an update or without such a token. "update_tokens", and those of
-    the "largest_micro_batch", count a shared prompt once."""
+    it. A mean over nothing is None or left out. "update_tokens" and "largest_micro_batch", the most
+    tokens of one micro-batch, count a shared prompt once."""
     report: dict[str, float | None] = {
         "loss": None,
         "entropy": None,
@@ -239,7 +243,8 @@ def update_report(
 
 
 def computed_tokens(results: Sequence[MicroBatchResult]) -> int:
-    """Tokens of some micro-batches' forward passes, a shared prompt's counted once."""
+    """Tokens that the forward passes of some micro-batches computed; a prompt that rows share
+    counts once."""
     return sum(int(result.sums["tokens"]) for result in results)
 
 
@@ -251,9 +256,11 @@ def reported_sums(results: Sequence[MicroBatchResult], name: str) -> list[float]
 def sampler_mismatch(
     policy: Policy, rollout: Rollout, distribution: Distribution, limit: float
 ) -> dict[str, float]:
-    """`mismatch` on `COMPARED` responses spread over a rollout, by a forward pass of the policy."""
+    """`mismatch` on about `COMPARED` responses spread over a rollout, by a forward pass of the
+    policy."""
     number = len(rollout.lengths)
-    # no whole number of groups, so that each sample number gets its turn
+    # With + 1 the stride is rarely a multiple of the group size, which would take the first
+    # response of every group.
     rows = list(range(0, number, number // COMPARED + 1))
     return mismatch(policy.log_probs(rollout.batch, distribution, rows), rows, rollout, limit)
 
@@ -261,7 +268,7 @@ def sampler_mismatch(
 def compare_results(
     results: Sequence[MicroBatchResult], rollout: Rollout, limit: float, steps_old: int
 ) -> dict[str, float]:
-    """`mismatch` on the rows of some micro-batches, by the log-probs that they computed."""
+    """`mismatch` on the rows of some micro-batches, by the log-probs of their forward passes."""
     rows = list(itertools.chain.from_iterable(result.rows for result in results))
     return mismatch(first_log_probs(results, rollout), rows, rollout, limit, steps_old)
 
@@ -269,17 +276,18 @@ def compare_results(
 def mismatch(
     trainer_BT: torch.Tensor, rows: list[int], rollout: Rollout, limit: float, steps_old: int = 0
 ) -> dict[str, float]:
-    """Mean and largest difference, in nats a token, of the log-probs of sampler and trainer over
-    some rows, under the sampled distribution and before the weights change.
+    """Mean and largest absolute difference, in nats a token, between the sampler's and the
+    trainer's log-probs of the response tokens of some rows.
 
-    Raises `RunStopped` where the mean exceeds `limit` (--max_sampler_mismatch), or the larger of it
-    and `STALE_MISMATCH` for weights some `steps_old`: the gradient would be of another policy."""
+    Raises `RunStopped` where the mean exceeds `limit` (--max_sampler_mismatch), since the gradient
+    would be that of another policy. Where the sampler's weights are some `steps_old`, the limit is
+    at least `STALE_MISMATCH`."""
     difference_BT = (trainer_BT - rollout.sampler_log_probs_BT)[rows]
     differences = difference_BT[rollout.batch.response_mask[rows]].abs()
     mean = differences.mean().item()
     largest = differences.max().item()
     bound = max(limit, STALE_MISMATCH) if steps_old else limit
-    if not mean <= bound:  # also where it is not a number
+    if not mean <= bound:  # Unlike mean > bound, this is true of NaN, too.
         allowed = f"--max_sampler_mismatch {bound}"
         stale_cause = ""
         if steps_old:
@@ -300,10 +308,11 @@ def mismatch(
 class References:
     """Adds old and reference log-probs to rollouts, where the loss needs them.
 
-    `old_policy` has the weights that sampled, on a device of its own; None: the policy itself,
-    before its first update. `reference(batch, distribution, micro-batch tokens)` returns the
-    log-probs [B, T] of the model that training started from, in a thread if it works
-    `in_background`."""
+    `old_policy` is a copy of the policy on another device, which computes the old log-probs; None:
+    the policy computes them itself, before its first update. `reference(batch, distribution,
+    micro_batch_tokens)` returns the log-probs [B, T] of the model that training started from; None:
+    the loss needs none. With `in_background` a thread calls it, as soon as `request` has the
+    batch."""
 
     def __init__(
         self,
@@ -321,8 +330,8 @@ class References:
         self._answers: dict[int, Callable[[], torch.Tensor]] = {}
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
-        """Have a reference that works `in_background` begin with a step's batch; any other computes
-        in `annotate`."""
+        """Have the reference, if it works `in_background`, begin with a step's batch. Otherwise
+        `annotate` computes its log-probs."""
         if self.reference is None or step in self._answers:
             return
         compute = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
