@@ -39,10 +39,8 @@ def main() -> None:
     print_placement(
         prediction, f"{args.model} on {where}, policy {prediction.kind}{several}", console
     )
-    seconds, best = (
-        duration(prediction, hardware, known),
-        ranked(run, hardware, known) if args.best else [],
-    )
+    seconds = duration(prediction, hardware, known)
+    best = ranked(run, hardware, known) if args.best else []
     facts = {
         "run": vars(prediction.run),
         "machine": hardware._asdict(),
@@ -51,12 +49,15 @@ def main() -> None:
             dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)}
             for peak in prediction.peaks
         ],
-        "seconds": seconds,
-        "dollars": [args.price * hours for hours in seconds["gpu_hours"]] if args.price else None,
+        "seconds": dataclasses.asdict(seconds),
+        "dollars": [args.price * hours for hours in seconds.gpu_hours] if args.price else None,
         "fits": prediction.fits,
         "remedies": remedies(prediction, *hardware[:3]),
         "off": known.samples,
-        "best": [{"seconds": of, "command": command_of(other, hardware)} for of, other in best],
+        "best": [
+            {"seconds": dataclasses.asdict(spent), "command": command_of(other, hardware)}
+            for spent, other in best
+        ],
     }
     text = fill_template(
         Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span

@@ -227,11 +227,9 @@ def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
     known = calibrate(args.calibrate, step.itemsize)
     spent = [duration(prediction, hardware, known) for prediction in predictions]
     for name, hours in zip(design.arms, spent, strict=True):
-        console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
-    whole, evaluations = (
-        np.sum([hours[key] for hours in spent], axis=0)
-        for key in ("gpu_hours", "evaluations_gpu_hours")
-    )
+        console.print(f"- {name}: {span(hours.gpu_hours)} GPU-hours a seed", soft_wrap=True)
+    whole = np.sum([hours.gpu_hours for hours in spent], axis=0)
+    evaluations = np.sum([hours.evaluations_gpu_hours for hours in spent], axis=0)
     task, counted = find_task(arm.task, arm.data), step.sampled["evaluation"].prompts
     everything, given = (
         len(task.test_problems(arm.dataset_path, most)) for most in (0, arm.max_problems)
