@@ -50,7 +50,7 @@ def main() -> None:
         best = ranked(run, hardware, known)
     dollars = None
     if args.price:
-        dollars = [args.price * hours for hours in seconds["gpu_hours"]]
+        dollars = [args.price * hours for hours in seconds.gpu_hours]
     peaks = []
     for peak in prediction.peaks:
         peaks.append(dataclasses.asdict(peak) | {"excess": prediction.excess(peak.device)})
@@ -59,13 +59,13 @@ def main() -> None:
         "machine": hardware._asdict(),
         "command": command_of(prediction, hardware),
         "peaks": peaks,
-        "seconds": seconds,
+        "seconds": dataclasses.asdict(seconds),
         "dollars": dollars,
         "fits": prediction.fits,
         "remedies": remedies(prediction, *hardware[:3]),
         "off": known.samples,
         "best": [
-            {"seconds": other_seconds, "command": command_of(other, hardware)}
+            {"seconds": dataclasses.asdict(other_seconds), "command": command_of(other, hardware)}
             for other_seconds, other in best
         ],
     }

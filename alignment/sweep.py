@@ -330,11 +330,11 @@ def print_seed_cost(design: Design, args: SweepOptions, console: Console) -> See
     known = calibrate(args.calibrate, step.itemsize)
     durations = [duration(prediction, hardware, known) for prediction in predictions]
     for name, hours in zip(design.arms, durations, strict=True):
-        console.print(f"- {name}: {span(hours['gpu_hours'])} GPU-hours a seed", soft_wrap=True)
+        console.print(f"- {name}: {span(hours.gpu_hours)} GPU-hours a seed", soft_wrap=True)
     questions = step.sampled["evaluation"].prompts
     return SeedCost(
-        np.sum([hours["gpu_hours"] for hours in durations], axis=0),
-        np.sum([hours["evaluations_gpu_hours"] for hours in durations], axis=0),
+        np.sum([hours.gpu_hours for hours in durations], axis=0),
+        np.sum([hours.evaluations_gpu_hours for hours in durations], axis=0),
         questions,
     )
 

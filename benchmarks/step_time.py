@@ -126,7 +126,7 @@ def table(output_dir: str, dataset_path: str, rounds: int) -> Table:
         for phase, key in PHASES.items():
             measured = statistics.median([step[key] for step in steps] if key else evals)
             if measured > 0.001:
-                least, most = spent["phases"][phase]
+                least, most = spent.phases[phase]
                 middle = (least * most) ** 0.5
                 figures = (
                     f"{measured:.3g}",

@@ -3,7 +3,7 @@ and finished runs' rates."""
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from alignment.args import RLArgs, from_preset, parse
 from alignment.builders.prediction import (
     Known,
+    PhaseSample,
     calibrate,
     duration,
     peaks_of_micro_batches,
@@ -21,11 +22,15 @@ from alignment.builders.prediction import (
     work_of_phases,
 )
 from alignment.plan import command_of
-from alignment.planning.seconds import CARDS, KINDS, Hardware, hardware_of, rates
+from alignment.planning.phase_work import Shares
+from alignment.planning.seconds import CARDS, Hardware, Rates, hardware_of, rates
+from alignment.planning.work import UnitSeconds, Work
 from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model
-SHARES = {"prompt": 0.1, "response": 0.5, "trained": 1.0}
+SHARES = Shares(prompt=0.1, response=0.5, trained=1.0)
+ONES = UnitSeconds(*[1.0] * 6)
+DONE = Work(operations=6.0, memory_bytes=4.0, launches=2.0)
 EIGHT = hardware_of("8xA100-40GB")
 
 
@@ -48,10 +53,8 @@ def arguments(tiny_folder):
 
 def works(args: RLArgs, hardware: Hardware = EIGHT, **shares) -> dict[str, dict[str, float]]:
     prediction = predict(args, *hardware[:3])
-    phases = work_of_phases(prediction, hardware.machines, SHARES | shares)
-    return {
-        phase: dict(zip(KINDS, map(float, done), strict=True)) for phase, done in phases.items()
-    }
+    phases = work_of_phases(prediction, hardware.machines, SHARES._replace(**shares))
+    return {phase: asdict(work) for phase, work in phases.items()}
 
 
 def test_what_goes_over_links_is_hand_worked(arguments):
@@ -64,7 +67,7 @@ def test_what_goes_over_links_is_hand_worked(arguments):
         "micro_batch_tokens": 10**6,
     }
     links = {
-        kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link"]
+        kind: works(arguments(policy_parallelism=kind, **facts))["update"]["link_bytes"]
         for kind in ("replicated", "sharded")
     }
     assert links == {
@@ -72,14 +75,14 @@ def test_what_goes_over_links_is_hand_worked(arguments):
         "sharded": pytest.approx((3 * 4 + 4) * TOTAL * 0.8 * 2),
     }
     tokens = 32 * 0.1 * 300 + 256 * 0.5 * 48
-    split = works(arguments(policy_parallelism="layer_split", **facts))["update"]["link"]
+    split = works(arguments(policy_parallelism="layer_split", **facts))["update"]["link_bytes"]
     assert split == pytest.approx(8 * 128 * tokens * 4)
     two = works(arguments(policy_parallelism="sharded", **facts), hardware_of("2x8xA100-40GB"))[
         "update"
     ]
     assert (
-        two["network"] == pytest.approx(8 * TOTAL / 5 * 2)
-        and works(arguments())["update"]["network"] == 0
+        two["network_bytes"] == pytest.approx(8 * TOTAL / 5 * 2)
+        and works(arguments())["update"]["network_bytes"] == 0
     )
 
 
@@ -99,33 +102,31 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
     # 7,104 tokens are five micro-batches, of which five stages compute one at a time: 9 turns, not
     # 5.
     assert split["update"]["operations"] == pytest.approx(one["update"]["operations"] * 9 / 25)
-    assert works(arguments(lora_rank=0))["checkpoint"] == dict.fromkeys(KINDS, 0) | {
-        "disk": 12 * TOTAL
-    }
+    assert works(arguments(lora_rank=0))["checkpoint"] == asdict(Work(disk_bytes=12 * TOTAL))
 
 
 def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
     """80 steps, of which every 20th is followed by an evaluation and a checkpoint; one evaluation
     comes before."""
     spent = duration(predict(arguments(), *EIGHT[:3]), EIGHT, Known())
-    phases = spent["phases"]
+    phases = spent.phases
     for end in (0, 1):
         step = sum(
             seconds[end]
             for phase, seconds in phases.items()
             if phase not in ("evaluation", "checkpoint")
         )
-        assert spent["step"][end] == pytest.approx(step)
+        assert spent.step[end] == pytest.approx(step)
         run = 80 * step + 5 * phases["evaluation"][end] + 4 * phases["checkpoint"][end]
-        assert spent["hours"][end] == pytest.approx(run / 3600) and spent["gpu_hours"][
+        assert spent.hours[end] == pytest.approx(run / 3600) and spent.gpu_hours[
             end
         ] == pytest.approx(8 * run / 3600)
-        assert spent["evaluations_gpu_hours"][end] == pytest.approx(
+        assert spent.evaluations_gpu_hours[end] == pytest.approx(
             8 * 5 * phases["evaluation"][end] / 3600
         )
     ahead = duration(predict(arguments(rollouts="async"), *EIGHT[:3]), EIGHT, Known())
-    assert ahead["step"][1] == pytest.approx(
-        max(phases["sampling"][1], spent["step"][1] - phases["sampling"][1])
+    assert ahead.step[1] == pytest.approx(
+        max(phases["sampling"][1], spent.step[1] - phases["sampling"][1])
     )
 
 
@@ -155,7 +156,7 @@ def test_more_to_do_is_never_faster(more, kind, arguments):
         duration(predict(args, *EIGHT[:3]), EIGHT, Known())
         for args in (base, replace(base, **more))
     )
-    assert less["hours"] < longer["hours"] and less["hours"][1] <= longer["hours"][1]
+    assert less.hours < longer.hours and less.hours[1] <= longer.hours[1]
 
 
 @pytest.mark.parametrize(
@@ -171,13 +172,13 @@ def test_a_faster_card_is_never_slower(slow, fast, arguments):
     before, after = (
         duration(prediction, hardware_of(f"8x{card}"), Known()) for card in (slow, fast)
     )
-    for phase, seconds in before["phases"].items():
-        assert all(new <= old for new, old in zip(after["phases"][phase], seconds, strict=True))
+    for phase, seconds in before.phases.items():
+        assert all(new <= old for new, old in zip(after.phases[phase], seconds, strict=True))
 
 
 def test_a_range_is_from_full_overlap_to_none():
-    done, per_unit = np.array([6.0, 4.0, 2.0, 0, 0, 0]), np.array([[1.0] * 6, [2.0] * 6])
-    assert seconds_of("update", done, per_unit, Known()) == (6.0, 24.0)
+    at_rates = Rates(ONES, UnitSeconds(*[2.0] * 6))
+    assert seconds_of("update", DONE, at_rates, Known()) == (6.0, 24.0)
 
 
 def test_finished_runs_correct_a_phase_by_runs_of_its_size():
@@ -185,17 +186,18 @@ def test_finished_runs_correct_a_phase_by_runs_of_its_size():
     times in one of 12 e^0.9: their weights are 1 / 0.1^2 = 100 and 1 / (0.1 + 0.9)^2 = 1. The range
     is the ratio of both corrections, but at least 1.25 either way, and 1.1 times wider for each
     e-fold of size that the nearest run is off."""
-    done = np.array([6.0, 4.0, 2.0, 0, 0, 0])
-    known = Known(
-        np.ones(6), [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)]
-    )
+    samples = [("update", 12.0, 2.0), ("update", 12 * np.exp(0.9), 1.8), ("sync", 1.0, 9.0)]
+    known = Known(ONES, [PhaseSample(*sample) for sample in samples])
     middle = 12 * np.exp((100 * np.log(2) + np.log(1.8)) / 101)
-    assert seconds_of("update", done, None, known) == pytest.approx((middle / 1.25, middle * 1.25))
-    alone = Known(np.ones(6), [("update", 12.0, 2.0)])
-    assert seconds_of("update", done, None, alone) == pytest.approx((24 / 1.5, 24 * 1.5))
-    assert seconds_of("update", np.e * done, None, alone) == pytest.approx(
+    assert seconds_of("update", DONE, None, known) == pytest.approx((middle / 1.25, middle * 1.25))
+    alone = Known(ONES, [PhaseSample("update", 12.0, 2.0)])
+    assert seconds_of("update", DONE, None, alone) == pytest.approx((24 / 1.5, 24 * 1.5))
+    assert seconds_of("update", DONE * np.e, None, alone) == pytest.approx(
         (24 * np.e / 1.65, 24 * np.e * 1.65)
     )
+
+
+TRUE_RATES = UnitSeconds(1e-9, 1e-9, 1e-4, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def finished(tmp_path, tiny_folder, arguments):
     def write(name: str, **others):
         args = arguments(micro_batch_tokens=4096, **others)
         work = work_of_phases(predict(args, 0), 1, SHARES)
-        seconds = {phase: float(done @ [1e-9, 1e-9, 1e-4, 0, 0, 0]) for phase, done in work.items()}
+        seconds = {phase: TRUE_RATES.in_turn(done) for phase, done in work.items()}
         names = {"sampling": "seconds_sample"}
         record = {names.get(phase, f"seconds_{phase}"): taken for phase, taken in seconds.items()}
         lengths = {
@@ -236,18 +238,18 @@ def finished(tmp_path, tiny_folder, arguments):
 
 def test_a_machines_rates_are_learnt_from_one_run_and_hold_for_another_shape(finished, arguments):
     known = calibrate([finished("one")], 2)
-    assert known.fit[:3] == pytest.approx([1e-9, 1e-9, 1e-4], rel=1e-6)
-    assert known.shares == {"prompt": (0.1, 0.1), "response": (0.5, 0.5), "trained": (1.0, 1.0)}
+    assert known.fit.amounts[:3] == pytest.approx([1e-9, 1e-9, 1e-4], rel=1e-6)
+    assert known.least == known.most == Shares(prompt=0.1, response=0.5, trained=1.0)
     # sampling, two passes, update, evaluation, sync
     assert [beyond for *_, beyond in known.samples] == pytest.approx([1.0] * 5)
     other = predict(arguments(group_size=16, max_new_tokens=100), 0)
-    spent = duration(other, hardware_of(""), known)["phases"]
+    spent = duration(other, hardware_of(""), known).phases
     for phase, done in work_of_phases(other, 1, SHARES).items():
         if phase != "checkpoint":
             assert np.sqrt(np.prod(spent[phase])) == pytest.approx(
-                float(done @ [1e-9, 1e-9, 1e-4, 0, 0, 0]), rel=1e-6
+                TRUE_RATES.in_turn(done), rel=1e-6
             )
-    wide = duration(other, hardware_of(""), Known())["phases"]
+    wide = duration(other, hardware_of(""), Known()).phases
     assert spent["update"][1] / spent["update"][0] < wide["update"][1] / wide["update"][0]
 
 
@@ -266,7 +268,7 @@ def test_runs_that_tell_no_rates_are_refused(finished, tmp_path):
 def test_the_best_placements_come_first_with_commands_that_parse(text, arguments):
     hardware, run = hardware_of(text), arguments()
     found = ranked(run, hardware, Known())
-    products = [np.prod(spent["hours"]) for spent, _ in found]
+    products = [np.prod(spent.hours) for spent, _ in found]
     assert products == sorted(products)
     kinds = {prediction.kind for _, prediction in found}
     assert kinds == (
@@ -287,7 +289,7 @@ def test_the_best_placements_come_first_with_commands_that_parse(text, arguments
 
 def test_ranges_in_words():
     assert span((0.0123, 4567.8)) == "0.012 to 4,568" and span([3.0]) == "3"
-    assert rates(EIGHT, 4)[0][0] == pytest.approx(1 / (0.7 * 19.5e12))
+    assert rates(EIGHT, 4).best.operations == pytest.approx(1 / (0.7 * 19.5e12))
 
 
 def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_run(

@@ -4,7 +4,7 @@ finished runs show."""
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
@@ -29,16 +29,18 @@ from alignment.builders.run_plan import PlannedMachines, engines_on_shared_gpu, 
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
-from alignment.model.activations import CACHE_BYTES
 from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
 from alignment.planning.measured_memory import SPARE
+from alignment.planning.passes import ComputedModel
 from alignment.planning.peak_meter import WHOLE, PeakMeter
 from alignment.planning.peaks import DevicePeak, peak_bytes
+from alignment.planning.phase_work import Engines, PolicySplit, Schedule, Shares, StepWork
 from alignment.planning.placement import Roles
-from alignment.planning.seconds import Hardware, decoding, forward, hardware_of, rates, work
+from alignment.planning.seconds import Hardware, Rates, hardware_of, rates
 from alignment.planning.step_shape import SampledRows, StepShape
+from alignment.planning.work import UnitSeconds, Work
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import POLICIES, RANKED, Policy
 from alignment.sampling.sampler import engine_name
@@ -54,17 +56,34 @@ GSM8K = (
     320,
     1319,
 )
-# than test problems' longest prompt is the longest of training, at most: SVAMP's, which learns from
-# other sets
 LONGER = 1.25
-# factors to be off by: of one run, at least of several, for an e-fold of size
-ONE_RUN, SEVERAL_RUNS, OF_SIZE = (
-    1.5,
-    1.25,
-    1.1,
-)
-SHORTEST = 0.1  # seconds; less than that is latency, and other processes, whatever was predicted
-SMALLEST = 5e8  # bytes of a device's peak; less than that is libraries' own, whatever was predicted
+"""Of the longest prompt of the test problems: the longest of training, at most. SVAMP's is, which
+learns from other sets."""
+
+# --- how far seconds may be off, either way, by factors -------------------------------------------
+
+ONE_RUN = 1.5
+"""Of what one finished run tells."""
+
+SEVERAL_RUNS = 1.25
+"""Of what several tell, at least."""
+
+OF_SIZE = 1.1
+"""For each e-fold of size that the nearest run is off."""
+
+NEAREST_SIZE = 0.1
+"""E-folds of size below which all runs are near: a run weighs (this + its distance)^-2."""
+
+# --- below which nothing is compared --------------------------------------------------------------
+
+SHORTEST_MEASURED = 0.001
+"""Seconds of a phase, below which it tells no rates."""
+
+SHORTEST = 0.1
+"""Seconds of a phase: less is latency, and other processes, whatever was predicted."""
+
+SMALLEST = 5e8
+"""Bytes of a device's peak: less is libraries' own, whatever was predicted."""
 
 
 @dataclass(frozen=True)
@@ -273,97 +292,87 @@ def step_shape(
     )
 
 
+class PhaseSample(NamedTuple):
+    """What a phase of a finished run took."""
+
+    phase: str
+    seconds: float  # By `Known.fit`.
+    ratio: float  # Of the measured seconds to these.
+
+
+LEAST_SHARES = Shares(prompt=0.1, response=0.25, trained=0.5)
+"""What a run has on average at least, of what it may have. Guesses."""
+
+MOST_SHARES = Shares(prompt=1.0, response=1.0, trained=1.0)
+
+
 class Known(NamedTuple):
     """What finished runs show; by default nothing."""
 
-    fit: np.ndarray | None = None  # Seconds of a unit of each of `KINDS`, that fit all phases best.
-    samples: Sequence[
-        tuple[str, float, float]
-    ] = ()  # A phase, its seconds by `fit`, and those measured over these.
-    # Mean shares of the longest prompt and response, and of responses with a gradient, from the
-    # least to the most.
-    shares: Mapping[str, tuple[float, float]] = {
-        "prompt": (0.1, 1.0),
-        "response": (0.25, 1.0),
-        "trained": (0.5, 1.0),
-    }
+    fit: UnitSeconds | None = None  # Which fits all phases of all runs best.
+    samples: Sequence[PhaseSample] = ()
+    least: Shares = LEAST_SHARES
+    most: Shares = MOST_SHARES
+
+
+class Range(NamedTuple):
+    """The ends of a range."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Duration:
+    """What a run takes."""
+
+    phases: dict[str, Range]  # Seconds of each phase.
+    step: Range  # Seconds.
+    tokens_per_second: Range  # Sampled ones.
+    hours: Range  # Of the whole run, with evaluations and checkpoints.
+    gpu_hours: Range  # The same of all GPUs; of a machine without, its hours.
+    evaluations_gpu_hours: Range  # Of these, the evaluations'.
 
 
 def work_of_phases(
-    prediction: Prediction, machines: int, shares: Mapping[str, float], refills=0
-) -> dict[str, np.ndarray]:
+    prediction: Prediction, machines: int, shares: Shares, refills: int = 0
+) -> dict[str, Work]:
     """Phase -> the busiest device's work: of a step, which samples groups 1 + `refills` times, an
     evaluation, a checkpoint."""
-    run, step, shape, config, kind = (
-        prediction.run,
-        prediction.step,
-        prediction.shape,
-        prediction.config,
-        prediction.kind,
+    run, step, roles = prediction.run, prediction.step, prediction.roles
+    schedule = Schedule(
+        prompts=run.prompts_per_rollout,
+        responses=run.rollout_size,
+        max_new_tokens=run.max_new_tokens,
+        updates=run.updates_per_rollout,
+        epochs=run.epochs_per_rollout,
+        micro_batch_tokens=run.micro_batch_tokens,
+        refills=refills,
     )
-    devices, updates, samplers = (
-        len(prediction.roles.policy),
-        run.updates_per_rollout,
-        prediction.roles.sample,
+    work = StepWork(
+        ComputedModel(prediction.shape, prediction.config, step.itemsize),
+        step,
+        PolicySplit.of_kind(prediction.kind, len(roles.policy), machines),
+        schedule,
+        Engines(roles.sample, run.sampler_tensor_parallel),
+        shares,
     )
-    kinds = (RANKED, machines), (("sharded",), 1), (("layer_split",), 1)
-    ranks, parts, stages = (devices * times if kind in of else 1 for of, times in kinds)
-    total, trained = sum(shape.parameters.values()), shape.trained(shape.parameters)
-    prompt, response, most = (
-        shares["prompt"] * step.prompt,
-        shares["response"] * run.max_new_tokens,
-        run.micro_batch_tokens,
-    )
-    prompts, drawn = run.prompts_per_rollout * prompt / ranks, run.rollout_size * response / ranks
-    tokens, seen = (
-        prompts + drawn,
-        (prompts * prompt / 2 + drawn * (prompt + response / 2)) / (prompts + drawn),
-    )
+    return work.by_phase()
 
-    def computed(share: float, times: int) -> np.ndarray:
-        # Of several stages the first is idle while the last micro-batches pass the others (Huang et
-        # al. 2019, section 2).
-        pieces = max(1, ceil(share * tokens / times / (most or 4096)))
-        busy = np.array([(pieces + stages - 1) / (pieces * stages)] * 2 + [1] * 4)
-        counts = (share * tokens / times, seen, share * drawn / times)
-        passed = busy * forward(shape, config, step.itemsize, counts, pieces)
-        # and others' parts
-        return (
-            times * (passed + work(link=4 * total * (1 - 1 / parts) * pieces)),
-            times * pieces,
-        )
 
-    def sampled(phase: str, times: float) -> np.ndarray:
-        asked, size, longest = step.sampled[phase]
-        cache = 0 if step.vllm else CACHE_BYTES[samplers[0].partition(":")[0]]
-        engines = machines * len(samplers) / run.sampler_tensor_parallel
-        rows = (times * asked / engines, size, prompt, shares["response"] * longest, longest)
-        return decoding(shape, config, step.itemsize, rows, cache) / run.sampler_tensor_parallel
+class MeasuredWork(NamedTuple):
+    """A phase of a finished run: what it was, and how long it took."""
 
-    passed, pieces = computed(shares["trained"] * run.epochs_per_rollout, updates)
-    summed = (
-        4 * trained * (1 - 1 / parts) * pieces
-        if parts > 1
-        else 8 * trained * updates * (ranks > machines)
-    )
-    # Backward computes gradients of inputs and of weights. Through memory pass autocast's casts,
-    # additions to gradients, and 40 bytes a parameter of the gradient's norm and AdamW.
-    update = (2 if shape.adapters else 3) * passed + work(
-        bytes=6 * total * pieces * (step.itemsize == 2)
-        + (12 * pieces + 40 * updates) * trained / parts,
-        launches=27 * len(shape.layers) * updates,
-        link=8 * config.hidden_size * tokens * (stages - 1) * run.epochs_per_rollout
-        + summed,  # hidden states, their gradients
-        network=8 * trained / parts * updates * (ranks > 1) * (machines > 1),
-    )
-    return {
-        "sampling": sampled("sampling", 1 + refills),
-        **dict.fromkeys(sorted(step.passes), computed(1, 1)[0]),
-        "update": update,
-        "sync": work(bytes=(4 + 3 * step.itemsize) * total, link=step.itemsize * total),
-        "evaluation": sampled("evaluation", 1),
-        "checkpoint": work(disk=4 * total + 8 * trained),
-    }
+    phase: str
+    work: Work
+    seconds: float
+
+
+class FinishedRun(NamedTuple):
+    """What one finished run shows."""
+
+    shares: Shares
+    phases: list[MeasuredWork]
 
 
 def calibrate(folders: Sequence[str], itemsize: int) -> Known:
@@ -372,57 +381,78 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
     than `itemsize` bytes."""
     if not folders:
         return Known()
-    measured, shares = [], []
-    for path in map(Path, folders):
-        run = read_run(path)
-        steps = run.metrics[1:] if run.finished else ()  # the first one also warms up
-        of_rl = any("rows_with_gradient" in step for step in steps)
-        if not of_rl or not (
-            rows := read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
-        ):
-            needed = "a finished run of train_rl, of two steps or more, with its completions"
-            raise UserError(f"--calibrate {path}: must be {needed}")
-        args = {
-            key: tuple(v) if isinstance(v, list) else v
-            for key, v in run.args.items()
-            if hasattr(RLArgs, key)
-        }
-        args |= {
-            "sft_base": str(path / "final"),
-            "micro_batch_tokens": steps[0]["micro_batch_tokens"],
-        }
-        prediction = predict(RLArgs(**args))
-        if prediction.step.itemsize != itemsize:
-            raise UserError(
-                f"--calibrate {path}: has products of another --dtype than what is planned"
-            )
-        prompt, response = (
-            fmean(len(row["prompt_ids"]) for row in rows),
-            fmean(s["response_length"] for s in steps),
-        )
-        trained = fmean(step["rows_with_gradient"] / step["responses"] for step in steps)
-        shares.append((prompt / prediction.step.prompt, response / args["max_new_tokens"], trained))
-        works = work_of_phases(prediction, 1, dict(zip(Known().shares, shares[-1], strict=True)))
-        measured += [
-            (phase, done, taken)
-            for phase, done in works.items()
-            if (taken := phase_seconds(phase, run)) > 0.001
-        ]
-    # here, because a run that starts needs its memory only, and loading scipy takes a second
-    from scipy.optimize import (
-        nnls,
+    runs = [read_finished_run(Path(folder), itemsize) for folder in folders]
+    measured = [phase for run in runs for phase in run.phases]
+    fit = fit_unit_seconds(measured)
+    samples = []
+    for phase, work, seconds in measured:
+        fitted = seconds_by_fit(work, fit)
+        samples.append(PhaseSample(phase, fitted, seconds / fitted))
+    by_name = [*zip(*(run.shares for run in runs), strict=True)]
+    return Known(
+        fit,
+        samples,
+        least=Shares(*(min(shares) for shares in by_name)),
+        most=Shares(*(max(shares) for shares in by_name)),
     )
 
-    fit = nnls(np.array([done / seconds for _, done, seconds in measured]), np.ones(len(measured)))[
-        0
-    ]
-    sizes = [max(float(done @ fit), 1e-9) for _, done, _ in measured]
-    samples = [
-        (phase, size, seconds / size)
-        for (phase, _, seconds), size in zip(measured, sizes, strict=True)
-    ]
-    of_shares = zip(Known().shares, zip(*shares, strict=True), strict=True)
-    return Known(fit, samples, {name: (min(of), max(of)) for name, of in of_shares})
+
+def read_finished_run(path: Path, itemsize: int) -> FinishedRun:
+    """What a finished run's folder shows. Raises `UserError` as `calibrate` does."""
+    run = read_run(path)
+    # the first step also warms up
+    steps: Sequence[Mapping[str, Any]] = run.metrics[1:] if run.finished else []
+    rows: Sequence[Mapping[str, Any]] = []
+    if any("rows_with_gradient" in step for step in steps):
+        rows = read_jsonl(path / "completions" / f"rollout_{steps[-1]['step']:06d}.jsonl")
+    if not rows:
+        needed = "a finished run of train_rl, of two steps or more, with its completions"
+        raise UserError(f"--calibrate {path}: must be {needed}")
+    args = arguments_of(run, path, steps[0]["micro_batch_tokens"])
+    prediction = predict(args)
+    if prediction.step.itemsize != itemsize:
+        raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
+    prompt = fmean(len(row["prompt_ids"]) for row in rows)
+    response = fmean(step["response_length"] for step in steps)
+    shares = Shares(
+        prompt / prediction.step.prompt,
+        response / args.max_new_tokens,
+        fmean(step["rows_with_gradient"] / step["responses"] for step in steps),
+    )
+    phases = []
+    for phase, work in work_of_phases(prediction, 1, shares).items():
+        seconds = phase_seconds(phase, run)
+        if seconds > SHORTEST_MEASURED:
+            phases.append(MeasuredWork(phase, work, seconds))
+    return FinishedRun(shares, phases)
+
+
+def arguments_of(run: Run, path: Path, micro_batch_tokens: int) -> RLArgs:
+    """A finished run's arguments, with the folder of its own weights and the micro-batches that it
+    chose. Flags that this version has not are left out."""
+    args: dict[str, Any] = {}
+    for name, value in run.args.items():
+        if hasattr(RLArgs, name):
+            args[name] = tuple(value) if isinstance(value, list) else value
+    args["sft_base"] = str(path / "final")
+    args["micro_batch_tokens"] = micro_batch_tokens
+    return RLArgs(**args)
+
+
+def fit_unit_seconds(measured: Sequence[MeasuredWork]) -> UnitSeconds:
+    """The seconds of a unit of each kind of work, none below 0, whose sums are nearest to what all
+    phases took, by relative squares."""
+    # here, because a run that starts needs its memory only, and loading scipy takes a second
+    from scipy.optimize import nnls
+
+    relative = np.array([np.array(phase.work.amounts) / phase.seconds for phase in measured])
+    solution, _ = nnls(relative, np.ones(len(measured)))
+    return UnitSeconds(*(float(seconds) for seconds in solution))
+
+
+def seconds_by_fit(work: Work, fit: UnitSeconds) -> float:
+    """Seconds of work at fitted rates, a nanosecond at least."""
+    return max(float(np.array(work.amounts, float) @ np.array(fit.amounts)), 1e-9)
 
 
 def phase_seconds(phase: str, run: Run) -> float:
@@ -433,87 +463,113 @@ def phase_seconds(phase: str, run: Run) -> float:
     return median(record.get(name, 0.0) for record in records)
 
 
-def seconds_of(
-    phase: str, done: np.ndarray, per_unit: np.ndarray, known: Known
-) -> tuple[float, float]:
+def seconds_of(phase: str, work: Work, at_rates: Rates | None, known: Known) -> Range:
     """The least and the most seconds of a phase's work. By finished runs that had it: at `fit`,
     times what it took beyond that, in runs of nearest size above all. Else at best all kinds of
     work overlap, and at worst each waits for the others."""
-    near = np.array([sample[1:] for sample in known.samples if sample[0] == phase])
-    if not len(near):
-        return float(max(done * per_unit[0])), float(sum(done * per_unit[1]))
-    (sizes, beyond), size = near.T, max(float(done @ known.fit), 1e-9)
-    distances = abs(np.log(sizes / size))
-    spread = max(SEVERAL_RUNS, max(beyond) / min(beyond)) if len(near) > 1 else ONE_RUN
+    samples = [sample for sample in known.samples if sample.phase == phase]
+    if not samples or known.fit is None:
+        assert at_rates is not None  # known only where runs tell more
+        return Range(at_rates.best.overlapped(work), at_rates.worst.in_turn(work))
+    fitted = seconds_by_fit(work, known.fit)
+    sizes = np.array([sample.seconds for sample in samples])
+    ratios = np.array([sample.ratio for sample in samples])
+    distances = abs(np.log(sizes / fitted))
+    spread = ONE_RUN
+    if len(samples) > 1:
+        spread = max(SEVERAL_RUNS, max(ratios) / min(ratios))
     spread *= float(OF_SIZE ** min(distances))
-    middle = size * float(np.exp(np.average(np.log(beyond), weights=(0.1 + distances) ** -2)))
-    return middle / spread, middle * spread
+    weights = (NEAREST_SIZE + distances) ** -2
+    middle = fitted * float(np.exp(np.average(np.log(ratios), weights=weights)))
+    return Range(middle / spread, middle * spread)
 
 
-def duration(prediction: Prediction, hardware: Hardware, known: Known) -> dict:
-    """Seconds, [least, most], of each phase ("phases") and of a "step"; sampled
-    "tokens_per_second"; the run's "hours", its "gpu_hours", of a machine without GPUs the same, and
-    of these "evaluations_gpu_hours"."""
-    run, roles, per_unit, ends = (
-        prediction.run,
-        prediction.roles,
-        rates(hardware, prediction.step.itemsize),
-        [],
-    )
-    gpus = hardware.machines * (
-        hardware.gpus or len({*roles.policy, *roles.sample, roles.eval, roles.reference})
-    )
-    evaluations, checkpoints = (
-        1 + ceil(run.num_steps / run.eval_interval),
-        ceil(run.num_steps / run.save_interval),
-    )
-    for end in (0, 1):
-        shares = {name: span[end] for name, span in known.shares.items()}
-        works = work_of_phases(prediction, hardware.machines, shares, end * run.max_refills)
+class RunSeconds(NamedTuple):
+    """One end of a run's range: seconds of its phases, of a step, of all evaluations, and of all;
+    sampled tokens of a step."""
+
+    phases: dict[str, float]
+    step: float
+    evaluations: float
+    run: float
+    sampled: float
+
+
+def duration(prediction: Prediction, hardware: Hardware, known: Known) -> Duration:
+    """What the run takes on such machines."""
+    roles = prediction.roles
+    at_rates = rates(hardware, prediction.step.itemsize)
+    devices = len({*roles.policy, *roles.sample, roles.eval, roles.reference})
+    gpus = hardware.machines * (hardware.gpus or devices)
+
+    def run_at(end: int, shares: Shares, refills: int) -> RunSeconds:
+        works = work_of_phases(prediction, hardware.machines, shares, refills)
         phases = {
-            phase: seconds_of(phase, done, per_unit, known)[end] for phase, done in works.items()
+            phase: seconds_of(phase, work, at_rates, known)[end] for phase, work in works.items()
         }
-        evaluated, saved = evaluations * phases["evaluation"], checkpoints * phases["checkpoint"]
-        parts = (
-            phases["sampling"],
-            sum(phases.values())
-            - sum(phases[of] for of in ("sampling", "evaluation", "checkpoint")),
-        )
-        step = max(parts) if run.rollouts == "async" else sum(parts)
-        whole, sampled = (
-            run.num_steps * step + evaluated + saved,
-            run.rollout_size * shares["response"] * run.max_new_tokens,
-        )
-        hours = {
-            "hours": whole / 3600,
-            "gpu_hours": gpus * whole / 3600,
-            "evaluations_gpu_hours": gpus * evaluated / 3600,
-        }
-        ends.append(phases | {"step": step, "tokens_per_second": sampled / step, **hours})
-    spans = {name: sorted(end[name] for end in ends) for name in ends[0]}
-    return {"phases": {phase: spans.pop(phase) for phase in works}, **spans}
+        return run_seconds(prediction.run, phases, shares)
 
-
-def beside_plan(rl: RLArgs) -> tuple[dict, dict]:
-    """(Measured and predicted peak bytes of the trainer by device, measured seconds and predicted
-    range by phase) of a run."""
-    path, predicted = (
-        Path(rl.output_dir) / rl.run_name,
-        duration(predict(rl), hardware_of(""), Known())["phases"],
+    ends = (
+        run_at(0, known.least, 0),
+        run_at(1, known.most, prediction.run.max_refills),
     )
-    by_device = read_json(path / "summary.json")["peak_bytes"]
-    # What all processes of a GPU hold includes those of others.
-    own = {device: of for device, of in by_device.items() if not device.endswith(WHOLE)}
-    predicted_at_all = [
-        device for device, of in own.items() if any(both[1] for both in of.values())
-    ]
-    peaks = {device: largest_of(own[device]) for device in predicted_at_all}
-    run, at_least = read_run(path), lambda seconds: max(seconds, SHORTEST)
-    seconds = {
-        phase: (at_least(phase_seconds(phase, run)), [*map(at_least, ends)])
-        for phase, ends in predicted.items()
-    }
-    return peaks, seconds
+
+    def range_of(values: Iterable[float]) -> Range:
+        return Range(*sorted(values))
+
+    return Duration(
+        phases={name: range_of(end.phases[name] for end in ends) for name in ends[0].phases},
+        step=range_of(end.step for end in ends),
+        tokens_per_second=range_of(end.sampled / end.step for end in ends),
+        hours=range_of(end.run / 3600 for end in ends),
+        gpu_hours=range_of(gpus * end.run / 3600 for end in ends),
+        evaluations_gpu_hours=range_of(gpus * end.evaluations / 3600 for end in ends),
+    )
+
+
+def run_seconds(run: RLArgs, phases: dict[str, float], shares: Shares) -> RunSeconds:
+    """A run's seconds from those of its phases. An evaluation comes before the first step, and one
+    after every `eval_interval` steps. With --rollouts async a step takes the longer of sampling and
+    of all else, which go on side by side."""
+    evaluations = (1 + ceil(run.num_steps / run.eval_interval)) * phases["evaluation"]
+    checkpoints = ceil(run.num_steps / run.save_interval) * phases["checkpoint"]
+    sampling = phases["sampling"]
+    of_no_training = sum(phases[phase] for phase in ("sampling", "evaluation", "checkpoint"))
+    training = sum(phases.values()) - of_no_training
+    step = max(sampling, training) if run.rollouts == "async" else sampling + training
+    return RunSeconds(
+        phases=phases,
+        step=step,
+        evaluations=evaluations,
+        run=run.num_steps * step + evaluations + checkpoints,
+        sampled=run.rollout_size * shares.response * run.max_new_tokens,
+    )
+
+
+class MeasuredAndPredicted(NamedTuple):
+    """Peaks of the trainer by device, and seconds by phase, of a run."""
+
+    peaks: dict[str, tuple[float, float]]  # Bytes, measured and predicted.
+    seconds: dict[str, tuple[float, list[float]]]  # Measured, and the predicted range.
+
+
+def beside_plan(rl: RLArgs) -> MeasuredAndPredicted:
+    """What a run took beside what was predicted for it."""
+    path = Path(rl.output_dir) / rl.run_name
+    predicted = duration(predict(rl), hardware_of(""), Known()).phases
+    peaks = {}
+    for device, phases in read_json(path / "summary.json")["peak_bytes"].items():
+        # What all processes of a GPU hold includes those of others.
+        is_own = not device.endswith(WHOLE)
+        is_predicted = any(prediction for _, prediction in phases.values())
+        if is_own and is_predicted:
+            peaks[device] = largest_of(phases)
+    run = read_run(path)
+    seconds = {}
+    for phase, ends in predicted.items():
+        measured = max(phase_seconds(phase, run), SHORTEST)
+        seconds[phase] = (measured, [max(end, SHORTEST) for end in ends])
+    return MeasuredAndPredicted(peaks, seconds)
 
 
 def largest_of(phases: Mapping[str, Sequence[int | None]]) -> tuple[float, float]:
@@ -528,21 +584,24 @@ def span(values: Sequence[float]) -> str:
     return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
 
 
-def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[dict, Prediction]]:
+def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration, Prediction]]:
     """(`duration`, prediction) of each parallelism on splits of the GPUs between policy and sampler
     that fit, fastest first."""
-    number, found = visible_gpus() if hardware.gpus is None else hardware.gpus, {}
-    gpus, kinds = (
-        tuple(f"cuda:{gpu}" for gpu in range(number)),
-        RANKED if hardware.machines > 1 else POLICIES,
-    )
-    for kind, engines in itertools.product(
-        kinds, {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}
-    ):
-        split = (
-            {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]} if engines else {}
-        )
-        prediction = if_it_fits(run, {"policy_parallelism": kind, **split}, *hardware[:3])
-        if prediction and (kind == "single") == (len(prediction.roles.policy) == 1):
-            found[kind, prediction.roles] = duration(prediction, hardware, known), prediction
-    return sorted(found.values(), key=lambda pair: np.prod(pair[0]["hours"]))
+    number = visible_gpus() if hardware.gpus is None else hardware.gpus
+    gpus = tuple(f"cuda:{gpu}" for gpu in range(number))
+    kinds = RANKED if hardware.machines > 1 else POLICIES
+    # 0: the roles share GPUs, as by default
+    numbers_of_engines = {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}
+    by_placement = {}
+    for kind, engines in itertools.product(kinds, numbers_of_engines):
+        change: dict[str, Any] = {"policy_parallelism": kind}
+        if engines:
+            change |= {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]}
+        prediction = if_it_fits(run, change, *hardware[:3])
+        if prediction is None:
+            continue
+        is_alone = len(prediction.roles.policy) == 1
+        if is_alone == (kind == "single"):
+            spent = duration(prediction, hardware, known)
+            by_placement[kind, prediction.roles] = (spent, prediction)
+    return sorted(by_placement.values(), key=lambda pair: np.prod(pair[0].hours))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,15 @@ WHOLE = ", all processes"
 """Follows a GPU's name where all that is in use there counts, whoever holds it."""
 
 
-Peaks = dict[str, dict[str, list[int | None]]]
-"""Place -> phase -> measured and predicted bytes; None: nothing was predicted."""
+class PhasePeak(NamedTuple):
+    """Bytes of a phase at most."""
+
+    measured: int
+    predicted: int | None  # None: nothing was predicted.
+
+
+Peaks = dict[str, dict[str, PhasePeak]]
+"""Place -> phase -> its peak."""
 
 
 class PeakMeter:
@@ -29,18 +37,17 @@ class PeakMeter:
 
     def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
         ranks = getattr(policy, "ranks", None)
-        pids = (
-            [os.getpid(), *(child.process.pid for child in ranks.children)]
-            if ranks
-            else [os.getpid()]
-        )
-        names = [
-            f"rank {rank}, {device}" if ranks else device
-            for rank, device in enumerate(policy.devices)
-        ]
-        self.pids = dict(zip(names, pids, strict=False)) if policy.devices[0] == "cpu" else {}
-        own = zip(names, policy.devices[:1] if ranks else policy.devices, strict=False)
-        self.devices = {name: device for name, device in own if device != "cpu"}
+        devices = list(policy.devices)
+        pids, names, own_devices = [os.getpid()], devices, devices
+        if ranks:
+            pids += [child.process.pid for child in ranks.children]
+            names = [f"rank {rank}, {device}" for rank, device in enumerate(devices)]
+            own_devices = devices[:1]  # other ranks' allocators are in other processes
+        self.pids = {}
+        if devices[0] == "cpu":
+            self.pids = dict(zip(names, pids, strict=False))
+        named = zip(names, own_devices, strict=False)
+        self.devices = {name: device for name, device in named if device != "cpu"}
         self.expected = expected
         self.run: Peaks = {}
         self._step: dict[str, dict[str, int]] = {}  # Place -> phase -> measured bytes since `take`.
@@ -86,8 +93,9 @@ class PeakMeter:
         for name, phases in taken.items():
             for phase, size in phases.items():
                 predicted = predictions[name](phase) if name in predictions else None
-                peaks.setdefault(name, {})[phase] = [size, predicted]
+                peak = PhasePeak(size, predicted)
+                peaks.setdefault(name, {})[phase] = peak
                 largest = self.run.setdefault(name, {})
-                if size > largest.get(phase, [0, None])[0]:
-                    largest[phase] = [size, predicted]
+                if size > largest.get(phase, PhasePeak(0, None)).measured:
+                    largest[phase] = peak
         return peaks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from alignment.model.device_map import partition_layers
@@ -16,21 +16,20 @@ from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import policy_kind
 from alignment.system.errors import UserError
 
-# of a device's memory that weights, gradients and moments may take; the rest is for activations
 STATE_SHARE = 0.7
+"""Of a device's memory: what weights, gradients and moments may take; the rest is for
+activations."""
 
+HELPERS = ("sample", "reference", "eval")
+"""The roles beside the policy, in the order in which GPUs are handed out, highest first."""
 
 FLAGS = {
     "sample": "--sample_device",
     "reference": "--reference_model_device",
     "eval": "--eval_device",
+    "policy": "--policy_devices",
 }
-
-
-HELPERS = tuple(FLAGS)  # in the order in which GPUs are handed out, highest first
-
-
-FLAGS |= {"policy": "--policy_devices"}
+"""Role -> the flag that names its devices."""
 
 
 @dataclass(frozen=True)
@@ -63,67 +62,84 @@ def assign_roles(
     Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to
     change."""
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
-    several = sample_device.split(",") if sample_device is not None else ()
     texts = {
-        "sample": several,
-        "reference": [reference_model_device],
-        "eval": [eval_device],
+        "sample": sample_device.split(",") if sample_device is not None else [],
+        "reference": [reference_model_device] if reference_model_device is not None else [],
+        "eval": [eval_device] if eval_device is not None else [],
         "policy": policy_devices,
     }
-    listed = {
-        role: tuple(_read_device(FLAGS[role], t, gpus) for t in of if t is not None)
-        for role, of in texts.items()
-    }
+    listed = {role: _read_devices(FLAGS[role], texts[role], gpus) for role in texts}
+    for role, devices in listed.items():
+        _refuse_repeated(role, devices)
+    samplers, policy = listed["sample"], listed["policy"]
+    if not gpus:
+        return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
+
+    # Of several samplers the first GPU counts where roles share.
     named = {
         role: next((device for device in listed[role] if device != "cpu"), "cpu")
         for role in HELPERS
         if listed[role]
     }
-    samplers, policy = listed["sample"], listed["policy"]
-    for role, devices in listed.items():
-        for device, times in Counter(devices).items():
-            if times > 1 and (role, device) != ("sample", "cpu"):
-                raise UserError(
-                    f"{FLAGS[role]} lists {device} {times} times; list each device once"
-                )
-    if not gpus:
-        return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
-
-    free = [gpu for gpu in gpus if gpu not in (*policy, *named.values(), *samplers)]
+    taken = {*policy, *named.values(), *samplers}
+    free = [gpu for gpu in gpus if gpu not in taken]
     if not policy and not free and num_gpus > 1:
-        flags = " and ".join(
-            f"{FLAGS[role]} {' '.join(listed[role])}" for role in named if named[role] != "cpu"
-        )
-        remedy = (
-            "put two of these on one GPU, or say which GPU the policy shares with"
-            f" {FLAGS['policy']}"
-        )
-        raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
+        _refuse_no_policy_gpu(named, listed, num_gpus)
     spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
     helpers = _place_helpers(named, spare, policy, gpus)
     samplers = samplers or (helpers["sample"],)
     for sampler in samplers if vllm else ():
         _refuse_vllm_clashes(named, helpers | {"sample": sampler}, spare, policy, gpus)
     # No GPU is left over only when there is just one, which then holds everything.
-    rest = tuple(gpu for gpu in gpus if gpu not in (*helpers.values(), *samplers)) or gpus
-    return Roles(policy=policy or rest, **helpers | {"sample": samplers})
+    helper_devices = {*helpers.values(), *samplers}
+    left = tuple(gpu for gpu in gpus if gpu not in helper_devices)
+    return Roles(
+        policy=policy or left or gpus,
+        sample=samplers,
+        reference=helpers["reference"],
+        eval=helpers["eval"],
+    )
+
+
+def _read_devices(flag: str, texts: Sequence[str], gpus: Sequence[str]) -> tuple[str, ...]:
+    """The devices that a flag lists."""
+    return tuple(_read_device(flag, text, gpus) for text in texts)
+
+
+def _refuse_repeated(role: str, devices: Sequence[str]) -> None:
+    """Raise `UserError` for a device that a flag lists twice; several samplers may share the
+    CPU."""
+    for device, times in Counter(devices).items():
+        if times > 1 and (role, device) != ("sample", "cpu"):
+            raise UserError(f"{FLAGS[role]} lists {device} {times} times; list each device once")
+
+
+def _refuse_no_policy_gpu(
+    named: Mapping[str, str], listed: Mapping[str, Sequence[str]], num_gpus: int
+) -> None:
+    """Raise `UserError`, because the other roles' flags name all GPUs."""
+    with_gpus = [role for role in named if named[role] != "cpu"]
+    flags = " and ".join(f"{FLAGS[role]} {' '.join(listed[role])}" for role in with_gpus)
+    remedy = (
+        f"put two of these on one GPU, or say which GPU the policy shares with {FLAGS['policy']}"
+    )
+    raise UserError(f"{flags} leave none of the {num_gpus} GPUs for the policy; {remedy}")
 
 
 def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
     """The device that `text` names, as "cpu" or "cuda:N"; bare "cuda" is cuda:0."""
     if text == "cpu":
         return text
-    if (match := re.fullmatch(r"cuda(?::([0-9]+))?", text)) is None:
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", text)
+    if match is None:
         raise UserError(f"{flag} {text!r} is not a device; write cpu or cuda:N, such as cuda:0")
     device = f"cuda:{int(match[1] or 0)}"
     if not gpus:
         raise UserError(f"{flag} {device}, but no GPU is visible; use cpu or leave the flag out")
     if device not in gpus:
-        visible = (
-            f"1 GPU is visible ({gpus[0]})"
-            if len(gpus) == 1
-            else f"{len(gpus)} GPUs are visible ({gpus[0]}..{gpus[-1]})"
-        )
+        visible = f"{len(gpus)} GPUs are visible ({gpus[0]}..{gpus[-1]})"
+        if len(gpus) == 1:
+            visible = f"1 GPU is visible ({gpus[0]})"
         raise UserError(
             f"{flag} {device}, but only {visible}; name one of these or leave the flag out"
         )
@@ -131,60 +147,70 @@ def _read_device(flag: str, text: str, gpus: Sequence[str]) -> str:
 
 
 def _place_helpers(
-    named: dict[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
+    named: Mapping[str, str], spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
 ) -> dict[str, str]:
     """Fill in the helpers that were not named: the highest spare GPU each; else that of the helper
     just before (eval the reference, the reference the sampler), else of one after it; and one of
     the policy's only when the policy has them all."""
     placed, left = dict(named), list(spare)
     for index, role in enumerate(HELPERS):
-        if role not in named:
-            neighbours = [
-                placed.get(other) for other in (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])
-            ]
-            shareable = [device for device in neighbours if device in gpus and device not in policy]
-            placed[role] = left.pop() if left else next(iter(shareable), gpus[-1])
+        if role in named:
+            continue
+        if left:
+            placed[role] = left.pop()
+            continue
+        neighbours = (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])
+        devices = [placed[other] for other in neighbours if other in placed]
+        shareable = [device for device in devices if device in gpus and device not in policy]
+        placed[role] = shareable[0] if shareable else gpus[-1]
     return placed
 
 
 def _refuse_vllm_clashes(
-    named: dict, helpers: dict, spare: Sequence[str], policy: Sequence[str], gpus: Sequence[str]
+    named: Mapping[str, str],
+    helpers: Mapping[str, str],
+    spare: Sequence[str],
+    policy: Sequence[str],
+    gpus: Sequence[str],
 ) -> None:
     """Refuse placements that a vLLM engine cannot start in: off the GPUs, or on one that another
     role needs. The sampler and eval may share a GPU, and so an engine; a single GPU holds all
     roles; sampler and reference may share if no GPU is spare."""
     greedy = "but vLLM claims most of its GPU's memory at start"
     for role in ("sample", "eval"):
-        if helpers[role] == "cpu":
+        device = helpers[role]
+        if device == "cpu":
             names = gpus[0] if len(gpus) == 1 else f"{gpus[0]}..{gpus[-1]}"
             remedy = f"name a GPU ({names}), leave the flag out, or sample without vLLM"
             raise UserError(
                 f"{FLAGS[role]} cpu, but vLLM's NVIDIA build cannot run there; {remedy}"
             )
-        if len(gpus) == 1 or helpers[role] not in policy:
+        if len(gpus) == 1 or device not in policy:
             continue
         if role not in named:
             reason = f"{greedy} and the {role} role has none to itself"
-            raise UserError(
-                f"{FLAGS['policy']} names every GPU, {reason}; take {gpus[-1]} off"
-                f" {FLAGS['policy']}"
-            )
-        remedy = (
-            f"use {FLAGS[role]} {spare[-1]}"
-            if spare
-            else f"take {helpers[role]} off {FLAGS['policy']}"
-        )
-        raise UserError(
-            f"{FLAGS[role]} {helpers[role]} is also in {FLAGS['policy']}, {greedy}; {remedy}"
-        )
+            remedy = f"take {gpus[-1]} off {FLAGS['policy']}"
+            raise UserError(f"{FLAGS['policy']} names every GPU, {reason}; {remedy}")
+        remedy = f"take {device} off {FLAGS['policy']}"
+        if spare:
+            remedy = f"use {FLAGS[role]} {spare[-1]}"
+        raise UserError(f"{FLAGS[role]} {device} is also in {FLAGS['policy']}, {greedy}; {remedy}")
     if "sample" in named and helpers["sample"] == named.get("reference") and spare:
         both = f"{FLAGS['sample']} and {FLAGS['reference']} are both {helpers['sample']}"
         raise UserError(f"{both}, {greedy}; use {FLAGS['reference']} {spare[-1]}")
 
 
+SHARED_GPU = 0.4
+"""The share of a GPU's memory that vLLM claims beside the policy or a reference. A choice."""
+
+OWN_GPU = 0.9
+"""The same on a GPU of its own: vLLM's default."""
+
+
 def engine_share(roles: Roles, device: str, engines: int = 1) -> float:
     """The share of a GPU's memory that each of `engines` vLLM engines on it claims by default."""
-    return (0.4 if device in {*roles.policy, roles.reference} else 0.9) / engines
+    shared = device in {*roles.policy, roles.reference}
+    return (SHARED_GPU if shared else OWN_GPU) / engines
 
 
 @dataclass(frozen=True)
@@ -224,36 +250,36 @@ def policy_shares(
 def place(
     shape: ModelShape,
     roles: Roles,
-    optimizer="adamw",
-    itemsize=2,
-    kind="layer_split",
-    tensor_parallel=1,
+    optimizer: str = "adamw",
+    itemsize: int = 2,
+    kind: str = "layer_split",
+    tensor_parallel: int = 1,
 ) -> list[Share]:
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then
     one whole copy for each other role, with products of numbers of `itemsize` bytes;
     `tensor_parallel` devices share an engine's. Eval on a device of the sampler's runs in the
     sampler's engines, so the two hold one copy, under the role "sample+eval"."""
     policy = policy_shares(shape, roles.policy, kind, optimizer)
-    shared = roles.eval in roles.sample
-    copies = [("sample+eval" if shared else "sample", device) for device in roles.sample]
-    copies += [] if shared else [("eval", roles.eval)]
+    everything = tuple(shape.parameters)
+    weights = sum(shape.parameters.values()) * itemsize
+    engine_part = weights // tensor_parallel
+    shares = list(policy)
+
+    copies = policy_kind(kind).copies(len(policy))
+    on_host = shape.trained(everything) * OPTIMIZERS[optimizer].host_bytes * copies
+    if on_host:
+        shares.append(Share("cpu", "moments", everything, on_host))
+
+    evaluates_too = roles.eval in roles.sample
+    sampler = "sample+eval" if evaluates_too else "sample"
+    shares += [Share(device, sampler, everything, engine_part) for device in roles.sample]
+    if not evaluates_too:
+        shares.append(Share(roles.eval, "eval", everything, weights))
+
     # A policy whole on the reference's device is the old policy, until its first update; one with
     # adapters the reference, too.
-    copies += (
-        []
-        if shape.adapters or roles.policy == (roles.reference,)
-        else [("reference", roles.reference)]
-    )
-    everything, total = tuple(shape.parameters), sum(shape.parameters.values())
-    on_host = (
-        shape.trained(everything)
-        * OPTIMIZERS[optimizer].host_bytes
-        * policy_kind(kind).copies(len(policy))
-    )
-    moments = (Share("cpu", "moments", everything, on_host),) if on_host else ()
-    sizes = {"eval": total * itemsize, "reference": shape.frozen_bytes(itemsize)}
-    others = (
-        Share(device, role, everything, sizes.get(role, total * itemsize // tensor_parallel))
-        for role, device in copies
-    )
-    return [*policy, *moments, *others]
+    policy_is_reference = bool(shape.adapters) or roles.policy == (roles.reference,)
+    if not policy_is_reference:
+        frozen = shape.frozen_bytes(itemsize)
+        shares.append(Share(roles.reference, "reference", everything, frozen))
+    return shares

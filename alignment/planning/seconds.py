@@ -1,33 +1,32 @@
-"""What machines do in a second, by a card's name, a file, or a guess of this one; and the work of
-passes through a model."""
+"""What machines do in a second, by a card's name, a file, or a guess of this one."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from alignment.model.shape import ModelShape
+from alignment.planning.work import UnitSeconds
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
 
-CARDS = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
-REACHED, COUNTED, CORE = (CARDS.pop(table) for table in ("reached", "counted", "CPU"))
+TABLES = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
+
+REACHED: Mapping[str, tuple[float, float]] = TABLES["reached"]
+"""Number of a card, or "launches" and "disk" -> units a second that steps reach of it, at best and
+at worst."""
+
+CORE: Mapping[str, float] = TABLES["CPU"]
+"""The numbers of one core of a CPU."""
+
+CARDS: Mapping[str, Mapping[str, Any]] = {
+    name: table for name, table in TABLES.items() if name not in ("reached", "CPU")
+}
+"""--hardware -> the numbers of a card."""
+
 # of a card: GB, TFLOP/s and GB/s
-NUMBERS = (
-    "memory",
-    "bfloat16",
-    "float32",
-    "bandwidth",
-    "link",
-    "network",
-)
-KINDS = ("operations", "bytes", "launches", "link", "network", "disk")
-"""Of work: multiplications and additions, bytes through a device's memory, kernels, bytes to other
-devices, machines, disk."""
+NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")
 
 
 class Hardware(NamedTuple):
@@ -36,7 +35,14 @@ class Hardware(NamedTuple):
     gpus: int | None  # Of each machine.
     memory: float  # Bytes of each GPU.
     machines: int
-    card: Mapping[str, float] | None = None
+    card: Mapping[str, Any] | None = None
+
+
+class Rates(NamedTuple):
+    """Seconds of a unit of work, on the best card at best, and on the worst at worst."""
+
+    best: UnitSeconds
+    worst: UnitSeconds
 
 
 def hardware_of(
@@ -52,106 +58,58 @@ def hardware_of(
             f"--hardware {text}: says all that --num_gpus, --machines and --gpu_memory do; leave"
             " these out"
         )
-    *counts, name = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL).groups("1")
-    cards = (
-        [*read_toml(Path(name), "--hardware").values()]
-        if name.endswith(".toml")
-        else [CARDS.get(name.upper())]
-    )
-    if cards == [None] or 0 in map(int, counts):
+    match = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL)
+    assert match is not None  # the last group takes any text
+    machines_text, gpus_text, name = match.groups("1")
+    number_of_machines, number_of_gpus = int(machines_text), int(gpus_text)
+    card = read_card(text, name) if name.endswith(".toml") else CARDS.get(name.upper())
+    if card is None or number_of_machines == 0 or number_of_gpus == 0:
         listed = (
             f"write {', '.join(CARDS)}, or a TOML file of such numbers, and 8x or 2x8x before it"
         )
-        alike = did_you_mean(name, [card for card in CARDS if card[0] == name[:1].upper()])
+        same_initial = [card for card in CARDS if card[0] == name[:1].upper()]
+        alike = did_you_mean(name, same_initial)
         raise UserError(f"--hardware {text}: there is no such machine{alike}; {listed}")
-    numbers = [card.get(number) for card in cards for number in NUMBERS if isinstance(card, dict)]
-    if (
-        len(cards) > 1
-        or not numbers
-        or not all(isinstance(number, int | float) and number > 0 for number in numbers)
-    ):
-        raise UserError(
-            f"--hardware {text}: must hold one table, a card's, with numbers above 0:"
-            f" {', '.join(NUMBERS)}"
-        )
-    return Hardware(int(counts[1]), 1e9 * numbers[0], int(counts[0]), cards[0])
+    return Hardware(number_of_gpus, 1e9 * card["memory"], number_of_machines, card)
 
 
-def rates(hardware: Hardware, itemsize: int) -> np.ndarray:
-    """Seconds of a unit of KINDS, best and worst, [2, K], with `itemsize` bytes a number. GPUs
-    without a name: all of CARDS."""
+def read_card(text: str, name: str) -> Mapping[str, Any]:
+    """The card of a TOML file of one table. Raises `UserError` for other files, which names the
+    --hardware `text`."""
+    tables = [*read_toml(Path(name), "--hardware").values()]
+    if len(tables) == 1 and isinstance(tables[0], dict):
+        numbers = [tables[0].get(number) for number in NUMBERS]
+        if all(isinstance(number, int | float) and number > 0 for number in numbers):
+            return tables[0]
+    raise UserError(
+        f"--hardware {text}: must hold one table, a card's, with numbers above 0:"
+        f" {', '.join(NUMBERS)}"
+    )
+
+
+def rates(hardware: Hardware, itemsize: int) -> Rates:
+    """The rates of machines, with `itemsize` bytes a number in matrix products. GPUs without a
+    name: from the best to the worst of all `CARDS`."""
+    cards = cards_of(hardware)
+    best, worst = [], []
+    products = "bfloat16" if itemsize == 2 else "float32"
+    for number in (products, "bandwidth", "launches", "link", "network", "disk"):
+        at_best, at_worst = REACHED[number]
+        # kernels that Python starts, and a disk, are no card's
+        of_cards = [card.get(number, 1) for card in cards]
+        best.append(1 / max(at_best * of_card for of_card in of_cards))
+        worst.append(1 / min(at_worst * of_card for of_card in of_cards))
+    return Rates(UnitSeconds(*best), UnitSeconds(*worst))
+
+
+def cards_of(hardware: Hardware) -> list[Mapping[str, Any]]:
+    """The named card; or all, where there are GPUs; or all cores of this machine."""
     import torch  # here, because it takes seconds, and mistakes are reported first
 
+    if hardware.card:
+        return [hardware.card]
     gpus = torch.cuda.device_count() if hardware.gpus is None else hardware.gpus
-    own = {number: (os.cpu_count() or 1) * CORE[number] for number in NUMBERS}
-    cards = [hardware.card] if hardware.card else CARDS.values() if gpus else [own]
-    kinds = (
-        "bfloat16" if itemsize == 2 else "float32",
-        "bandwidth",
-        "launches",
-        "link",
-        "network",
-        "disk",
-    )
-    best, worst = (
-        np.array([[REACHED[k][end] * card.get(k, 1) for k in kinds] for card in cards])
-        for end in (0, 1)
-    )
-    return 1 / np.array([best.max(axis=0), worst.min(axis=0)])
-
-
-def work(**amounts: float) -> np.ndarray:
-    """Amounts of KINDS, [K]."""
-    return np.array([amounts.get(kind, 0.0) for kind in KINDS])
-
-
-def forward(
-    shape: ModelShape, config: Any, itemsize: int, counts: Sequence[float], pieces: float
-) -> np.ndarray:
-    """The work of a forward pass, in pieces that each read all weights. `counts`: tokens; how many
-    others each sees on average; how many have logits. Every token counts as taking all experts."""
-    from alignment.model.activations import activation_bytes, key_value_bytes
-
-    (tokens, seen, logits), heads = counts, getattr(config, "num_attention_heads", 1)
-    # of a token
-    queries = (
-        heads
-        / (getattr(config, "num_key_value_heads", None) or heads)
-        * key_value_bytes(config, 1)
-        / 2
-    )
-    of_layers = sum(shape.parameters[name] for name in shape.layers)
-    products = (
-        of_layers + 2 * queries * seen
-    ) * tokens + config.vocab_size * config.hidden_size * logits
-    moved = COUNTED["activation_passes"] * activation_bytes(config, itemsize) * tokens
-    moved += (
-        4 * COUNTED["logit_passes"] * config.vocab_size * logits
-        + itemsize * sum(shape.parameters.values()) * pieces
-    )
-    kernels = COUNTED["layer_kernels"] * len(shape.layers) + COUNTED["other_kernels"]
-    return work(operations=2 * products, bytes=moved, launches=kernels * pieces)
-
-
-def decoding(
-    shape: ModelShape, config: Any, itemsize: int, rows: Sequence[float], cache_bytes: int
-) -> np.ndarray:
-    """The work of prefill, and of a pass for each token of the longest responses in flight. `rows`:
-    prompts, responses to each, mean tokens of a prompt and of a response, the most of a response.
-    `cache_bytes` of keys and values at once; 0: vLLM's."""
-    from alignment.model.activations import key_value_bytes
-
-    prompts, size, prompt, response, longest = rows
-    kept, drawn = key_value_bytes(config, itemsize), prompts * size * response
-    group_bytes = (prompt + size * longest) * kept
-    lots = np.ceil(
-        prompts * group_bytes / cache_bytes
-        if cache_bytes
-        else prompts * size / COUNTED["vllm_rows"]
-    )
-    # rows that end early make room for others, or wait for the longest
-    steps = lots * min(longest, 2 * response)
-    passes = forward(shape, config, itemsize, (drawn, prompt + response / 2, drawn), steps)
-    passes[2] = passes[2] if cache_bytes else COUNTED["vllm_kernels"] * steps
-    prefill = forward(shape, config, itemsize, (prompts * prompt, prompt / 2, prompts), lots)
-    return passes + prefill + work(bytes=drawn * kept * (prompt / size + response / 2))
+    if gpus:
+        return [*CARDS.values()]
+    cores = os.cpu_count() or 1
+    return [{number: cores * CORE[number] for number in NUMBERS}]

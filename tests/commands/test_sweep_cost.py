@@ -50,7 +50,7 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
             "loss_type": loss,
         }
         prediction = predict(from_preset(RLArgs, "tiny", **facts), *hardware[:3])
-        hours[loss] = duration(prediction, hardware, Known())["gpu_hours"]
+        hours[loss] = duration(prediction, hardware, Known()).gpu_hours
         assert f"- {loss}: {span(hours[loss])} GPU-hours a seed" in said
     designs = []
     for seeds in (3, 6):

@@ -70,9 +70,9 @@ def test_a_gpus_allocator_is_compared_with_the_trainer_and_the_driver_with_the_d
     now.append("update")
     meter = PeakMeter(SimpleNamespace(devices=("cuda:0",)), expected)
     assert step(meter, 260) == {
-        "cuda:0": {"update": [300, 310], "sync": [70, 50]},
-        "cuda:0, all processes": {"update": [400, 420], "sync": [600, 570]},
+        "cuda:0": {"update": (300, 310), "sync": (70, 50)},
+        "cuda:0, all processes": {"update": (400, 420), "sync": (600, 570)},
     }
     allocated["update"] = 200
-    assert step(meter, 160)["cuda:0"]["update"] == [200, 210]
-    assert meter.run["cuda:0"] == {"update": [300, 310], "sync": [70, 50]}
+    assert step(meter, 160)["cuda:0"]["update"] == (200, 210)
+    assert meter.run["cuda:0"] == {"update": (300, 310), "sync": (70, 50)}

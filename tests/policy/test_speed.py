@@ -2,22 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from transformers import LlamaConfig
 
 from alignment.model.shape import ModelShape
-from alignment.planning.seconds import (
-    CARDS,
-    KINDS,
-    NUMBERS,
-    Hardware,
-    decoding,
-    forward,
-    hardware_of,
-    rates,
-)
+from alignment.planning.passes import ComputedModel, DecodedRows, PassTokens, decoding, forward
+from alignment.planning.seconds import CARDS, NUMBERS, Hardware, hardware_of, rates
+from alignment.planning.work import Work
 from alignment.system.errors import UserError
 
 # A layer: queries and output 64 each, keys and values 32 each, MLP 3 x 128, norms 16: 592. In all 2
@@ -31,11 +25,11 @@ SMALL = LlamaConfig(
     num_key_value_heads=1,
     tie_word_embeddings=False,
 )
-SHAPE = ModelShape.from_config(SMALL)
+MODEL = ComputedModel(ModelShape.from_config(SMALL), SMALL, itemsize=2)
 
 
-def amounts(work: np.ndarray) -> dict[str, float]:
-    return {kind: float(amount) for kind, amount in zip(KINDS, work, strict=True) if amount}
+def amounts(work: Work) -> dict[str, float]:
+    return {kind: amount for kind, amount in asdict(work).items() if amount}
 
 
 def test_a_forward_passs_work_is_hand_worked():
@@ -44,10 +38,10 @@ def test_a_forward_passs_work_is_hand_worked():
     Products: 2 x 1,184 x 10 of layers, 4 x 16 x 4 x 10 of attention (16: both layers' queries), 2 x
     400 x 3 of the head. Bytes: 3 x 736 x 10 of activations, 8 x 4 x 50 x 3 of logits, 2 x 1,992 of
     weights for each piece. Kernels: 2 x 53 + 90 each."""
-    counted = amounts(forward(SHAPE, SMALL, 2, (10, 4, 3), 2))
+    counted = amounts(forward(MODEL, PassTokens(10, 4, 3), 2))
     assert counted == {
         "operations": 23_680 + 2_560 + 2_400,
-        "bytes": 22_080 + 4_800 + 7_968,
+        "memory_bytes": 22_080 + 4_800 + 7_968,
         "launches": 392,
     }
 
@@ -58,14 +52,14 @@ def test_decodings_work_is_hand_worked():
 
     A token's keys and values are 2 x 2 x 4 numbers of 2 bytes; each of 12 drawn tokens reads those
     of half a prompt, which two rows share, and of 1.5 tokens of its own."""
-    counted = amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), 2**30))
+    counted = amounts(decoding(MODEL, DecodedRows(2, 2, 5, 3, 4), 2**30))
     operations = (28_416 + 4_992 + 9_600) + (23_680 + 1_600 + 1_600)
     moved = (26_496 + 19_200 + 4 * 3_984) + (22_080 + 3_200 + 3_984) + 12 * 32 * 4
-    assert counted == {"operations": operations, "bytes": moved, "launches": 196 * 5}
+    assert counted == {"operations": operations, "memory_bytes": moved, "launches": 196 * 5}
     # vLLM replays a graph
-    assert amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), 0))["launches"] == 400 * 4 + 196
+    assert amounts(decoding(MODEL, DecodedRows(2, 2, 5, 3, 4), 0))["launches"] == 400 * 4 + 196
     # one group's keys and values at a time
-    two_lots = amounts(decoding(SHAPE, SMALL, 2, (2, 2, 5, 3, 4), (5 + 2 * 4) * 32))
+    two_lots = amounts(decoding(MODEL, DecodedRows(2, 2, 5, 3, 4), (5 + 2 * 4) * 32))
     assert two_lots["launches"] == 2 * counted["launches"] and two_lots["operations"] == operations
 
 
@@ -79,7 +73,8 @@ def test_every_card_has_its_numbers_and_their_source(name):
     hardware = hardware_of(f"2x8x{name}")
     assert hardware == Hardware(8, 1e9 * card["memory"], 2, card)
     best, worst = rates(hardware, 2)
-    assert (best < worst).all() and best[0] == pytest.approx(1 / (0.7e12 * card["bfloat16"]))
+    assert all(np.array(best.amounts) < worst.amounts)
+    assert best.operations == pytest.approx(1 / (0.7e12 * card["bfloat16"]))
 
 
 def test_hardware_is_machines_gpus_and_a_card(tmp_path):
@@ -104,8 +99,12 @@ def test_hardware_is_machines_gpus_and_a_card(tmp_path):
 def test_gpus_without_a_name_are_any_card():
     """At best as the H200 computes, at worst as the T4."""
     best, worst = rates(hardware_of("", 3), 2)
-    assert (best[0], worst[0]) == pytest.approx((1 / (0.7 * 989.4e12), 1 / (0.2 * 8.1e12)))
-    assert (best[1], worst[1]) == pytest.approx((1 / (0.9 * 4800e9), 1 / (0.4 * 300e9)))
+    assert (best.operations, worst.operations) == pytest.approx(
+        (1 / (0.7 * 989.4e12), 1 / (0.2 * 8.1e12))
+    )
+    assert (best.memory_bytes, worst.memory_bytes) == pytest.approx(
+        (1 / (0.9 * 4800e9), 1 / (0.4 * 300e9))
+    )
 
 
 @pytest.mark.parametrize(
