@@ -42,7 +42,7 @@ from alignment.planning.seconds import Hardware, Rates, hardware_of, rates
 from alignment.planning.step_shape import SampledRows, StepShape
 from alignment.planning.work import UnitSeconds, Work
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, RANKED, Policy
+from alignment.policy.policy import POLICIES, Policy, policy_kind
 from alignment.sampling.sampler import engine_name
 from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
@@ -51,11 +51,18 @@ from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 # configurations of models on the hub, so that it need not be asked
 PUBLISHED = Path(__file__).parents[1] / "planning" / "published"
-# tokens of the longest prompt of training, by SmolLM2's tokenizer; test problems
-GSM8K = (
-    320,
-    1319,
-)
+
+
+class Prompts(NamedTuple):
+    """The prompts of a task."""
+
+    longest: int  # Tokens of the longest prompt of training.
+    test_problems: int
+
+
+GSM8K = Prompts(longest=320, test_problems=1319)
+"""By SmolLM2's tokenizer."""
+
 LONGER = 1.25
 """Of the longest prompt of the test problems: the longest of training, at most. SVAMP's is, which
 learns from other sets."""
@@ -106,13 +113,14 @@ class Prediction:
     @property
     def fits(self) -> bool | None:
         """Whether all devices hold what is on them; None where their memory is not known."""
-        return all(self.excess(peak.device) <= 0 for peak in self.peaks) if self.peaks else None
+        if not self.peaks:
+            return None
+        return all(self.excess(peak.device) <= 0 for peak in self.peaks)
 
     def excess(self, device: str) -> int:
         """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
-        return sum(peak.total for peak in self.peaks if peak.device == device) - int(
-            (1 - SPARE) * self.capacity(device)
-        )
+        taken = sum(peak.total for peak in self.peaks if peak.device == device)
+        return taken - int((1 - SPARE) * self.capacity(device))
 
 
 def predict(
@@ -136,8 +144,8 @@ def predict(
         base = check_model_path(model, "--model") or model
     policy = plan_policy(args, roles, base, PlannedMachines(num_gpus, memory, machines))
     kind = policy.kind
-    ranks = len(policy.devices) * (kind in RANKED and machines == 1)
     roles = replace(roles, policy=policy.devices)
+    ranks = len(policy.devices) if policy_kind(kind).ranked and machines == 1 else 0
     run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
     config = load_config(base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
@@ -150,47 +158,69 @@ def predict(
         machines,
         prompts,
     )
-    return Prediction(
-        run,
-        shape,
-        config,
-        roles,
-        kind,
-        step,
-        peak_bytes(shape, config, roles, step) if memory else [],
-    )
+    peaks = peak_bytes(shape, config, roles, step) if memory else []
+    return Prediction(run, shape, config, roles, kind, step, peaks)
 
 
-def remedies(prediction: Prediction, *machine) -> list[tuple[str, int]]:
-    """The flags that would each make a run fit that does not, or else pairs of them, and the bytes
-    of the fullest device then; `machine` is what `predict` was told beside the run's arguments. []
-    for a run that fits, or of unknown memory."""
+Change = dict[str, Any]
+"""Arguments of a run -> other values."""
+
+
+class Remedy(NamedTuple):
+    """Flags that make a run fit."""
+
+    flags: str
+    size: int  # Bytes of the fullest device then.
+
+
+def remedies(prediction: Prediction, *machine) -> list[Remedy]:
+    """The flags that would each make a run fit that does not, or else pairs of them; `machine` is
+    what `predict` was told beside the run's arguments. [] for a run that fits, or of unknown
+    memory."""
     if prediction.fits in (True, None):
         return []
-    run, vllm = prediction.run, prediction.step.vllm
-    tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
-    groups: list[list[dict]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
-    groups += [[{"optimizer": name}] for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
-    groups += [[{"lora_rank": 16}]] * (not run.lora_rank)
-    groups += [[{"policy_parallelism": kind}] for kind in ("sharded", "layer_split")]
-    groups += [[{"gpu_memory_utilization": share / 10} for share in (4, 3, 2, 1)]] * vllm
-    for alternatives in (
-        groups,
-        [[one[-1] | other[-1]] for one, other in itertools.combinations(groups, 2)],
-    ):
-        fitting = (
-            ((c, other) for c in group if (other := if_it_fits(run, c, *machine)))
-            for group in alternatives
-        )
-        if found := [pair for group in fitting for pair in itertools.islice(group, 1)]:
-            return [
-                (" ".join(flags_of(change)), max(peak.total for peak in other.peaks))
-                for change, other in found
-            ]
+    alternatives = changes_that_save(prediction)
+    pairs = itertools.combinations(alternatives, 2)
+    # of each of a pair the change that saves the most
+    both = [[one[-1] | other[-1]] for one, other in pairs]
+    for choices in (alternatives, both):
+        found = []
+        for changes in choices:
+            remedy = first_that_fits(prediction.run, changes, machine)
+            if remedy:
+                found.append(remedy)
+        if found:
+            return found
     return []
 
 
-def if_it_fits(run: RLArgs, change: Mapping[str, object], *machine) -> Prediction | None:
+def changes_that_save(prediction: Prediction) -> list[list[Change]]:
+    """The changes of a flag that take less memory, for each flag from the least to the most."""
+    run = prediction.run
+    tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
+    # 0 lets layers be computed twice
+    changes: list[list[Change]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
+    optimizers = [name for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
+    changes += [[{"optimizer": name}] for name in optimizers]
+    if not run.lora_rank:
+        changes.append([{"lora_rank": 16}])
+    changes += [[{"policy_parallelism": kind}] for kind in ("sharded", "layer_split")]
+    if prediction.step.vllm:
+        changes.append([{"gpu_memory_utilization": tenths / 10} for tenths in (4, 3, 2, 1)])
+    return changes
+
+
+def first_that_fits(run: RLArgs, changes: Sequence[Change], machine: Sequence) -> Remedy | None:
+    """The first of some changes with which a run fits; None: with none of them."""
+    for change in changes:
+        other = if_it_fits(run, change, *machine)
+        if other:
+            size = max(peak.total for peak in other.peaks)
+            return Remedy(" ".join(flags_of(change)), size)
+    return None
+
+
+def if_it_fits(run: RLArgs, change: Change, *machine) -> Prediction | None:
     """The prediction for a run with other arguments, unless it does not fit; another kind of policy
     gets all ranks."""
     with suppress(UserError):  # the flags clash, or need a package that is not here
@@ -235,39 +265,51 @@ def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePe
 
 
 @functools.cache
-def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> tuple[int, int]:
-    """(Tokens of the longest prompt, test problems), of the task, where its files and the tokenizer
-    of the model `base` are on this machine, or else GSM8K's."""
-    if task in TASKS and (Path(base) / "tokenizer.json").is_file():
-        with suppress(UserError):  # the task's files are not here
-            tested, tokenizer = TASKS[task].test_problems(dataset_path), load_tokenizer(base)
-            prompts = [
-                problem.prompt
-                for problem in prompted(tested, prompt or TASKS[task].prompt, tokenizer)
-            ]
-            return int(LONGER * max(map(len, prompt_token_ids(tokenizer, prompts).ids))), len(
-                tested
-            )
+def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> Prompts:
+    """The prompts of the task, where its files and the tokenizer of the model `base` are on this
+    machine, or else GSM8K's."""
+    if task not in TASKS or not (Path(base) / "tokenizer.json").is_file():
+        return GSM8K
+    with suppress(UserError):  # the task's files are not here
+        problems = TASKS[task].test_problems(dataset_path)
+        tokenizer = load_tokenizer(base)
+        with_prompts = prompted(problems, prompt or TASKS[task].prompt, tokenizer)
+        prompts = [problem.prompt for problem in with_prompts]
+        longest = max(map(len, prompt_token_ids(tokenizer, prompts).ids))
+        return Prompts(int(LONGER * longest), len(problems))
     return GSM8K
 
 
 def step_shape(
-    args: RLArgs, roles: Roles, card: float, vllm: bool, machines: int = 1, prompts=GSM8K
+    args: RLArgs,
+    roles: Roles,
+    card: float,
+    vllm: bool,
+    machines: int = 1,
+    prompts: tuple[int, int] = GSM8K,
 ) -> StepShape:
     """The `StepShape` of a run on devices of `card` bytes; `prompts` as from `prompts_of`."""
-    prompt, problems = (
-        args.max_prompt_tokens or prompts[0],
-        min(args.max_problems or prompts[1], prompts[1]),
-    )
-    old_policy = (
+    longest_prompt, test_problems = prompts
+    prompt = args.max_prompt_tokens or longest_prompt
+    problems = min(args.max_problems or test_problems, test_problems)
+    keeps_old_policy = (
         args.copies_old_policy
-        and args.policy_parallelism not in RANKED
+        and not policy_kind(args.policy_parallelism).ranked
         and roles.policy != (roles.reference,)
     )
+    # with adapters the policy is the reference, too
+    keeps_reference = args.beta > 0 and not args.lora_rank
+    passes = set()
+    if args.needs_old_policy:
+        passes.add("old_log_probs")
+    if args.beta > 0:
+        passes.add("reference")
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
-    drawn = SampledRows(args.prompts_per_rollout, args.group_size, args.max_new_tokens)
-    ranks = len(roles.policy) if args.policy_parallelism in RANKED else 1
+    ranks = len(roles.policy) if policy_kind(args.policy_parallelism).ranked else 1
+    groups_of_rank = -(-rows // args.group_size // (ranks * machines))
     threads = torch.get_num_threads() // ranks if roles.policy[0] == "cpu" else 1
+    dtype = compute_dtype(args.dtype, roles.policy[0])
+    evaluated = args.eval_max_new_tokens or args.max_new_tokens
     return configuration(
         StepShape,
         args,
@@ -275,18 +317,15 @@ def step_shape(
         prompt=prompt,
         vllm=vllm,
         parallel=max(1, min(threads, PARALLEL)),
-        itemsize=4 if compute_dtype(args.dtype, roles.policy[0]) == "float32" else 2,
-        update_tokens=-(-rows // args.group_size // (ranks * machines))
-        * (prompt + args.group_size * args.max_new_tokens),
+        itemsize=4 if dtype == "float32" else 2,
+        update_tokens=groups_of_rank * (prompt + args.group_size * args.max_new_tokens),
         sampled={
-            "sampling": drawn,
-            "evaluation": SampledRows(problems, 1, args.eval_max_new_tokens or args.max_new_tokens),
+            "sampling": SampledRows(args.prompts_per_rollout, args.group_size, args.max_new_tokens),
+            "evaluation": SampledRows(problems, 1, evaluated),
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
-        passes=frozenset(
-            ["old_log_probs"] * args.needs_old_policy + ["reference"] * (args.beta > 0)
-        ),
-        frozen=(args.beta > 0 and not args.lora_rank) + old_policy,
+        passes=frozenset(passes),
+        frozen=sum([keeps_reference, keeps_old_policy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
     )
@@ -589,7 +628,7 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration
     that fit, fastest first."""
     number = visible_gpus() if hardware.gpus is None else hardware.gpus
     gpus = tuple(f"cuda:{gpu}" for gpu in range(number))
-    kinds = RANKED if hardware.machines > 1 else POLICIES
+    kinds = [name for name, kind in POLICIES.items() if kind.ranked or hardware.machines == 1]
     # 0: the roles share GPUs, as by default
     numbers_of_engines = {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}
     by_placement = {}

@@ -14,7 +14,7 @@ from alignment.planning.measured_memory import (
 from alignment.planning.placement import Roles, Share, engine_share
 from alignment.planning.step_shape import StepShape
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import RANKED
+from alignment.policy.policy import policy_kind
 
 FP32 = 4  # bytes of a number in float32
 BF16 = 2  # bytes of a number in bfloat16
@@ -61,7 +61,7 @@ class DeviceLoad:
     @property
     def ranked_policy(self) -> bool:
         """Whether the run's policy has a process for each device, here or elsewhere."""
-        return self.step.policy_parallelism in RANKED
+        return policy_kind(self.step.policy_parallelism).ranked
 
     @property
     def has_adapters(self) -> bool:

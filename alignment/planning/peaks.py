@@ -30,7 +30,7 @@ from alignment.planning.phases import (
 )
 from alignment.planning.placement import Roles, Share, policy_shares
 from alignment.planning.step_shape import StepShape
-from alignment.policy.policy import RANKED
+from alignment.policy.policy import policy_kind
 
 RESERVED = "reserved"
 """The kind of bytes that torch's allocator has got of a GPU and has not handed out."""
@@ -94,7 +94,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     own_devices = {*roles.sample, roles.eval, roles.reference}
     own_devices -= {share.device for share in policy}
     shares = [*policy, *(Share(device, "", (), 0) for device in sorted(own_devices))]
-    has_ranks = step.policy_parallelism in RANKED
+    has_ranks = policy_kind(step.policy_parallelism).ranked
     peaks = []
     for index, share in enumerate(shares):
         # Ranks may share the host's CPU, where the first of them has the other roles, too.

@@ -233,7 +233,7 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
     some are missing."""
     # here, because it takes seconds, and a single process does without
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
@@ -249,7 +249,7 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
         if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():
             raise OSError(f"{folder}: parts of {name} are missing")
     with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
-        load(tensors, storage_reader=reader, no_dist=True)
+        load_checkpoint(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

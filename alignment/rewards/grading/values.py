@@ -97,9 +97,17 @@ def equal_values(a: Node, b: Node) -> bool | None:
     has_branches = _has_branches(a) or _has_branches(b)
     if agreed == ENOUGH_AGREED and not has_branches:
         return True
+    max_points = NEAR_POINTS if gammas else FAR_POINTS
+    return _equal_far_out(a, b, agreed, field, max_points)
+
+
+def _equal_far_out(a: Node, b: Node, agreed: int, field: type, max_points: int) -> bool | None:
+    """Whether two trees are equal at landmarks and at most `max_points` far points, after near ones
+    at which `agreed` values were; None if too few are defined."""
+    names = sorted(variables(("=", a, b)))
     landmarks = _landmarks(a, b)
     required_points = 0
-    if has_branches:
+    if _has_branches(a) or _has_branches(b):
         # The steps of floors are often at landmarks, so a difference may show there alone. But
         # agreement proves nothing: many different expressions agree at landmarks and nowhere else.
         for point in _points_at(landmarks, names):
@@ -110,9 +118,6 @@ def equal_values(a: Node, b: Node) -> bool | None:
         # and one beyond either end.
         required_points = 2 * len(_SIZES) + len(landmarks) + 1
 
-    max_points = FAR_POINTS
-    if gammas:
-        max_points = NEAR_POINTS
     far_points = itertools.islice(_far_points(names, landmarks, seed=repr((b, a))), max_points)
     for k, point in enumerate(far_points):
         if agreed >= ENOUGH_AGREED and k >= required_points:
