@@ -9,6 +9,7 @@ from alignment.model.activations import CACHE_BYTES
 from alignment.planning.passes import ComputedModel, DecodedRows, PassTokens, decoding, forward
 from alignment.planning.step_shape import StepShape
 from alignment.planning.work import Work
+from alignment.policy.policy import policy_kind
 
 FP32 = 4  # bytes of a number in float32
 
@@ -63,13 +64,13 @@ class PolicySplit:
     @classmethod
     def of_kind(cls, kind: str, devices: int, machines: int) -> "PolicySplit":
         """The split of a kind of policy on so many devices of each machine."""
-        if kind == "sharded":
-            return cls(machines, ranks=devices * machines, parts=devices)
-        if kind == "replicated":
-            return cls(machines, ranks=devices * machines)
-        if kind == "layer_split":
-            return cls(machines, stages=devices)
-        return cls(machines)
+        facts = policy_kind(kind)
+        return cls(
+            machines,
+            ranks=devices * machines if facts.ranked else 1,
+            parts=facts.parts(devices),
+            stages=facts.stages(devices),
+        )
 
     @property
     def share_of_others(self) -> float:
