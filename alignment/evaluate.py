@@ -122,14 +122,15 @@ def evaluate_and_report(
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
                 groups.append(evaluation.groups)
-                # there is something to write; evaluations of several tasks make no curve for
-                # trackers
+                # not before there is something to write
                 if run is None:
-                    given = dataclasses.asdict(args)
+                    settings = dataclasses.asdict(args)
                     path = claim_run_folder(
-                        args.output_dir, args.run_name, default, given, {"all": args.seed}
+                        args.output_dir, args.run_name, default, settings, {"all": args.seed}
                     )
-                    run = RunFolder(path, 0, () if args.eval_tasks else args.trackers)
+                    # evaluations of several tasks make no curve for trackers
+                    trackers = () if args.eval_tasks else args.trackers
+                    run = RunFolder(path, 0, trackers)
                 run.log_eval(rows[-1], groups[-1])
     except (Interrupted, RunStopped, OSError) as error:
         stop = error

@@ -237,8 +237,13 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
     plain = plain_policy(
         configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32")
     )
-    nats, engine = LIMITS[policy.dtype][0], engine_name(args.sampler)
-    for name in dict.fromkeys([engine, "transformers"] if args.sampler == "auto" else [engine]):
+    nats = LIMITS[policy.dtype][0]
+    engine = engine_name(args.sampler)
+    engines = {engine: None}
+    if args.sampler == "auto":
+        # in order, and once where they are the same
+        engines["transformers"] = None
+    for name in engines:
         args_of_engine = dataclasses.replace(args, sampler=name)
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
         with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
@@ -252,9 +257,8 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
                 yield another
             if args.lora_rank:
                 policy.use_adapters("random")
-                yield dataclasses.replace(
-                    another, what=f"random adapters, {name}: nats from policy"
-                )
+                what = f"random adapters, {name}: nats from policy"
+                yield dataclasses.replace(another, what=what)
                 policy.use_adapters("trained")
 
 

@@ -75,7 +75,10 @@ def _cells(comparison: Comparison) -> tuple[str, ...]:
 
 def _flatten(tables: Mapping[str, Sequence[Comparison]]) -> list[Comparison]:
     """The comparisons of all tables."""
-    return [comparison for rows in tables.values() for comparison in rows]
+    comparisons: list[Comparison] = []
+    for table in tables.values():
+        comparisons += table
+    return comparisons
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
@@ -294,8 +297,11 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
 
 def _has_curve(study: Study, key: str, cost: str) -> bool:
     """Whether a run has a point beside its beginning."""
-    curves = [_points(run, key, cost).values() for run in study.runs]
-    return any(x for curve in curves for x, _ in curve)
+
+    def has_later_point(run: Run) -> bool:
+        return any(spent for spent, _ in _points(run, key, cost).values())
+
+    return any(has_later_point(run) for run in study.runs)
 
 
 Styles = Mapping[str, dict[str, Any]]
@@ -323,7 +329,8 @@ def _styles(study: Study) -> Styles:
     dashes: dict[str, int] = {}
     styles = {}
     for arm, values in study.varied.items():
-        coloured, dashed = arm, ""
+        coloured = arm
+        dashed = ""
         if len(names) == 2:
             coloured, dashed = (str(values[name]) for name in names)
         colour = colours.setdefault(coloured, len(colours))
@@ -407,7 +414,8 @@ def _shared_steps(curves: Sequence[Curve]) -> list[int]:
     """The steps at which all curves have a point, in order."""
     if not curves:
         return []
-    return sorted(set.intersection(*(set(curve) for curve in curves)))
+    steps_of_curves = [set(curve) for curve in curves]
+    return sorted(set.intersection(*steps_of_curves))
 
 
 def _scores_at(runs: Mapping[int, Run], step: int) -> dict[int, np.ndarray]:
