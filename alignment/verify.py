@@ -239,10 +239,9 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
     )
     nats = LIMITS[policy.dtype][0]
     engine = engine_name(args.sampler)
-    engines = {engine: None}
-    if args.sampler == "auto":
-        # in order, and once where they are the same
-        engines["transformers"] = None
+    engines = [engine]
+    if args.sampler == "auto" and engine != "transformers":
+        engines.append("transformers")
     for name in engines:
         args_of_engine = dataclasses.replace(args, sampler=name)
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
