@@ -280,7 +280,8 @@ class Size:
 
         dollars = ""
         if price > 0:
-            dollars = f" ({span([price * hours for hours in self.gpu_hours])} dollars)"
+            least, most = self.gpu_hours
+            dollars = f" ({span((price * least, price * most))} dollars)"
         return (
             f"{self.seeds} seeds and {self.questions} questions show {self.difference:.3f} for"
             f" {span(self.gpu_hours)} GPU-hours{dollars}"
