@@ -589,7 +589,7 @@ class MeasuredAndPredicted(NamedTuple):
     """Peaks of the trainer by device, and seconds by phase, of a run."""
 
     peaks: dict[str, tuple[float, float]]  # Bytes, measured and predicted.
-    seconds: dict[str, tuple[float, list[float]]]  # Measured, and the predicted range.
+    seconds: dict[str, tuple[float, tuple[float, float]]]  # Measured, and the predicted range.
 
 
 def beside_plan(rl: RLArgs) -> MeasuredAndPredicted:
@@ -607,7 +607,8 @@ def beside_plan(rl: RLArgs) -> MeasuredAndPredicted:
     seconds = {}
     for phase, ends in predicted.items():
         measured = max(phase_seconds(phase, run), SHORTEST)
-        seconds[phase] = (measured, [max(end, SHORTEST) for end in ends])
+        least, most = ends
+        seconds[phase] = (measured, (max(least, SHORTEST), max(most, SHORTEST)))
     return MeasuredAndPredicted(peaks, seconds)
 
 
