@@ -250,6 +250,7 @@ def fields_of(file: Path) -> set[str]:
     return {name for record in records for name in record}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "heading", "also"),
     [

@@ -75,6 +75,7 @@ def test_the_arms_of_a_claim_are_arms_and_differ(name, preset):
     assert [warning for warning in made.design.warnings if "also changes" not in warning] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_equal_arms_of_different_claims_have_one_name_and_others_have_others(preset):
     """So that a run is trained once, and never taken for another one."""
@@ -231,6 +232,7 @@ def test_entropy_and_lengths_are_measured_by_run(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys):
     make_runs(tmp_path, {"baseline": 0.7, "beta0.04": 0.5, "token_mean": 0.71})
     assert run_claims(monkeypatch, "--output_dir", str(tmp_path), "--report", str(tmp_path)) == 0

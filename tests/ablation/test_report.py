@@ -151,6 +151,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attributes)))
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_network_and_runs_nothing(grid):
     html, markdown, *_ = write_report(read_study([grid]), grid)
     text, tags = html.read_text(), Tags()
@@ -189,6 +190,7 @@ def test_two_reports_of_one_study_are_equal(grid):
     assert written() == written()
 
 
+@pytest.mark.slow
 def test_figures_and_tables_are_files_of_their_own(grid):
     study = read_study([grid])
     write_report(study, grid)
@@ -246,6 +248,7 @@ def test_figures_and_tables_are_files_of_their_own(grid):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["bitwise", "to rounding", "statistical", "not verified"])
 def test_every_report_names_the_reproducibility_that_was_verified(grid, word):
     """A verification beside the runs, with their settings; one run of the study has other
@@ -469,6 +472,7 @@ def test_a_curve_that_bends_one_way_lies_within_its_bound(rate):
     assert (np.abs(bend) <= np.abs(nearest) + 1e-12).all() and (bend * nearest >= -1e-12).all()
 
 
+@pytest.mark.slow
 def test_what_runs_like_these_leave_open_is_said_once(grid, capsys):
     study = read_study([grid])
     write_and_print(study, grid, Console(width=300))
@@ -546,6 +550,7 @@ def test_an_unknown_amount_in_a_sweeps_file_is_damage(unequal):
         unequal("hours")
 
 
+@pytest.mark.slow
 def test_few_seeds_are_said_in_the_headline(grid):
     html, markdown, *_ = write_report(read_study([grid]), grid)
     assert (
@@ -611,6 +616,7 @@ def test_a_followed_report_is_written_until_the_run_is_finished(tmp_path, monkey
     assert seconds == [30] and "Finished: 4 of 4 steps" in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_unfinished_and_missing_runs_are_named(grid):
     (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
     study = read_study([grid])
@@ -721,6 +727,7 @@ def test_methods_name_the_machine_and_what_was_verified_there(grid, monkeypatch)
     assert "found the runs reproducible: bitwise." in methods_of(read_study([grid]), grid)
 
 
+@pytest.mark.slow
 def test_names_are_escaped_in_latex(tmp_path):
     """Every special character has its escape, and braces and dollars are closed."""
     runs = [
@@ -747,6 +754,7 @@ def test_names_are_escaped_in_latex(tmp_path):
     assert {line.count("&") for line in rows} == {5}
 
 
+@pytest.mark.slow
 def test_runs_of_several_sweeps_are_compared_as_made_apart(
     grid, tmp_path_factory, monkeypatch, capsys
 ):
@@ -814,6 +822,7 @@ def test_questions_of_equal_names_and_other_texts_are_refused(tmp_path):
         decide(read_study(runs))
 
 
+@pytest.mark.slow
 def test_a_sweep_continued_by_other_code_says_so(grid):
     change_record(grid / "grpo_clip_group_size4_seed1", "versions", code="def5678-dirty")
     study = read_study([grid])
@@ -836,6 +845,7 @@ def test_runs_without_a_sweep_are_grouped_by_their_arguments(tmp_path):
         read_study([runs[0], make_run(tmp_path / "again", 0, 0.5, loss_type="a")])
 
 
+@pytest.mark.slow
 def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_path):
     runs = []
     for task, questions, shift in (("sums", 40, 0.0), ("gsm8k", 30, 0.2)):
@@ -891,6 +901,7 @@ def countdown_line(question: str, reward: float) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_a_question_that_was_asked_several_times_is_one_observation(tmp_path):
     """A run may have drawn its test questions with replacement: three of these four ask for 6 from
     1, 2 and 3."""
@@ -973,6 +984,7 @@ def test_an_arms_margin_is_students_t_of_its_own_seeds():
     assert half_width_of_mean({0: np.array([0.1, 0.9])}) == 0
 
 
+@pytest.mark.slow
 def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):
     runs = [
         make_run(tmp_path / f"{loss}{s}", s, 0.5, loss_type=loss)

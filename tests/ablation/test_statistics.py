@@ -197,6 +197,7 @@ def test_the_difference_that_would_be_found_is_that_of_a_noncentral_t_and_of_que
     assert both.detectable == pytest.approx(math.hypot(c.detectable, by_questions), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_a_difference_that_would_be_found_is_found_with_a_chance_of_80_percent(number):
     """Of `number` arms with the same spread, the first is better by what a table without

@@ -90,6 +90,7 @@ def rows_of(printed: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_benchmarks_and_the_checkpoints_of_a_run_are_one_table(
     run, run_folder, data, made_up_reward
 ):
@@ -151,6 +152,7 @@ def only(folder, pattern: str) -> dict:
     return read_json(file)
 
 
+@pytest.mark.slow
 def test_the_shape_of_lm_evaluation_harness(run, run_folder, data, made_up_reward):
     """The fixed fields of `EvalResults`, `_TaskMetrics`, `_SampleCount` and `_EvalConfig` of its
     version 0.4.13."""
@@ -231,6 +233,7 @@ def test_the_shape_of_lm_evaluation_harness(run, run_folder, data, made_up_rewar
     }
 
 
+@pytest.mark.slow
 def test_the_shape_of_lighteval(run, run_folder, data):
     """The six parts that its version 0.13.0 writes."""
     _, folder = run(

@@ -210,6 +210,7 @@ def test_the_best_is_printed_with_its_rank(planned):
     )
 
 
+@pytest.mark.slow
 def test_flags_that_would_make_a_run_fit_are_tried(planned):
     """16 bytes a parameter less with adapters; fewer tokens at a time; a smaller share for an
     engine that is awake, while it samples. Not: a known optimizer; nor that share where the update

@@ -211,6 +211,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_a_model_loads(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_sft_that_is_stopped_in_its_last_evaluation_has_its_model(
     sigterm_at, tiny_folder, tmp_path, monkeypatch, capsys
 ):

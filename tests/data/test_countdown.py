@@ -97,6 +97,7 @@ def values(numbers):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, FULL])
 def test_every_problem_can_be_solved_and_none_is_in_both_splits(size):
     made = {
@@ -118,6 +119,7 @@ def test_every_problem_can_be_solved_and_none_is_in_both_splits(size):
     )
 
 
+@pytest.mark.slow
 def test_the_teacher_is_careful_at_first_and_forgets_the_target_in_the_end():
     shown = countdown.small_demonstrations("train")
 

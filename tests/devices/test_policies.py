@@ -110,6 +110,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     "devices", [("cuda:1",), ("cuda:0", "cuda:1")], ids=["one GPU", "two GPUs"]

@@ -284,6 +284,7 @@ def evaluate_at(endpoint: str, folder: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_there_or_never_answers_is_one_line(tmp_path):
     remedy = (
         "without the hub, give --dataset_path FOLDER with gsm8k/, or HF_HUB_OFFLINE=1 for what is"

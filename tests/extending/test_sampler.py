@@ -1,5 +1,6 @@
 """A sampler engine of the user's own: what it draws, and a whole run with it."""
 
+import pytest
 import torch
 
 from alignment.core.records import SamplingConfig
@@ -27,6 +28,7 @@ def test_completions_are_repeatable_and_end_at_the_stop_string(tiny_folder):
         assert len(completion.token_ids) == 24 or completion.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_run_with_it_agrees_with_the_trainer(train):
     run = train("--sampler", ENGINE, "--run_name", "run", "--max_sampler_mismatch", "1e-4")
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2]

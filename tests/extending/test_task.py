@@ -41,6 +41,7 @@ def test_every_demonstration_earns_the_reward():
     assert list(map(len, splits)) == [54, 6] and not splits[0] & splits[1]
 
 
+@pytest.mark.slow
 def test_it_trains_and_evaluates(train, tiny_folder, tmp_path, monkeypatch):
     run = train(
         "--task", TASK, "--reward", "my_package.evens_rule:even_between", "--run_name", "run"

@@ -151,6 +151,7 @@ def test_the_command_says_it_before_a_model_loads(own, rl_flags, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "said"),
     [

@@ -117,6 +117,7 @@ def test_compiled_layers_have_the_log_probs_and_gradients_of_the_models_own(fold
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_in_backward(folder, without_code):
     policies = open_pair(folder)
     for policy in policies:
@@ -124,6 +125,7 @@ def test_layers_that_are_computed_again_in_backward(folder, without_code):
     assert_same(policies)
 
 
+@pytest.mark.slow
 def test_layers_split_over_devices(folder, without_code):
     """Over two names of the CPU: moves of inputs are not compiled, and have their hooks."""
     policies = open_pair(folder, "layer_split", ("cpu", "cpu:0"))
@@ -132,6 +134,7 @@ def test_layers_split_over_devices(folder, without_code):
     assert_same(policies)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_weights_without_them(tmp_path, without_code):
     Qwen2ForCausalLM(
         Qwen2Config(**CONFIG.to_dict() | {"num_hidden_layers": 1, "layer_types": None})

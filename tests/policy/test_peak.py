@@ -323,6 +323,7 @@ def test_a_ranks_peak_is_that_of_torchs_tracker_over_fake_tensors(case):
     assert tracker <= sum(kinds.values()) <= 1.05 * tracker
 
 
+@pytest.mark.slow
 def test_a_layers_backward_pass_is_a_ranks_peak_where_the_vocabulary_is_small():
     """And the micro-batch: whole layers of Llama 2's width then outweigh the head."""
     config = LlamaConfig(

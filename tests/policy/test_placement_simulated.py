@@ -441,6 +441,7 @@ def test_forward_and_backward_cross_each_boundary_once(
     assert not traffic.waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_an_update_reads_nothing_of_a_gpu_before_it_asks_whether_its_gradient_is_finite(
     kind: str, monkeypatch

@@ -66,6 +66,7 @@ def process(tiny_folder):
     assert not process._child.is_open and process._child.process.returncode is not None
 
 
+@pytest.mark.slow
 def test_a_run_replaces_its_own_process_when_that_dies_or_hangs(process, model, capsys):
     assert torch.equal(process.log_probs(*question()), model.log_probs(*question()))
     process._child.kill()
@@ -84,6 +85,7 @@ def test_a_run_replaces_its_own_process_when_that_dies_or_hangs(process, model, 
     )
 
 
+@pytest.mark.slow
 def test_a_rollout_that_no_process_can_compute_stops_the_run_with_its_reason(process):
     batch, *settings = question()
     unknown = dataclasses.replace(batch, input_ids=batch.input_ids + VOCABULARY)

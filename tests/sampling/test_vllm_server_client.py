@@ -520,6 +520,7 @@ def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
     assert time.monotonic() - began < 12
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing_is_given_up_in_time(connect, server):
     sampler = connect(timeout=1.5)
     still = threading.Event()

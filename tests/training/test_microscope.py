@@ -135,6 +135,7 @@ def test_every_setting_of_an_update_is_one_of_the_microscope(tiny_folder, sample
         torch.testing.assert_close(torch.stack(prompts).sum(dim=0), whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_arms_have_the_gradients_of_their_first_two_updates(tiny_folder, sampler):
     """Those that `update` makes of all responses at once. Bounds of the ratio tell arms apart in
     the second update only, and a learning rate in neither."""

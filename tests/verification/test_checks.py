@@ -96,6 +96,7 @@ def test_everything_passes_where_nothing_is_wrong(tiny_folder, loss):
     assert len(results) == 14 and all(record["passed"] for record in results), results
 
 
+@pytest.mark.slow
 def test_adapters(tiny_folder, monkeypatch):
     assert failed(verified(tiny_folder, lora_rank=4)) == set()
     checked = verified(tiny_folder, lora_rank=4)

@@ -99,6 +99,7 @@ def test_a_digest_is_of_names_shapes_types_and_bits():
     assert digest_of_tensors(pairs[::-1]) != digest_of_tensors(pairs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_begins_with_the_killed_ones_state(straight, resumed):
     run = resumed()
     assert [record["step"] for record in read_jsonl(run / "state.jsonl")] == [1, 2]
@@ -110,6 +111,7 @@ def test_a_resumed_run_begins_with_the_killed_ones_state(straight, resumed):
     )
 
 
+@pytest.mark.slow
 def test_other_bits_in_an_update_are_no_other_beginning(straight, resumed, monkeypatch):
     """The second step's update itself differs, and so does all that follows from it."""
     monkeypatch.setattr(SingleDevicePolicy, "step", noisy_step)
@@ -118,11 +120,13 @@ def test_other_bits_in_an_update_are_no_other_beginning(straight, resumed, monke
     assert {"weights", "optimizer"} <= set(differing_parts(straight, run))
 
 
+@pytest.mark.slow
 def test_lost_moments(straight, resumed, monkeypatch):
     monkeypatch.setattr(SingleDevicePolicy, "load_optimizer", lambda policy, folder: None)
     assert differences(straight, resumed()) == ["moments"]
 
 
+@pytest.mark.slow
 def test_swapped_moments(straight, resumed, monkeypatch):
     """The first parameter's two moments change places."""
     real = SingleDevicePolicy.load_optimizer
@@ -136,6 +140,7 @@ def test_swapped_moments(straight, resumed, monkeypatch):
     assert differences(straight, resumed()) == ["moments"]
 
 
+@pytest.mark.slow
 def test_a_shifted_order_of_the_data(straight, resumed, monkeypatch):
     real = source.problems_of_step
 
@@ -146,6 +151,7 @@ def test_a_shifted_order_of_the_data(straight, resumed, monkeypatch):
     assert differences(straight, resumed()) == ["problems"]
 
 
+@pytest.mark.slow
 def test_a_lost_seed(straight, resumed, monkeypatch):
     real = RolloutConfig.sampling_of_step
 
@@ -156,6 +162,7 @@ def test_a_lost_seed(straight, resumed, monkeypatch):
     assert differences(straight, resumed()) == ["sampling_seed"]
 
 
+@pytest.mark.slow
 def test_weights_that_are_rounded_on_their_way(straight, resumed, monkeypatch):
     real = training.make_policy
 

@@ -70,6 +70,7 @@ def test_no_hostile_answer_hangs_is_accepted_or_runs(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_none_that_math_verify_is_asked_about_does_either(tmp_path):
     """Its limit is in work, so what is measured is computing: waiting for a busy processor neither
     costs nor decides anything."""
