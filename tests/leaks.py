@@ -53,6 +53,8 @@ KEPT_ATTRIBUTES = {
 KEPT_FILES = (
     "uv-*.lock",  # uv keeps its locks
     "vllm_dist_*",  # a socket's, of an engine that a test has killed
+    # Sockets of engines' processes, named by UUIDs: vLLM removes none of them.
+    "????????-????-????-????-????????????",
     "torchinductor_*",  # the compiler's cache, which the session's temporary folder ends with
 )
 # Modules beside the package's whose functions tests replace.
