@@ -129,10 +129,10 @@ PLANTS = {
         "policy/sharded.py",
         ["--policy_parallelism", "sharded", "--policy_ranks", "1"],
         {
-            "    model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor]\n": (
-                "    model, forward, **planned\n"
+            "(model: PreTrainedModel, forward: Callable[[PreTrainedModel], torch.Tensor])": (
+                "(model, forward, **planned)"
             ),
-            "    return forward(model)\n": "    return forward(model, **planned)\n",
+            "return forward(model)": "return forward(model, **planned)",
             "self.model.compute(forward)": "self.model.compute(forward.func, **forward.keywords)",
         },
     ),
