@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from alignment import args as arguments
 from alignment import sft
 from alignment.args import RLArgs, from_preset
 from alignment.builders.warm_start import prepare_warm_start
@@ -177,7 +176,7 @@ auto_sft = true
 def test_the_warm_up_of_a_run_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     """Of four steps the third is not noted, so that the second warm-up makes two; the third run
     finds the model."""
-    monkeypatch.setattr(arguments, "PRESETS", tmp_path)
+    monkeypatch.setattr("alignment.config.presets.PRESETS", tmp_path)
     (tmp_path / "mine.toml").write_text(
         PRESET.replace("shown.jsonl", str(demonstrations(tmp_path)))
     )
