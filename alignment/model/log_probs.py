@@ -272,9 +272,22 @@ class LabelLogProbs(torch.autograd.Function):
             if for_hidden:
                 to_hidden = torch.empty_like(hidden)
             for piece in row_pieces(len(hidden), len(weight)):
-                by_logits = _gradient_by_logits(
-                    ctx, hidden[piece], weight, labels_N[piece], gradient_N[piece]
-                )
+                slope = None
+                if ctx.probabilities is not None:
+                    probabilities = ctx.probabilities
+                else:
+                    probabilities = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
+                    if ctx.soft_cap is not None:
+                        slope = 1 - (probabilities / ctx.soft_cap).square()
+                    score_in_place(probabilities, labels_N[piece], ctx.distribution)
+                ctx.probabilities = None  # they are written over here
+                # (1[y] - p) * gradient / temperature, times 1 - tanh(z / c)^2 with a soft cap c.
+                scale_n1 = (gradient_N[piece] / ctx.distribution.temperature)[:, None]
+                by_logits = probabilities.mul_(-scale_n1)
+                by_logits = by_logits.scatter_add_(1, labels_N[piece][:, None], scale_n1)
+                if slope is not None:
+                    by_logits = by_logits.mul_(slope)
+                by_logits = by_logits.to(ctx.dtype)
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
                 if for_weight:
@@ -284,31 +297,6 @@ class LabelLogProbs(torch.autograd.Function):
         if to_hidden is not None:
             to_hidden = to_hidden.to(hidden_NH.dtype)
         return to_hidden, to_weight, None, None, None, None
-
-
-def _gradient_by_logits(
-    ctx: Any,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    gradient: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient [n, V] by the head's output z of n rows, whose log-probs have that `gradient`:
-    (1[y] - p) * gradient / temperature, times 1 - tanh(z / c)^2 with a soft cap c."""
-    probabilities = ctx.probabilities
-    ctx.probabilities = None  # they are written over below
-    slope = None
-    if probabilities is None:
-        logits = soft_capped(fp32_product(hidden, weight.T), ctx.soft_cap)
-        if ctx.soft_cap is not None:
-            slope = 1 - (logits / ctx.soft_cap).square()
-        score_in_place(logits, labels, ctx.distribution)
-        probabilities = logits
-    scale_n1 = (gradient / ctx.distribution.temperature)[:, None]
-    by_logits = probabilities.mul_(-scale_n1).scatter_add_(1, labels[:, None], scale_n1)
-    if slope is not None:
-        by_logits = by_logits.mul_(slope)
-    return by_logits.to(ctx.dtype)
 
 
 def _added_product(
