@@ -20,7 +20,15 @@ from alignment.config.flag import (
 )
 from alignment.config.loss import LossFlags, LossTypeFlags
 from alignment.config.model import AdapterFlags, ModelFlags
-from alignment.config.optimisation import OptimisationFlags, SFTOptimisationFlags, StepFlags
+from alignment.config.optimisation import (
+    LearningRateFlags,
+    MiniBatchFlags,
+    OptimizerFlags,
+    SFTLearningRateFlags,
+    SFTStepFlags,
+    StepFlags,
+    WeightLimitFlags,
+)
 from alignment.config.run import CheckpointFlags, PresetFlags, RLRunFlags, RunFlags
 from alignment.config.sampling import EngineFlags, RolloutSizeFlags, SamplingFlags, StalenessFlags
 from alignment.core.advantages import AdvantageConfig
@@ -33,6 +41,22 @@ from alignment.system.errors import UserError
 from alignment.system.registry import find
 
 Config = TypeVar("Config", bound=DataclassInstance)
+
+
+FLAGS_OF_TRAINING = (
+    "sft_base",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "policy_devices",
+    "policy_parallelism",
+    "policy_ranks",
+    "rank_timeout",
+    "compile",
+    "use_liger_kernel",
+    "reference_model_device",
+)
+"""Flags of every command's `Args` that play no part where nothing is trained."""
 
 
 # A dataclass has the fields of its last base first. The arms of a sweep are named after their
@@ -92,17 +116,7 @@ class EvaluateArgs(Args):
         "run_name",
     )
     UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
-        "sft_base",
-        "lora_rank",
-        "lora_alpha",
-        "lora_targets",
-        "policy_devices",
-        "policy_parallelism",
-        "policy_ranks",
-        "rank_timeout",
-        "compile",
-        "use_liger_kernel",
-        "reference_model_device",
+        *FLAGS_OF_TRAINING,
         "sampler_tensor_parallel",
     )
 
@@ -124,7 +138,13 @@ class EvaluateArgs(Args):
 
 
 @dataclass(frozen=True)
-class SFTArgs(SFTOptimisationFlags, Args):
+class SFTArgs(
+    WeightLimitFlags,
+    SFTLearningRateFlags,
+    OptimizerFlags,
+    SFTStepFlags,
+    Args,
+):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to
     --sft_base."""
 
@@ -173,7 +193,10 @@ class RLArgs(
     RLEvaluationFlags,
     StalenessFlags,
     LossFlags,
-    OptimisationFlags,
+    WeightLimitFlags,
+    LearningRateFlags,
+    OptimizerFlags,
+    MiniBatchFlags,
     TrainingDataFlags,
     StepFlags,
     RolloutSizeFlags,
@@ -389,17 +412,7 @@ class RejectionArgs(Args):
         "sampling_temperature",
     )
     UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
-        "sft_base",
-        "lora_rank",
-        "lora_alpha",
-        "lora_targets",
-        "policy_devices",
-        "policy_parallelism",
-        "policy_ranks",
-        "rank_timeout",
-        "compile",
-        "use_liger_kernel",
-        "reference_model_device",
+        *FLAGS_OF_TRAINING,
         "eval_device",
         "max_problems",
         "run_name",

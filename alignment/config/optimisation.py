@@ -15,13 +15,19 @@ class StepFlags:
 
 
 @dataclass(frozen=True)
-class OptimisationFlags:
-    """How rollouts become updates, and the optimiser."""
+class MiniBatchFlags:
+    """How rollouts become updates."""
 
     epochs_per_rollout: int = flag(1, group="optimisation", above=0)
     """Passes over each rollout."""
     train_mini_batch_size: int = flag(0, group="optimisation", at_least=0, zero="all")
     """Responses an update, at most; 0: the whole rollout. Several updates need old log-probs."""
+
+
+@dataclass(frozen=True)
+class OptimizerFlags:
+    """What makes an update, in RL and in SFT."""
+
     micro_batch_tokens: int = flag(
         0, group="optimisation", at_least=0, zero="what fits", bookkeeping=True
     )
@@ -38,10 +44,22 @@ class OptimisationFlags:
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step
     on the CPU; adamw_8bit: moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon
     for hidden matrices, AdamW for all else."""
+
+
+@dataclass(frozen=True)
+class LearningRateFlags:
+    """The learning rate of RL."""
+
     learning_rate: float = flag(2e-4, group="optimisation", at_least=0, zero="trains nothing")
     """Peak learning rate (AdamW: betas 0.9, 0.95)."""
     warmup_steps: int = flag(5, group="optimisation", at_least=0)
     """Updates of linear rise of the learning rate, constant after."""
+
+
+@dataclass(frozen=True)
+class WeightLimitFlags:
+    """What keeps weights and gradients small, in RL and in SFT."""
+
     weight_decay: float = flag(0.0, group="optimisation", at_least=0)
     """AdamW weight decay."""
     max_grad_norm: float = flag(1.0, group="optimisation", above=0)
@@ -49,34 +67,20 @@ class OptimisationFlags:
 
 
 @dataclass(frozen=True)
-class SFTOptimisationFlags:
-    """The updates of supervised fine-tuning."""
+class SFTStepFlags:
+    """How long SFT trains, and on how much at a time."""
 
     num_steps: int = flag(1000, group="optimisation", above=0, changeable=True)
     """Optimiser steps."""
     batch_size: int = flag(64, group="optimisation", above=0)
     """Sequences an optimiser step."""
-    micro_batch_tokens: int = flag(
-        0, group="optimisation", at_least=0, zero="what fits", bookkeeping=True
-    )
-    """Tokens computed at once, in one micro-batch or several, a prompt of several responses counted
-    once; 0: what the free memory allows, up to where more is no faster. Changes memory and speed,
-    never the gradient."""
-    optimizer: str = flag(
-        "adamw",
-        group="optimisation",
-        choices=tuple(OPTIMIZERS),
-        needs=Extra("torchao", "torchao", only_for="adamw_8bit"),
-        setting=True,
-    )
-    """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step
-    on the CPU; adamw_8bit: moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon
-    for hidden matrices, AdamW for all else."""
+
+
+@dataclass(frozen=True)
+class SFTLearningRateFlags:
+    """The learning rate of SFT."""
+
     learning_rate: float = flag(3e-3, group="optimisation", at_least=0, zero="trains nothing")
     """Peak learning rate."""
     warmup_steps: int = flag(50, group="optimisation", at_least=0)
     """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
-    weight_decay: float = flag(0.0, group="optimisation", at_least=0)
-    """AdamW weight decay."""
-    max_grad_norm: float = flag(1.0, group="optimisation", above=0)
-    """Gradient norm above which the gradient is scaled down."""
