@@ -28,7 +28,7 @@ from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, NORMALIZATIONS
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.data.embedded import embedded_model
-from alignment.policy.policy import RANKED, Objective, Policy, PolicyConfig, open_policy
+from alignment.policy.policy import POLICIES, Objective, Policy, PolicyConfig, open_policy
 from alignment.policy.single_device import read_parts
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.runs.run_folder import TRAINER
@@ -192,6 +192,9 @@ def reopened(
                 want.keys() == found.keys()
                 and all(torch.equal(want[key], found[key]) for key in want),
             )
+
+
+RANKED = tuple(name for name, kind in POLICIES.items() if kind.ranked)
 
 
 def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED, lora_rank: int = 0):

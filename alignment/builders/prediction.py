@@ -25,6 +25,7 @@ from alignment.builders.checks import (
     roles_of,
     visible_gpus,
 )
+from alignment.builders.evaluations import evaluation_tokens
 from alignment.builders.run_plan import PlannedMachines, engines_on_shared_gpu, plan_policy
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
@@ -309,7 +310,6 @@ def step_shape(
     groups_of_rank = -(-rows // args.group_size // (ranks * machines))
     threads = torch.get_num_threads() // ranks if roles.policy[0] == "cpu" else 1
     dtype = compute_dtype(args.dtype, roles.policy[0])
-    evaluated = args.eval_max_new_tokens or args.max_new_tokens
     return configuration(
         StepShape,
         args,
@@ -321,7 +321,7 @@ def step_shape(
         update_tokens=groups_of_rank * (prompt + args.group_size * args.max_new_tokens),
         sampled={
             "sampling": SampledRows(args.prompts_per_rollout, args.group_size, args.max_new_tokens),
-            "evaluation": SampledRows(problems, 1, evaluated),
+            "evaluation": SampledRows(problems, 1, evaluation_tokens(args)),
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(passes),

@@ -208,7 +208,6 @@ POLICIES: Mapping[str, PolicyKind] = {
         refused_optimizers=("adamw_8bit",),
     ),
 }
-RANKED = tuple(name for name, kind in POLICIES.items() if kind.ranked)
 
 
 def policy_kind(name: str) -> PolicyKind:
