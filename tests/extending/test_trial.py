@@ -193,67 +193,32 @@ def test_a_loss_that_fails_in_a_run_stops_it_in_one_line_and_saves(
     assert f"stopped after step {done}" in printed.out.replace("\n", " ")
 
 
+def refused_sweep(monkeypatch, capsys, output: Path, *varied: str) -> str:
+    """The error of a sweep that varies an argument so, and that is refused."""
+    flags = [*varied, "--seed", "0", "1", "--sft_base", "", "--executor", "local"]
+    flags += ["--output_dir", str(output)]
+    assert exit_code(monkeypatch, sweep.main, "alignment.sweep", *flags) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_sweep_starts_no_run_with_such_a_loss(own, tmp_path, monkeypatch, capsys):
     module, file = own(f"{HEAD}    return new, 1, 2\n")
     started = []
     monkeypatch.setattr(schedule, "start_command", lambda *given: started.append(given))
-    flags = [
-        "--loss_type",
-        "grpo_clip",
-        f"{module}:loss",
-        "--seed",
-        "0",
-        "1",
-        "--sft_base",
-        "",
-        "--executor",
-        "local",
-    ]
-    assert (
-        exit_code(
-            monkeypatch,
-            sweep.main,
-            "alignment.sweep",
-            *flags,
-            "--output_dir",
-            str(tmp_path / "out"),
-        )
-        == 2
-    )
-    line = capsys.readouterr().err.splitlines()[-1]
+    output = tmp_path / "out"
+    varied = ("--loss_type", "grpo_clip", f"{module}:loss")
+    line = refused_sweep(monkeypatch, capsys, output, *varied)
     assert (
         line.startswith(f"error: --loss_type {module}:loss: it returns tuple (")
         and f"({file}:4)" in line
     )
-    assert not started and not (tmp_path / "out").exists()
+    assert not started and not output.exists()
 
 
 def test_a_sweep_starts_no_run_with_a_reward_that_fails(own, tmp_path, monkeypatch, capsys):
     module, file = own("def reward(response, ground_truth):\n    return {}[ground_truth]\n")
-    flags = [
-        "--reward",
-        "r1_zero",
-        f"{module}:reward",
-        "--seed",
-        "0",
-        "1",
-        "--sft_base",
-        "",
-        "--executor",
-        "local",
-    ]
-    assert (
-        exit_code(
-            monkeypatch,
-            sweep.main,
-            "alignment.sweep",
-            *flags,
-            "--output_dir",
-            str(tmp_path / "out"),
-        )
-        == 2
-    )
-    line = capsys.readouterr().err.splitlines()[-1]
+    varied = ("--reward", "r1_zero", f"{module}:reward")
+    line = refused_sweep(monkeypatch, capsys, tmp_path / "out", *varied)
     assert (
         line.startswith(f"error: --reward {module}:reward: ")
         and f"({file}:2)" in line
