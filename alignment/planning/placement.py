@@ -231,20 +231,21 @@ def policy_shares(
     """The shares of a machine's ranks, or of the devices of a policy of one process; `kind` is
     --policy_parallelism."""
     policy = policy_kind(kind)
-    everything = tuple(shape.parameters)
-    modules_on = [(device, everything) for device in devices]
-    if policy.holds == "layers":
-        device_map = partition_layers(shape, devices)
-        modules_on = [
-            (device, tuple(name for name in everything if device_map[name] == device))
-            for device in dict.fromkeys(device_map.values())
-        ]
     parts = policy.parts(len(devices))
     trained_bytes = OPTIMIZERS[optimizer].device_bytes
-    return [
-        Share(device, "policy", modules, shape.state_bytes(modules, trained_bytes) // parts, parts)
-        for device, modules in modules_on
-    ]
+
+    def share_of(device: str, modules: tuple[str, ...]) -> Share:
+        size = shape.state_bytes(modules, trained_bytes) // parts
+        return Share(device, "policy", modules, size, parts)
+
+    if policy.holds != "layers":
+        return [share_of(device, tuple(shape.parameters)) for device in devices]
+    device_map = partition_layers(shape, devices)
+    shares = []
+    for device in dict.fromkeys(device_map.values()):
+        modules = tuple(name for name in shape.parameters if device_map[name] == device)
+        shares.append(share_of(device, modules))
+    return shares
 
 
 def place(

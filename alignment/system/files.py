@@ -304,8 +304,8 @@ def guard_library_write(path: Path, shown: Path | None = None) -> Iterator[None]
     try:
         with add_path_to_errors(shown):
             yield
-    # The error's file name, or its message, may contain `path`.
     except OSError as error:
+        # The error's file name, or its message, may contain `path`.
         if error.errno is None:
             message = str(error).replace(str(path), str(shown))
             if shown != path:
