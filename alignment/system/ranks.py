@@ -36,7 +36,7 @@ from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
 from alignment.system.registry import import_object
-from alignment.system.remote import TORCHRUN_VARIABLE, Machine, host_processes
+from alignment.system.remote import TORCHRUN_VARIABLE, Machine, ProcessHost
 from alignment.system.signals import SIGNALS, deferred_signals
 
 BEAT_SECONDS = 1.0  # between two signs of life, and between two looks for those of others
@@ -132,8 +132,8 @@ class Ranks:
         """Start processes on this machine for rank 0, which reads from the store how to ask."""
         name = f"{socket.gethostname()} (rank {self.rank})"
         store_at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        machine = host_processes(name, self.seconds, store_at)
-        self.store.set(f"host/{self.rank}", json.dumps(machine))
+        host = ProcessHost(name, self.seconds, store_at)  # until this process ends
+        self.store.set(f"host/{self.rank}", json.dumps(host.machine))
 
     def _start_watch(self) -> None:
         """Start the thread that gives signs of life."""

@@ -1,10 +1,10 @@
 """Child processes on other machines.
 
-On the other machine, a rank calls `host_processes`, which listens for connections and starts a
-process for each: the connection is that process's pipe. On rank 0's machine, `Machine.start` starts
-a local child process that runs `forward`: it connects to the other machine and copies bytes between
-its own pipe and the connection. Rank 0 asks, closes and kills this local child like any other
-`ChildProcess`; when it ends, the process on the other machine is killed.
+On the other machine, a rank's `ProcessHost` listens for connections and starts a process for each:
+the connection is that process's pipe. On rank 0's machine, `Machine.start` starts a local child
+process that runs `forward`: it connects to the other machine and copies bytes between its own pipe
+and the connection. Rank 0 asks, closes and kills this local child like any other `ChildProcess`;
+when it ends, the process on the other machine is killed.
 
 Both sides of a connection prove that they know a key, which rank 0 reads from torchrun's store.
 Then they exchange pickles, unencrypted."""
@@ -34,7 +34,7 @@ TORCHRUN_VARIABLE = re.compile(
 
 
 class Machine(NamedTuple):
-    """Another machine, where `host_processes` listens for connections."""
+    """Another machine, where a `ProcessHost` listens for connections."""
 
     name: str
     address: str
@@ -114,24 +114,34 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
                 target.sendall(chunk)
 
 
-def host_processes(name: str, seconds: float, store: tuple[str, int]) -> Machine:
-    """Listen, in a thread, for connections from rank 0, and start a process for each. The returned
-    `Machine` has what rank 0 needs to connect. Its address is the one with which this machine
+class ProcessHost:
+    """Listens, in a thread, for connections from rank 0, and starts a process for each.
+
+    `machine` has what rank 0 needs to connect. Its address is the one with which this machine
     connects to torchrun's `store`, which is on rank 0's machine."""
-    with socket.create_connection(store) as route:
-        own_address = route.getsockname()[0]
-        server = socket.create_server((own_address, 0), family=route.family)
-    address, port = server.getsockname()[:2]
-    machine = Machine(name, address, port, secrets.token_hex(), seconds)
-    key = machine.key.encode()
 
-    def accept() -> None:
-        while True:
-            connection = Connection(server.accept()[0].detach())
-            threading.Thread(target=_host, args=(connection, key), daemon=True).start()
+    def __init__(self, name: str, seconds: float, store: tuple[str, int]):
+        with socket.create_connection(store) as route:
+            own_address = route.getsockname()[0]
+            self._server = socket.create_server((own_address, 0), family=route.family)
+        address, port = self._server.getsockname()[:2]
+        self.machine = Machine(name, address, port, secrets.token_hex(), seconds)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
-    threading.Thread(target=accept, daemon=True).start()
-    return machine
+    def close(self) -> None:
+        """Listen no longer; processes that were started go on."""
+        # closing a socket does not end an `accept` that waits for it
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+
+    def _accept(self) -> None:
+        key = self.machine.key.encode()
+        with suppress(OSError):  # what `accept` raises once the socket is shut down
+            while True:
+                connection = Connection(self._server.accept()[0].detach())
+                threading.Thread(target=_host, args=(connection, key), daemon=True).start()
 
 
 def _host(connection: Connection, key: bytes) -> None:

@@ -17,7 +17,7 @@ from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
 from alignment.sampling.transformers import TransformersSampler, open_transformers
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.remote import host_processes
+from alignment.system.remote import ProcessHost
 
 pytestmark = pytest.mark.slow
 
@@ -65,11 +65,13 @@ def moved(tiny_folder):
 def here_and_there(tiny_folder):
     """An engine here, and one on another machine, whose part this process takes."""
     with socket.create_server(("127.0.0.1", 0)) as store:
-        machines = (None, host_processes("b (rank 2)", 60.0, store.getsockname()))
+        host = ProcessHost("b (rank 2)", 60.0, store.getsockname())
+    machines = (None, host.machine)
     config = SamplerConfig(str(tiny_folder), "cpu", "float32", timeout=60.0, machines=machines)
     pool = open_sampler(SAMPLERS["transformers"], config, load_tokenizer(str(tiny_folder)))
     yield pool
     pool.close()
+    host.close()
 
 
 def tokens(groups) -> list:
@@ -99,6 +101,7 @@ def test_one_two_and_three_engines_draw_the_same_tokens(prompts, two, three, tin
             assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
 
 
+@pytest.mark.replaces_processes
 def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(
     here_and_there, moved, tiny_folder, capfd
 ):

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from alignment.system.processes import ChildProcess, ProcessLost, answer_requests
-from alignment.system.remote import Machine, host_processes
+from alignment.system.remote import Machine, ProcessHost
 
 HERE, PATH = f"{__name__}:serve", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
 
@@ -62,7 +62,8 @@ VERBS = {
 def be_a_machine() -> None:
     """Host processes until standard input ends."""
     with socket.create_server(("127.0.0.1", 0)) as store:
-        print(json.dumps(host_processes("b (rank 2)", 3.0, store.getsockname())), flush=True)
+        host = ProcessHost("b (rank 2)", 3.0, store.getsockname())
+        print(json.dumps(host.machine), flush=True)
         sys.stdin.read()
 
 

@@ -13,7 +13,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig
 from alignment.system.errors import RunStopped
-from alignment.system.remote import host_processes
+from alignment.system.remote import ProcessHost
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_sampler import PROMPTS, expected_log_probs, flat
 
@@ -31,11 +31,14 @@ def two_heads(seed: int) -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def two(model_path, tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as store:
-        machine = host_processes("there", 60.0, store.getsockname())
-    config = SamplerConfig(model_path, "cpu", "float32", memory_share=0.4, machines=(None, machine))
+        host = ProcessHost("there", 60.0, store.getsockname())
+    config = SamplerConfig(
+        model_path, "cpu", "float32", memory_share=0.4, machines=(None, host.machine)
+    )
     pool = open_sampler(SAMPLERS["vllm"], config, tokenizer)
     yield pool
     pool.close()
+    host.close()
 
 
 def test_two_engines_draw_the_tokens_of_one(two, restarting):
