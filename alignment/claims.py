@@ -22,6 +22,7 @@ from alignment.ablation.design import ALPHA, Design, grid, lint, name_of, named_
 from alignment.args import (
     CLAIMS,
     ClaimsArgs,
+    ClaimsOptions,
     RLArgs,
     flags_of,
     from_preset,
@@ -131,7 +132,7 @@ def main() -> None:
         )
 
 
-def train(design: Design, args: ClaimsArgs, console: Console) -> list[str]:
+def train(design: Design, args: ClaimsOptions, console: Console) -> list[str]:
     """Train the runs of a design; returns the names of those that failed."""
     for arm in design.arms.values():
         refuse_missing_warm_start(arm)
@@ -151,7 +152,7 @@ def train(design: Design, args: ClaimsArgs, console: Console) -> list[str]:
     return [state.name for state in states if state.status == "failed"]
 
 
-def read_trials(args: ClaimsArgs) -> list[Trial]:
+def read_trials(args: ClaimsOptions) -> list[Trial]:
     """The trials of all claims on the presets."""
     trials = []
     for name in CLAIMS:
@@ -159,7 +160,7 @@ def read_trials(args: ClaimsArgs) -> list[Trial]:
     return trials
 
 
-def read_trial(name: str, preset: str, args: ClaimsArgs) -> Trial:
+def read_trial(name: str, preset: str, args: ClaimsOptions) -> Trial:
     """A claim's trial on a preset, with the runs that there are. Raises `UserError` where an arm
     cannot work."""
     file = read_toml(CLAIMS[name], "--run")
@@ -271,7 +272,7 @@ def count_hours(runs: Iterable[study.Run]) -> float:
     return seconds / 3600
 
 
-def write_page(decisions: Mapping[str, Sequence[Decision]], args: ClaimsArgs) -> None:
+def write_page(decisions: Mapping[str, Sequence[Decision]], args: ClaimsOptions) -> None:
     """Write claims.md into the folder of --report."""
     trials: list[Trial] = []
     for of_claim in decisions.values():

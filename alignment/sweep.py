@@ -100,9 +100,7 @@ def make_design(args: SweepOptions) -> Design:
     folder = Path(args.output_dir) / name
     for arm, rl in arms.items():
         arms[arm] = dataclasses.replace(rl, output_dir=str(folder), trackers=args.trackers)
-    # a swept argument, whose field `SweepArgs` adds when it is made
-    given_seeds: tuple[int, ...] = vars(args)["seed"]
-    seeds = tuple(dict.fromkeys(given_seeds)) or (0,)
+    seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     refuse_faulty_arms(arms, seeds)
     refuse_incomparable_arms(arms)
     refuse_rare_evaluations(arms, args.match)

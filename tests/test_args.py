@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from alignment.args import (
     PRESETS,
+    ClaimsArgs,
     EvaluateArgs,
     GradientsArgs,
     PipelineArgs,
@@ -28,10 +29,11 @@ from alignment.args import (
     from_preset,
     parse,
     preset_names,
+    swept_values,
 )
 from alignment.config import presets
 from alignment.config.command_line import GROUPS
-from alignment.config.flag import Flag, flags_of_class
+from alignment.config.flag import Flag, flags_of_class, hints_of_flags
 from alignment.config.words import OTHER_NAMES
 from alignment.system.errors import UserError
 
@@ -321,6 +323,19 @@ def test_help_of_few_flags_has_no_groups_and_fits_a_narrow_terminal(monkeypatch,
     assert max(map(len, printed.splitlines())) <= 60
     shown = re.findall(r"^  --(\w+)", printed.partition("\nflags:\n")[2], re.MULTILINE)
     assert set(shown) == set(flags_of_class(GradientsArgs))
+
+
+@pytest.mark.parametrize("command", [SweepArgs, ClaimsArgs])
+def test_a_sweep_takes_every_argument_that_arms_may_differ_in(command):
+    """Each takes several values, of the type that train_rl's flag has."""
+    swept = {name: facts for name, facts in flags_of_class(RLArgs).items() if facts.swept}
+    hints = hints_of_flags(command)
+    assert {name: hints[name] for name in swept} == {
+        name: tuple[hint, ...] for name, hint in hints_of_flags(RLArgs).items() if name in swept
+    }
+    args = parse(command, ["--group_size", "2", "4", "--std_of", "batch", "--seed", "7", "8"])
+    assert swept_values(args) == {"group_size": (2, 4), "std_of": ("batch",)}
+    assert args.seed == (7, 8)
 
 
 def test_the_help_of_a_sweep_begins_with_its_own_flags(monkeypatch, capsys):

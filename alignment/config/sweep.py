@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -19,6 +19,7 @@ from alignment.config.presets import CLAIMS
 from alignment.runs.trackers import TRACKERS
 
 Match = Literal["steps", "samples", "tokens", "seconds"]
+OptionsType = TypeVar("OptionsType", bound="SweepOptions")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class SweepOptions:
     """Cores and threads of a run; by default 1 where runs share a machine, all without Ray."""
     gpus_per_run: int | None = flag(None, group="sweep", at_least=0)
     """Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any."""
+    seed: tuple[int, ...] = flag((), group="run")
+    """One or several values of train_rl's --seed."""
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -122,31 +125,8 @@ class SweepOptions:
         }
 
 
-RL_FLAGS = flags_of_class(RLArgs)
-NOT_SWEPT = frozenset(name for name, facts in RL_FLAGS.items() if not facts.swept)
-BOOKKEEPING = NOT_SWEPT | names_of_flags(RLArgs, "bookkeeping")
-SweepArgs = dataclasses.make_dataclass(
-    "SweepOptions",  # tyro reads descriptions of fields from the source of the class of this name
-    [
-        (
-            name,
-            Annotated[
-                tuple[hint, ...],
-                tyro.conf.arg(help=f"One or several values of train_rl's --{name}."),
-            ],
-            flag((), group=RL_FLAGS[name].group, choices=RL_FLAGS[name].choices),
-        )
-        for name, hint in hints_of_flags(RLArgs).items()
-        if name not in NOT_SWEPT
-    ],
-    bases=(SweepOptions,),
-    frozen=True,
-    namespace={"__module__": __name__, "__doc__": SweepOptions.__doc__},
-)
-
-
 @dataclass(frozen=True)
-class ClaimsArgs(SweepArgs):
+class ClaimsOptions(SweepOptions):
     """List claims of papers with what runs here say of them, and train what is missing. All arms
     share train_rl's arguments."""
 
@@ -190,9 +170,41 @@ class ClaimsArgs(SweepArgs):
     """Folder to write the page to, as claims.md; empty: none."""
 
 
+NOT_SWEPT = frozenset(name for name, facts in flags_of_class(RLArgs).items() if not facts.swept)
+BOOKKEEPING = NOT_SWEPT | names_of_flags(RLArgs, "bookkeeping")
+
+
+def with_swept_flags(options: type[OptionsType]) -> type[OptionsType]:
+    """A class of arguments with the options' flags, and after these one for each argument of
+    train_rl that arms may differ in, which takes several values; without values it is ().
+
+    The class is made here, since written out it would declare every flag of `RLArgs` a second time.
+    Only a command line needs it, to be parsed and for --help. Code names its type by the options'
+    class, of which it is a subclass, and reads the values by `swept_values`."""
+    hints = hints_of_flags(RLArgs)
+    flags_with_values = []
+    for name, facts in flags_of_class(RLArgs).items():
+        if name in NOT_SWEPT or name == "seed":
+            continue
+        about = tyro.conf.arg(help=f"One or several values of train_rl's --{name}.")
+        values = flag((), group=facts.group, choices=facts.choices)
+        flags_with_values.append((name, Annotated[tuple[hints[name], ...], about], values))
+    return dataclasses.make_dataclass(
+        options.__name__,  # tyro reads the help of fields in the source of the class of this name.
+        flags_with_values,
+        bases=(options,),
+        frozen=True,
+        namespace={"__module__": __name__, "__doc__": options.__doc__},
+    )
+
+
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
     """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
     names = (
         f.name for f in dataclasses.fields(RLArgs) if f.name not in NOT_SWEPT and f.name != "seed"
     )
     return {name: getattr(args, name) for name in names if getattr(args, name)}
+
+
+SweepArgs = with_swept_flags(SweepOptions)
+ClaimsArgs = with_swept_flags(ClaimsOptions)

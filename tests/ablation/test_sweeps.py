@@ -17,7 +17,7 @@ from alignment.ablation.schedule import (
     next_runs,
 )
 from alignment.ablation.statistics import Comparison
-from alignment.args import SweepArgs, parse
+from alignment.args import SweepArgs, SweepOptions, parse
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
 from alignment.system.files import lock_run_folder
@@ -25,7 +25,7 @@ from alignment.system.processes import start_command
 from tests.command_line import exit_code
 
 
-def arguments(output: Path, *flags: str) -> SweepArgs:
+def arguments(output: Path, *flags: str) -> SweepOptions:
     small = ["--prompts_per_rollout", "4", "--group_size", "4", "--train_mini_batch_size", "8"]
     folders = ["--sft_base", str(output / "sft"), "--output_dir", str(output)]
     return parse(SweepArgs, [*small, *folders, *flags])
