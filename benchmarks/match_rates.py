@@ -62,7 +62,7 @@ def make_run(
     ratio = setting.ratio if arm == "b" else 1.0
     tokens = ratio * TOKENS * (1 + 0.03 * rng.normal(size=STEPS))
     metrics = tuple(
-        {"step": step, "tokens_asked": taken} for step, taken in enumerate(tokens, start=1)
+        {"step": step, "tokens_sampled": taken} for step, taken in enumerate(tokens, start=1)
     )
     steps = tuple(sorted({*range(0, STEPS + 1, setting.interval), STEPS}))
     args = {"seed": seed, "task": "", "group_size": 1}

@@ -14,6 +14,7 @@ import numpy as np
 
 from alignment.ablation.design import ALPHA, BOOKKEEPING, varied_values
 from alignment.args import RLArgs
+from alignment.runs.metric_names import read_metrics
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 
@@ -27,17 +28,17 @@ def _count_steps(run: "Run", record: Record) -> float:
 
 def _count_samples(run: "Run", record: Record) -> float:
     """The responses that a step sampled, those for refills included. The record of a step that
-    could not refill has no "prompts_asked"; it trained on all that it sampled."""
-    if "prompts_asked" in record:
-        return record["prompts_asked"] * run.args["group_size"]
+    could not refill has no "prompts_sampled"; it trained on all that it sampled."""
+    if "prompts_sampled" in record:
+        return record["prompts_sampled"] * run.args["group_size"]
     return record.get("responses", 0)
 
 
 def _count_tokens(run: "Run", record: Record) -> float:
-    """The tokens that a step sampled, those for refills included. Without "tokens_asked" they
+    """The tokens that a step sampled, those for refills included. Without "tokens_sampled" they
     follow from the mean length of a response."""
-    if "tokens_asked" in record:
-        return record["tokens_asked"]
+    if "tokens_sampled" in record:
+        return record["tokens_sampled"]
     return _count_samples(run, record) * record.get("response_length", 0)
 
 
@@ -167,7 +168,7 @@ def read_run(path: Path) -> Run:
         args,
         command=tuple(map(str, command)),
         versions={name: str(version) for name, version in versions.items()},
-        metrics=tuple(read_jsonl(path / "metrics.jsonl", require_steps=True)),
+        metrics=tuple(read_metrics(path / "metrics.jsonl")),
         evals=tuple(read_jsonl(path / "evals.jsonl", require_steps=True)),
         finished=(path / "summary.json").exists(),
         machine=str(facts.get("machine", "")),

@@ -140,8 +140,8 @@ def compute_group_normalized_rewards(
 
 
 def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float]:
-    """Mean, std and extremes of the rewards, and the share of groups whose rewards are all
-    equal."""
+    """Mean, std and extremes of the rewards, and the share of groups whose rewards are all equal,
+    under TRL's name for it."""
     rewards_PG = raw_rewards_B1.reshape(-1, group_size)
     equal_P = (rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)).float()
     statistics = {
@@ -149,7 +149,7 @@ def group_statistics(raw_rewards_B1: Tensor, group_size: int) -> dict[str, float
         "reward_std": rewards_PG.std(correction=0),
         "reward_max": rewards_PG.max(),
         "reward_min": rewards_PG.min(),
-        "flat_groups": equal_P.mean(),
+        "frac_reward_zero_std": equal_P.mean(),
     }
     return {name: value.item() for name, value in statistics.items()}
 

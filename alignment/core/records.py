@@ -139,8 +139,8 @@ class SampledStep:
     groups: list[Group]
     report: dict[str, float]
     seconds: dict[str, float]
-    # Ids of the problems of the step's first request, in order; refills depend on the answers.
-    asked: tuple[str, ...] = ()
+    # Of the step's first request, in order; refills depend on the answers.
+    problem_ids: tuple[str, ...] = ()
     seed: int = 0  # Of that request's samples.
 
     @property

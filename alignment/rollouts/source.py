@@ -92,9 +92,9 @@ class RolloutSource:
             # Of all groups that were sampled, those that refills replaced included.
             rewards = [score["reward"] for score in flatten_scores(sampled)]
             lengths = [len(completion.token_ids) for completion in flatten_completions(sampled)]
-            report["prompts_asked"] = len(sampled)
-            report["reward_asked"] = sum(rewards) / len(rewards)
-            report["tokens_asked"] = sum(lengths)
+            report["prompts_sampled"] = len(sampled)
+            report["reward_sampled"] = sum(rewards) / len(rewards)
+            report["tokens_sampled"] = sum(lengths)
         first = requests[0]
         return SampledStep(
             step,
@@ -102,7 +102,7 @@ class RolloutSource:
             groups,
             report,
             clock.seconds,
-            asked=tuple(problem.id for problem in first.problems),
+            problem_ids=tuple(problem.id for problem in first.problems),
             seed=first.sampling.seed,
         )
 
@@ -168,7 +168,7 @@ def rollout_report(
     groups: Sequence[Group], config: RolloutConfig, rules: Sequence[str]
 ) -> dict[str, float]:
     """What is logged of a step's groups: mean rewards by part and by rule, mean length, and the
-    shares of finished responses and of groups of equal rewards ("flat_groups")."""
+    shares of finished responses and of groups of equal rewards ("frac_reward_zero_std")."""
     scores = flatten_scores(groups)
     completions = flatten_completions(groups)
     rewards_B1 = torch.tensor([[score["reward"]] for score in scores])
@@ -180,7 +180,7 @@ def rollout_report(
     report = {
         "reward": statistics["reward_mean"],
         "reward_std": statistics["reward_std"],
-        "flat_groups": statistics["flat_groups"],
+        "frac_reward_zero_std": statistics["frac_reward_zero_std"],
         "format_reward": mean(score["format_reward"] for score in scores),
         "answer_reward": mean(score["answer_reward"] for score in scores),
         "response_length": mean(len(completion.token_ids) for completion in completions),
@@ -188,7 +188,8 @@ def rollout_report(
         "responses": len(scores),
     }
     if config.overlong_buffer:
-        report["fine"] = mean(length_penalty(completion, config) for completion in completions)
+        penalties = (length_penalty(completion, config) for completion in completions)
+        report["overlong_penalty"] = mean(penalties)
     return report | grading_report(groups, rules)
 
 

@@ -95,10 +95,10 @@ def health_warnings(
         warnings["entropy_collapse"] = (
             f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
         )
-    flat = _mean(recent, "flat_groups")
-    if flat > 0.95:
+    equal = _mean(recent, "frac_reward_zero_std")
+    if equal > 0.95:
         warnings["equal_rewards"] = (
-            f"in {flat:.0%} of the groups all rewards are equal, which teaches nothing"
+            f"in {equal:.0%} of the groups all rewards are equal, which teaches nothing"
         )
     mismatch = _mean(steps[-1:], "sampler_mismatch")
     earlier = _values(steps[:-1], "sampler_mismatch")

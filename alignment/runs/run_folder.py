@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.runs.metric_names import with_current_names
 from alignment.runs.state import STATE
 from alignment.runs.trackers import Trackers
 from alignment.system import files
@@ -61,6 +62,7 @@ class RunFolder:
         files.remove_unfinished(path)
         (path / "completions").mkdir(parents=True, exist_ok=True)
         kept = {log: records_up_to(path / log, last_step) for log in LOGS}
+        kept["metrics.jsonl"] = [with_current_names(record) for record in kept["metrics.jsonl"]]
         self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
@@ -390,7 +392,9 @@ def load_rollouts(folder: Path) -> list[SampledStep]:
     for record in files.read_jsonl(folder / ROLLOUTS):
         record.pop("restarts", None)  # of older checkpoints
         record["groups"] = [_group(**group) for group in record["groups"]]
-        record["asked"] = tuple(record.get("asked", ()))
+        record["report"] = with_current_names(record["report"])
+        ids_of_older = record.pop("asked", ())  # the name in older checkpoints
+        record["problem_ids"] = tuple(record.get("problem_ids", ids_of_older))
         steps.append(SampledStep(**record))
     return steps
 

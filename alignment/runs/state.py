@@ -61,7 +61,7 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
         "step": sampled.step,
         "weights": digest_of_tensors(policy.weights()),
         "moments": moments,
-        "problems": digest_of_json(sampled.asked),
+        "problems": digest_of_json(sampled.problem_ids),
         "sampling_seed": sampled.seed,
         "micro_batch_tokens": policy.micro_batch_tokens,
         "completions": digest_of_json(completions),

@@ -536,12 +536,12 @@ def test_refills_are_samples_too(unequal, tmp_path):
     many, not how long."""
     study = unequal("tokens")
     run = study.arms["long"][0].path
-    rewrite_metrics(run, prompts_asked=3)
+    rewrite_metrics(run, prompts_sampled=3)
     assert [
         float(read_run(run).amounts_until(match, [{"step": 2}])[0])
         for match in ("samples", "tokens")
     ] == [24, 240]
-    rewrite_metrics(run, tokens_asked=70)
+    rewrite_metrics(run, tokens_sampled=70)
     assert read_run(run).amounts_until("tokens", [{"step": 0}, {"step": 2}]).tolist() == [0, 140]
 
 

@@ -169,12 +169,12 @@ def test_rewards_are_scored_and_normalised():
         "reward_std": pytest.approx(math.sqrt(3) / 4),
         "reward_max": 1,
         "reward_min": 0,
-        "flat_groups": 0.5,
+        "frac_reward_zero_std": 0.5,
     }
 
 
 def test_group_statistics_of_a_single_sample_a_group():
-    assert group_statistics(torch.tensor([[1.0], [0.0]]), 1)["flat_groups"] == 1
+    assert group_statistics(torch.tensor([[1.0], [0.0]]), 1)["frac_reward_zero_std"] == 1
 
 
 def test_reinforce_loss():

@@ -8,7 +8,7 @@ from alignment.system.errors import RunStopped
 LIMITS = {"max_new_tokens": 48, "max_bad_steps": 2, "max_grader_failures": 0.05}
 FINE = {
     "entropy": 1.0,
-    "flat_groups": 0.5,
+    "frac_reward_zero_std": 0.5,
     "response_length": 10.0,
     "finished": 1.0,
     "updates": 2,
@@ -41,8 +41,8 @@ def stop_if_hopeless(records: list[dict]) -> None:
         ({}, []),
         ({"entropy": 0.11}, []),
         ({"entropy": 0.09}, ["entropy_collapse"]),
-        ({"flat_groups": 0.95}, []),
-        ({"flat_groups": 0.96}, ["equal_rewards"]),
+        ({"frac_reward_zero_std": 0.95}, []),
+        ({"frac_reward_zero_std": 0.96}, ["equal_rewards"]),
         ({"response_length": 21.0}, []),  # longer, but they end
         ({"response_length": 21.0, "finished": 0.7}, ["runaway_length"]),
         ({"response_length": 19.0, "finished": 0.7}, []),
@@ -75,7 +75,15 @@ def test_a_mismatch_beyond_its_own_baseline_is_named(usual, last, warned):
 def test_a_warning_has_the_numbers():
     warnings = warnings_of(
         steps(
-            *[{"entropy": 0.05, "flat_groups": 1.0, "response_length": 48.0, "finished": 0.25}] * 3
+            *[
+                {
+                    "entropy": 0.05,
+                    "frac_reward_zero_std": 1.0,
+                    "response_length": 48.0,
+                    "finished": 0.25,
+                }
+            ]
+            * 3
         )
     )
     assert warnings == {
@@ -118,7 +126,7 @@ def test_of_a_long_run_the_first_and_the_latest_steps_are_kept():
 
 
 def test_a_warning_is_printed_when_it_begins():
-    flat = {"flat_groups": 1.0}
+    flat = {"frac_reward_zero_std": 1.0}
     health = Health([], **LIMITS)
     judged = [
         health.judge(record) for record in steps(flat, flat, flat, flat, {**flat, "bad_updates": 1})
