@@ -136,17 +136,10 @@ def train(design: Design, args: ClaimsOptions, console: Console) -> list[str]:
     """Train the runs of a design; returns the names of those that failed."""
     for arm in design.arms.values():
         refuse_missing_warm_start(arm)
-    resources = schedule.Resources(
-        args.executor,
-        args.ray_address,
-        args.cpus_per_run,
-        args.gpus_per_run,
-        args.slurm_parameters,
-    )
     states: list[schedule.State] = []
     for seed in design.seeds:
         states += [schedule.State(arm, seed) for arm in design.arms]
-    with schedule.open_executor(design.folder, resources, console) as executor:
+    with schedule.open_executor(design.folder, args.resources, console) as executor:
         schedule.warm_up(design, executor, args.output_dir, console)
         schedule.run_all(design, executor, states, console)
     return [state.name for state in states if state.status == "failed"]

@@ -67,14 +67,7 @@ def main() -> None:
         return
     refuse_other_folder(design.folder)
     check_output(design.folder)
-    resources = schedule.Resources(
-        args.executor,
-        args.ray_address,
-        args.cpus_per_run,
-        args.gpus_per_run,
-        args.slurm_parameters,
-    )
-    with schedule.open_executor(design.folder, resources, console) as executor:
+    with schedule.open_executor(design.folder, args.resources, console) as executor:
         schedule.claim_folder(design, sys.argv)
         train(design, executor, args, console)
 

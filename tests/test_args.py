@@ -199,6 +199,13 @@ def test_a_bound_of_whole_numbers_says_so():
         RLArgs(group_size=0)
 
 
+def test_rejection_sampling_asks_at_least_one_problem():
+    """0 is no word for all: the task's problems may be endless."""
+    assert RejectionArgs(num_problems=1).num_problems == 1
+    with pytest.raises(UserError, match="^--num_problems 0: must be at least 1$"):
+        RejectionArgs(num_problems=0)
+
+
 @pytest.mark.parametrize("dual_clip", [0.5, 1.0, -1.0, math.inf, math.nan])
 def test_a_number_beside_its_bound_s_exception_is_refused(dual_clip):
     assert RLArgs(dual_clip=0).dual_clip == 0 and RLArgs(dual_clip=1.5).dual_clip == 1.5

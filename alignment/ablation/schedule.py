@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import psutil
 from rich.console import Console
@@ -24,7 +24,14 @@ from rich.live import Live
 from rich.table import Table
 
 from alignment.ablation.design import Design
-from alignment.args import CHANGEABLE_ON_RESUME, RLArgs, SFTArgs, as_command, command_line
+from alignment.args import (
+    CHANGEABLE_ON_RESUME,
+    Resources,
+    RLArgs,
+    SFTArgs,
+    as_command,
+    command_line,
+)
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
@@ -127,7 +134,9 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
     """Bring every run to its end. A run that fails is tried once more; a second failure is printed
     and noted in its state."""
     for state in states:
-        if not is_done(design, state):
+        if is_done(design, state):
+            state.status = "done"
+        else:
             submit(design, executor, state)
     by_name = {state.name: state for state in states}
     table = progress_table(design, states)
@@ -166,6 +175,7 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
     submits the run once more where that may help."""
     # The summary is written last. A process that fails after it has changed no result.
     if is_done(design, state):
+        state.status = "done"
         return
     # Exit code 2 is a mistake in the arguments or in the user's code: a second attempt would repeat
     # it.
@@ -190,11 +200,8 @@ def settle(design: Design, executor: Executor, state: State, code: int, console:
 
 
 def is_done(design: Design, state: State) -> bool:
-    """Whether the run has written its summary. If so, its state becomes "done"."""
-    has_summary = (design.folder / state.name / "summary.json").exists()
-    if has_summary:
-        state.status = "done"
-    return has_summary
+    """Whether the run has written its summary."""
+    return (design.folder / state.name / "summary.json").exists()
 
 
 def progress_table(design: Design, states: Sequence[State]) -> Table:
@@ -259,29 +266,12 @@ def next_runs(
     return added
 
 
-class Resources(NamedTuple):
-    """The executor of the runs and the resources of each: --executor, --ray_address,
-    --cpus_per_run, --gpus_per_run, and the parameters of --slurm."""
-
-    executor: str
-    ray_address: str
-    cpus: int | None
-    gpus: int | None
-    slurm: Mapping[str, int | str]
-
-
-def make_executor(
-    kind: str,
-    address: str,
-    cpus: int | None,
-    gpus: int | None,
-    slurm: Mapping[str, int | str],
-    folder: Path,
-) -> Executor:
-    """The executor of a kind (--executor); "auto" is Ray if that is installed, else "local". Raises
+def make_executor(resources: Resources, folder: Path) -> Executor:
+    """The executor that --executor names; "auto" is Ray if that is installed, else "local". Raises
     `UserError` where the executor's package or cluster is missing."""
+    kind = resources.executor
     if kind == "auto":
-        kind = "ray" if find_spec("ray") or address else "local"
+        kind = "ray" if find_spec("ray") or resources.ray_address else "local"
     package = {"ray": "ray", "slurm": "submitit"}.get(kind)
     if package and not find_spec(package):
         raise UserError(
@@ -289,17 +279,17 @@ def make_executor(
             f" {kind} ...`"
         )
     if kind == "ray":
-        return RayExecutor(address, cpus, gpus)
+        return RayExecutor(resources.ray_address, resources.cpus_per_run, resources.gpus_per_run)
     if kind == "slurm":
-        return SlurmExecutor(folder, slurm, cpus)
-    return LocalExecutor(cpus)
+        return SlurmExecutor(folder, resources.slurm_parameters, resources.cpus_per_run)
+    return LocalExecutor(resources.cpus_per_run)
 
 
 @contextmanager
 def open_executor(folder: Path, resources: Resources, console: Console) -> Iterator[Executor]:
     """An executor for the runs in `folder`, which is locked until the block ends."""
     try:
-        with closing(make_executor(*resources, folder)) as executor:
+        with closing(make_executor(resources, folder)) as executor:
             folder.mkdir(parents=True, exist_ok=True)
             with lock_run_folder(folder):
                 yield executor

@@ -420,7 +420,7 @@ class RejectionArgs(Args):
 
     output: str = flag("", group="data")
     """File to write, one kept answer a line; `sft --demonstrations` reads it."""
-    num_problems: int = flag(512, group="data", at_least=0, zero="all")
+    num_problems: int = flag(512, group="data", at_least=1)
     """Training problems to ask, the first ones."""
     num_samples: int = flag(8, group="evaluation", at_least=1)
     """Answers sampled for each."""
@@ -430,10 +430,6 @@ class RejectionArgs(Args):
     """Share of an answer's words that must be in its question's language."""
     few_shot: str = flag("", group="data")
     """JSONL file of worked examples that are put before each question; empty: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "num_problems", self.num_problems > 0, "at least 1")
 
 
 @dataclass(frozen=True)

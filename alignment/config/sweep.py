@@ -1,7 +1,8 @@
 """Sweeps and claims: arms, seeds, executors and what is decided."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
@@ -20,6 +21,17 @@ from alignment.runs.trackers import TRACKERS
 
 Match = Literal["steps", "samples", "tokens", "seconds"]
 OptionsType = TypeVar("OptionsType", bound="SweepOptions")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The executor of a sweep's runs, and the resources of each, by the names of their flags."""
+
+    executor: str = "auto"
+    ray_address: str = ""
+    cpus_per_run: int | None = None
+    gpus_per_run: int | None = None
+    slurm_parameters: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,17 @@ class SweepOptions:
             for name, value in given.items()
             if value is not None
         }
+
+    @property
+    def resources(self) -> Resources:
+        """The executor of the runs, and the resources of each."""
+        return Resources(
+            self.executor,
+            self.ray_address,
+            self.cpus_per_run,
+            self.gpus_per_run,
+            self.slurm_parameters,
+        )
 
 
 @dataclass(frozen=True)

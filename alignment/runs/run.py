@@ -74,6 +74,18 @@ class Restartable(Protocol):
 Opened = TypeVar("Opened", bound=Restartable)
 
 
+@dataclass(frozen=True)
+class StartedRun:
+    """What a run has from its `start` on."""
+
+    folder: run_folder.RunFolder
+    health: Health
+    policy: Any
+    tokenizer: Any
+    rollouts: Any  # None in SFT.
+    print_progress: Callable[[int, str], None]  # Prints a finished step, and words on it.
+
+
 class Run:
     """An open run. `start` creates its folder, after everything else has been built."""
 
@@ -84,8 +96,12 @@ class Run:
         self.clock = Clock()
         self.last_step = 0  # The last finished step.
         self.resumed_at = 0
-        self.started = False  # Whether `start` has been called, so that there is something to save.
+        # Whether it is between `start` and `finish`, so that there is something to save.
+        self.is_under_way = False
         self._path: Path | None = None
+        self._started: StartedRun | None = None
+        # What `finish` takes from the process's seconds to get "seconds_beside_steps".
+        self._step_seconds = 0.0
         self._opened: list[Restartable] = []
         self._words = ""  # What the progress line says of the last step.
         self._restarts = 0  # All restarts of `_opened` up to the last logged step.
@@ -96,6 +112,18 @@ class Run:
         if self._path is None:
             raise RuntimeError("the run has no folder yet")
         return self._path
+
+    @property
+    def started(self) -> StartedRun:
+        """The parts of a run that has started. Raises RuntimeError before (`start`)."""
+        if self._started is None:
+            raise RuntimeError("the run has not started yet")
+        return self._started
+
+    @property
+    def folder(self) -> run_folder.RunFolder:
+        """The files of the run. Raises RuntimeError before it has started (`start`)."""
+        return self.started.folder
 
     @property
     def checkpoint(self) -> Path | None:
@@ -157,27 +185,24 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds)
-        self.folder = self.closing.enter_context(
+        folder = self.closing.enter_context(
             closing(run_folder.RunFolder(self.path, self.last_step, config.trackers))
         )
-        self.health = Health(
+        health = Health(
             read_jsonl(self.path / "metrics.jsonl"),
             config.max_new_tokens,
             config.max_bad_steps,
             config.max_grader_failures,
         )
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._rollouts = rollouts
         self.clock.meter = meter
-        # What `finish` takes from the process's seconds to get "seconds_beside_steps". The warm
-        # start counts with the steps, because it is made once and serves many runs.
+        # The warm start counts with the steps, because it is made once and serves many runs.
         self._step_seconds = self.clock.seconds.get("warm_start", 0.0)
         name = "RL" if rollouts else "SFT"
-        self._progress = self.closing.enter_context(
+        print_progress = self.closing.enter_context(
             progress_line(name, config.num_steps, self.console)
         )
-        self.started = True
+        self._started = StartedRun(folder, health, policy, tokenizer, rollouts, print_progress)
+        self.is_under_way = True
 
     @contextmanager
     def step(self, step: int) -> Iterator[Callable[[], None]]:
@@ -190,8 +215,8 @@ class Run:
             yield defer_signals
             # Set before a deferred signal is raised: the step is done and logged.
             self.last_step = step
-        self._progress(self.last_step, self._words)
-        self.health.stop_if_hopeless()
+        self.started.print_progress(self.last_step, self._words)
+        self.started.health.stop_if_hopeless()
 
     @contextmanager
     def sft_step(self, step: int) -> Iterator[None]:
@@ -201,7 +226,7 @@ class Run:
             defer_signals()
             yield
             self.last_step = step
-        self._progress(self.last_step, self._words)
+        self.started.print_progress(self.last_step, self._words)
         self.save_if_due()
 
     def steps(self) -> Iterator[int]:
@@ -214,7 +239,7 @@ class Run:
         """With --log_state, log digests of what the step's update begins with."""
         if self.config.log_state:
             self.clock.begin("")  # The peak of memory is then counted to no phase of the step.
-            self.folder.log_state(state_of(self._policy, sampled, self.path))
+            self.folder.log_state(state_of(self.started.policy, sampled, self.path))
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and each mini-batch whose loss
@@ -229,7 +254,7 @@ class Run:
         seconds = self.clock.seconds
         record: dict[str, Any] = {
             "step": sampled.step,
-            "micro_batch_tokens": self._policy.micro_batch_tokens,
+            "micro_batch_tokens": self.started.policy.micro_batch_tokens,
             **result.report,
             **sampled.report,
             "restarts": restarts - self._restarts,
@@ -243,7 +268,7 @@ class Run:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
-        warnings, record_with_warnings = self.health.judge(record)
+        warnings, record_with_warnings = self.started.health.judge(record)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)
@@ -251,7 +276,9 @@ class Run:
 
     def finish_sft_step(self, record: Mapping[str, Any], words: str) -> None:
         """Log a finished step of SFT. `words` are for the progress line."""
-        self.folder.log_step({**record, "micro_batch_tokens": self._policy.micro_batch_tokens})
+        self.folder.log_step(
+            {**record, "micro_batch_tokens": self.started.policy.micro_batch_tokens}
+        )
         self._words = words
 
     def save_if_due(self) -> None:
@@ -268,10 +295,12 @@ class Run:
         self.clock.begin("checkpoint")
         self.folder.flush()
         sampled_ahead: Sequence[SampledStep] = ()
-        if self._rollouts:
-            sampled_ahead = self._rollouts.sampled_ahead(self.last_step)
+        if self.started.rollouts:
+            sampled_ahead = self.started.rollouts.sampled_ahead(self.last_step)
         folder = run_folder.checkpoint_folder(self.path, self.last_step)
-        run_folder.save_checkpoint(folder, self._policy, self._tokenizer, sampled_ahead)
+        run_folder.save_checkpoint(
+            folder, self.started.policy, self.started.tokenizer, sampled_ahead
+        )
         run_folder.drop_old_checkpoints(
             self.path, self.config.keep_checkpoints, spared=self.resumed_at
         )
@@ -279,11 +308,11 @@ class Run:
     def finish(self, title: str) -> None:
         """Write the final model, learning curve and summary."""
         # The last checkpoint is written: after an error here there is nothing more to save.
-        self.started = False
+        self.is_under_way = False
         reproducibility = run_folder.reproducibility(self.path, self.config.setting)
         self.clock.begin("checkpoint")
         with atomic_folder(self.path / "final") as building, write_manifest(building):
-            self._policy.save(building, self._tokenizer)
+            self.started.policy.save(building, self.started.tokenizer)
             write_card(building, self.path, reproducibility)
         self.clock.begin("")
         peak_bytes = {}
@@ -337,11 +366,11 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
         try:
             yield run
         except (Interrupted, RunStopped) as stop:
-            if run.started:
+            if run.is_under_way:
                 run.save_when_stopped(stop)
             raise
         except OSError as error:  # A full disk or another fault of the file system.
-            if not run.started:
+            if not run.is_under_way:
                 raise
             kept = "it had no checkpoint yet"
             with suppress(UserError, OSError):
@@ -356,7 +385,7 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
             failure = failure_of_users_code(error)
             if failure is None:
                 raise
-            if run.started:
+            if run.is_under_way:
                 run.save_when_stopped(failure)
             raise failure from error
 

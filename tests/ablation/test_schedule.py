@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from alignment.ablation import schedule
-from alignment.ablation.schedule import LOST, State, settle
+from alignment.ablation.schedule import LOST, State, is_done, settle
 
 
 @pytest.fixture
@@ -27,6 +27,17 @@ def ended(tmp_path, monkeypatch):
         return state, console.file.getvalue().strip(), bool(again)
 
     return run
+
+
+def test_to_ask_whether_a_run_is_done_changes_nothing(tmp_path):
+    (tmp_path / "a_seed0").mkdir()
+    state = State("a", 0, "running")
+    design = SimpleNamespace(folder=tmp_path)
+    assert not is_done(design, state)
+    (tmp_path / "a_seed0" / "summary.json").write_text("{}")
+    assert is_done(design, state) and state == State("a", 0, "running")
+    settle(design, None, state, 1, Console(file=io.StringIO()))
+    assert state == State("a", 0, "done")
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: a bug of ours\n"

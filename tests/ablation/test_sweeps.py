@@ -17,7 +17,7 @@ from alignment.ablation.schedule import (
     next_runs,
 )
 from alignment.ablation.statistics import Comparison
-from alignment.args import SweepArgs, SweepOptions, parse
+from alignment.args import Resources, SweepArgs, SweepOptions, parse
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
 from alignment.system.files import lock_run_folder
@@ -81,12 +81,12 @@ def test_mistakes_are_one_clear_line(flags, message, tmp_path, monkeypatch, caps
 
 def test_without_ray_a_cluster_is_refused(monkeypatch):
     monkeypatch.setattr("alignment.ablation.schedule.find_spec", lambda name: None)
-    assert isinstance(make_executor("auto", "", None, None, {}, Path()), LocalExecutor)
+    assert isinstance(make_executor(Resources(), Path()), LocalExecutor)
     for kind, address, extra in ("auto", "auto", "ray"), ("slurm", "", "slurm"):
         with pytest.raises(
             UserError, match=f"not installed: start with `uv run --extra {extra} ...`"
         ):
-            make_executor(kind, address, None, None, {}, Path())
+            make_executor(Resources(kind, address), Path())
 
 
 def test_runs_that_wait_together_are_one_job_array(tmp_path, monkeypatch):
