@@ -58,10 +58,10 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     as large as --micro_batch_tokens says, or as the free memory allows."""
     step = load.step
     limit = min(step.card, MAX_ACTIVATION_BYTES[load.device.partition(":")[0]])
-    fitting, recomputed = tokens_that_fit(
+    largest = tokens_that_fit(
         load.config, step.itemsize, step.card - taken, step.longest_row, limit, step.layers
     )
-    most = step.micro_batch_tokens or fitting
+    most = step.micro_batch_tokens or largest.tokens
     # as in `cut_for_parallel`: each of several takes a group at least, and they share the rows
     parallel = 1
     if most >= step.parallel * step.largest_group:
@@ -72,7 +72,7 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     return MicroBatches(
         tokens=max(min(most, tokens), step.longest_row),
         parallel=parallel,
-        recomputed=recomputed and not step.micro_batch_tokens,
+        recomputed=largest.checkpointing and not step.micro_batch_tokens,
     )
 
 

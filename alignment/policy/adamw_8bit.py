@@ -1,6 +1,8 @@
 """torchao's 8-bit AdamW, made to look like any other optimiser. The one module that imports
 torchao."""
 
+from collections.abc import Sequence
+
 import torch
 import torchao.optim
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -14,52 +16,71 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     numbers, or of no whole blocks, stay in fp32. On GPUs the first step compiles a kernel for each
     shape of parameter; on CPUs, where that needs a C++ compiler, steps are slow."""
 
-    def __init__(self, groups: list[dict], lr: float, **how):
-        super().__init__(groups, lr=lr, **how)
+    def __init__(self, groups: list[dict], lr: float, **options):
+        super().__init__(groups, lr=lr, **options)
+        # torchao has made a tensor of the rate
         self.param_groups = [group | {"lr": lr} for group in self.param_groups]
 
     def step(self, closure: None = None) -> None:
-        groups = self.param_groups
-        on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
-        # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all
-        # else here takes numbers.
-        self.param_groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
-        if not on_cpu:
+        stance = "default"
+        if _are_on_cpu(self.param_groups):
+            stance = "force_eager"
+        else:
             say_once(
                 "adamw_8bit: the first step compiles a kernel for each shape of parameter, which"
                 " may take minutes"
             )
-        with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+        # Compiled code takes the rate as a tensor, since a new number would be compiled anew; all
+        # else here takes numbers.
+        groups = self.param_groups
+        self.param_groups = [group | {"lr": torch.tensor(group["lr"])} for group in groups]
+        with torch.compiler.set_stance(stance):
             super().step()
         self.param_groups = groups
 
     def state_dict(self) -> dict:
         """As torch's, of plain tensors, which safetensors can hold: "exp_avg" is "exp_avg.codes",
         ".scale" and ".qmap"."""
-        whole = super().state_dict()
-        return {
-            **whole,
-            "state": {index: _opened(values) for index, values in whole["state"].items()},
-        }
+        saved = super().state_dict()
+        state = {index: _split_moments(values) for index, values in saved["state"].items()}
+        return saved | {"state": state}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        state = {index: _closed(values) for index, values in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
+        state = {index: _join_moments(values) for index, values in state_dict["state"].items()}
+        super().load_state_dict(state_dict | {"state": state})
 
 
-def _opened(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    moments = {key: tensor for key, tensor in values.items() if isinstance(tensor, OptimState8bit)}
-    parts = {
-        f"{key}.{part}": getattr(codes, part)
-        for key, codes in moments.items()
-        for part in codes.tensor_attrs
-    }
-    return {key: tensor for key, tensor in values.items() if key not in moments} | parts
+def _are_on_cpu(groups: Sequence[dict]) -> bool:
+    """Whether all parameters of these groups are."""
+    for group in groups:
+        if any(parameter.device.type != "cpu" for parameter in group["params"]):
+            return False
+    return True
 
 
-def _closed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    plain = {name: tensor for name, tensor in values.items() if "." not in name}
-    for key in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
-        parts = {part: values[f"{key}.{part}"] for part in OptimState8bit.tensor_attrs}
-        plain[key] = OptimState8bit(**parts, signed=key == "exp_avg", dtype=torch.float32)
-    return plain
+def _split_moments(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A parameter's state with each 8-bit moment as the plain tensors that it consists of."""
+    plain = {}
+    parts = {}
+    for name, tensor in values.items():
+        if not isinstance(tensor, OptimState8bit):
+            plain[name] = tensor
+            continue
+        for part in tensor.tensor_attrs:
+            parts[f"{name}.{part}"] = getattr(tensor, part)
+    return plain | parts
+
+
+def _join_moments(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `_split_moments`."""
+    state = {}
+    for name, tensor in values.items():
+        moment, dot, _ = name.partition(".")
+        if not dot:
+            state[name] = tensor
+        elif moment not in state:
+            parts = {part: values[f"{moment}.{part}"] for part in OptimState8bit.tensor_attrs}
+            # the second moment, a mean of squares, has no sign
+            is_signed = moment == "exp_avg"
+            state[moment] = OptimState8bit(**parts, signed=is_signed, dtype=torch.float32)
+    return state

@@ -1,6 +1,7 @@
 """How many tokens a micro-batch may have: what its activations take, and what is free."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +18,22 @@ from alignment.system.device_memory import free_bytes, release_memory
 # larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
 MAX_TOKENS = 16384
 
-
 # 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free
 # memory is a limit.
 MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
 
-
 ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
+WEIGHT_BYTES = 4  # of a trained weight, in fp32
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """The largest micro-batch that memory allows."""
+
+    tokens: int
+    """A power of two, so that slightly less free memory changes no repeated run."""
+    checkpointing: bool
+    """Whether it takes gradient checkpointing, which computes layers twice."""
 
 
 def choose_micro_batch_tokens(
@@ -31,35 +41,42 @@ def choose_micro_batch_tokens(
     optimizer: torch.optim.Optimizer,
     config: PolicyConfig,
     longest: int,
-    processes=1,
-    whole=0,
-) -> tuple[int, bool]:
-    """`tokens_that_fit` beside weights, gradients, moments and `whole` bytes of copies, where
-    `processes` share a device."""
+    processes: int = 1,
+    copied_bytes: int = 0,
+) -> MicroBatchSize:
+    """The largest micro-batch whose activations fit beside weights, gradients, moments and
+    `copied_bytes` of gathered weights, where the longest row has `longest` tokens and `processes`
+    share a device."""
     devices = [str(device) for device in devices_of(model)]
-    parameters = sum(
-        own_part(parameter).numel() for parameter in model.parameters() if parameter.requires_grad
-    ) // len(devices)
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value) and value.ndim
-    ]
-    moment_bytes = sum(
-        own_part(moment).nbytes for moment in moments if str(moment.device) in devices
-    ) // len(devices)
-    # The weights are allocated already.
-    to_allocate = (
-        parameters * (OPTIMIZERS[config.optimizer].device_bytes - 4) - moment_bytes + whole
-    )
+    # a device's share of the trained parameters and of their moments
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = sum(own_part(parameter).numel() for parameter in trained) // len(devices)
+    moment_bytes = _allocated_moment_bytes(optimizer, devices) // len(devices)
+    # The weights are allocated already, and of a resumed run the moments.
+    bytes_beside_weight = OPTIMIZERS[config.optimizer].device_bytes - WEIGHT_BYTES
+    to_allocate = parameters * bytes_beside_weight - moment_bytes + copied_bytes
     release_memory()
-    free = min(free_bytes(device) for device in devices) // processes - to_allocate
-    limit = MAX_ACTIVATION_BYTES[model.device.type] // processes
-    layers = largest_layer_share(model, devices)
+    least_free = min(free_bytes(device) for device in devices)
     return tokens_that_fit(
-        model.config, getattr(torch, config.dtype).itemsize, free, longest, limit, layers
+        model.config,
+        getattr(torch, config.dtype).itemsize,
+        free=least_free // processes - to_allocate,
+        longest=longest,
+        limit=MAX_ACTIVATION_BYTES[model.device.type] // processes,
+        layers=largest_layer_share(model, devices),
     )
+
+
+def _allocated_moment_bytes(optimizer: torch.optim.Optimizer, devices: Sequence[str]) -> int:
+    """Bytes that this process's moments take of these devices. An optimiser has none before its
+    first step; counts of steps are no moments."""
+    allocated = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            is_moment = torch.is_tensor(value) and value.ndim > 0
+            if is_moment and str(value.device) in devices:
+                allocated += own_part(value).nbytes
+    return allocated
 
 
 def largest_layer_share(model: PreTrainedModel, devices: Sequence[str]) -> float:
@@ -77,21 +94,29 @@ def largest_layer_share(model: PreTrainedModel, devices: Sequence[str]) -> float
 
 def tokens_that_fit(
     config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0
-) -> tuple[int, bool]:
-    """(tokens of the largest micro-batch whose activations fit `free` and `limit` bytes of a device
-    with that share of the `layers`, whether it takes gradient checkpointing, which computes layers
-    twice: where the longest row, of `longest` tokens, does not fit otherwise). Tokens are rounded
-    down to a power of two: slightly less free memory changes no repeated run."""
+) -> MicroBatchSize:
+    """The largest micro-batch whose activations, in a type of `itemsize` bytes, fit `free` and
+    `limit` bytes of a device with that share of the `layers`. It takes gradient checkpointing where
+    the longest row, of `longest` tokens, does not fit otherwise."""
     available = int(ACTIVATION_SHARE * max(free, 0))
-    per_token = layers * activation_bytes(config, itemsize)
-    if checkpointing := available < longest * per_token:
-        per_token = checkpointed_activation_bytes(config, itemsize, layers)
-    tokens = min(max(int(min(available, limit) / per_token), 1), int(MAX_TOKENS / layers))
-    return 2 ** (tokens.bit_length() - 1), checkpointing
+    bytes_of_token = layers * activation_bytes(config, itemsize)
+    checkpointing = available < longest * bytes_of_token
+    if checkpointing:
+        bytes_of_token = checkpointed_activation_bytes(config, itemsize, layers)
+    fitting = max(int(min(available, limit) / bytes_of_token), 1)
+    tokens = min(fitting, int(MAX_TOKENS / layers))
+    power_of_two = 2 ** (tokens.bit_length() - 1)
+    return MicroBatchSize(power_of_two, checkpointing)
 
 
 def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
     """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many
-    outside: in fp32, as weights and as gradients, what is outside and two layers, at work and on
-    its way; and autocast's casts of all layers."""
-    return 8 * (outside + 2 * max(layers)) + 2 * sum(layers) * (itemsize == 2)
+    outside."""
+    # One layer is at work while the next is on its way. Each has weights and gradients in fp32, and
+    # so has what is outside.
+    in_fp32 = outside + 2 * max(layers)
+    gathered = 2 * WEIGHT_BYTES * in_fp32
+    if itemsize == 2:
+        # autocast keeps its casts of all layers until the pass ends
+        gathered += itemsize * sum(layers)
+    return gathered

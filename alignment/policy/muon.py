@@ -9,6 +9,9 @@ COEFFICIENTS = (
     -4.775,
     2.0315,
 )
+ITERATIONS = 5
+# The root mean square of AdamW's usual steps, in units of the learning rate.
+RMS_OF_STEPS = 0.2
 
 
 class Muon(torch.optim.AdamW):
@@ -22,31 +25,45 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for p, hidden in zip(group["params"], group["hidden"], strict=True):
-                if not hidden or p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    # AdamW looks for a step when it loads
-                    state |= {
-                        "step": torch.zeros(()),
-                        "momentum": torch.zeros_like(p),
-                    }
-                momentum = state["momentum"].lerp_(p.grad, 1 - MOMENTUM)
-                direction = orthogonalised(p.grad.lerp(momentum, MOMENTUM))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(direction, alpha=-0.2 * max(p.shape) ** 0.5 * group["lr"])
-                p.grad = None  # AdamW passes parameters without a gradient by
+            for parameter, is_hidden in zip(group["params"], group["hidden"], strict=True):
+                if is_hidden and parameter.grad is not None:
+                    self._step_matrix(parameter, parameter.grad, group)
+                    # AdamW, below, passes parameters without a gradient by
+                    parameter.grad = None
         super().step()
 
+    def _step_matrix(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict) -> None:
+        """Change a hidden matrix [rows, columns] and its momentum in place."""
+        state = self.state[weight]
+        if not state:
+            # AdamW looks for a step when it loads
+            state["step"] = torch.zeros(())
+            state["momentum"] = torch.zeros_like(weight)
+        # M <- mu M + (1 - mu) G, and Nesterov's look ahead: mu M + (1 - mu) G once more
+        momentum = state["momentum"]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        direction = orthogonalize(gradient.lerp(momentum, MOMENTUM))
+        # W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) direction
+        scale = RMS_OF_STEPS * max(weight.shape) ** 0.5
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(direction, alpha=-scale * group["lr"])
 
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """U V^T, roughly, of a matrix U S V^T, by Newton-Schulz iterations: X <- a X + (b X X^T + c (X
-    X^T)^2) X."""
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """U V^T, roughly, of a matrix U S V^T [rows, columns], by Newton-Schulz iterations
+    X <- a X + (b X X^T + c (X X^T)^2) X."""
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
+    # X X^T is smallest where X has fewer rows than columns
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix
+    if is_tall:
+        wide = matrix.T
+    # Iterations converge for singular values of at most 1: none exceeds the Frobenius norm.
+    x = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    if is_tall:
+        return x.T
+    return x

@@ -171,17 +171,18 @@ class SingleDevicePolicy(MicroBatchedModel):
         return self.model
 
     def choose_micro_batch_tokens(
-        self, longest: int, previous: int = 0, *memory: int
+        self, longest: int, previous: int = 0, processes: int = 1, copied_bytes: int = 0
     ) -> str | None:
         """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest
-        row does not fit without."""
+        row does not fit without, where `processes` share the device, beside `copied_bytes` of
+        gathered weights."""
         if self.micro_batch_tokens:
             return None
-        tokens, checkpointing = choose_micro_batch_tokens(
-            self.model, self.optimizer, self.policy_config, longest, *memory
+        size = choose_micro_batch_tokens(
+            self.model, self.optimizer, self.policy_config, longest, processes, copied_bytes
         )
-        self.micro_batch_tokens = previous or tokens
-        if not checkpointing:
+        self.micro_batch_tokens = previous or size.tokens
+        if not size.checkpointing:
             return None
         recompute_layers(self.model)
         return (

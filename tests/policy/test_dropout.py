@@ -20,6 +20,7 @@ from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import collate
 from alignment.model.dropout import random_settings
 from alignment.model.loading import load_tokenizer
+from alignment.policy.micro_batches import MicroBatchSize
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 
@@ -115,7 +116,8 @@ def test_rl_trains_on_the_log_probs_that_it_evaluates(folder):
 def test_layers_computed_again_give_the_same_gradient_and_keep_less(folder, monkeypatch):
     kept, recomputed = opened(folder), opened(folder)
     monkeypatch.setattr(
-        "alignment.policy.single_device.choose_micro_batch_tokens", lambda *given: (64, True)
+        "alignment.policy.single_device.choose_micro_batch_tokens",
+        lambda *given: MicroBatchSize(64, checkpointing=True),
     )
     recomputed.micro_batch_tokens = 0
     assert "gradient checkpointing" in recomputed.choose_micro_batch_tokens(longest=17)

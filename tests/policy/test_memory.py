@@ -12,7 +12,7 @@ from alignment.builders.run_plan import plan_policy
 from alignment.model.activations import activation_bytes, checkpointed_activation_bytes
 from alignment.model.log_probs import get_response_log_probs
 from alignment.policy import micro_batches
-from alignment.policy.micro_batches import choose_micro_batch_tokens
+from alignment.policy.micro_batches import MicroBatchSize, choose_micro_batch_tokens
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import make_optimizer
 
@@ -130,7 +130,7 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
 
     def chosen(optimizer, dtype="float32") -> int:
         config = PolicyConfig("", ("cpu",), dtype)
-        return choose_micro_batch_tokens(model, optimizer, config, longest=10)[0]
+        return choose_micro_batch_tokens(model, optimizer, config, longest=10).tokens
 
     assert chosen(policy.optimizer) == 256
     assert chosen(policy.optimizer, "bfloat16") == 256  # 300 / 0.6 = 500
@@ -155,10 +155,8 @@ def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, 
     parameters = sum(weight.numel() for _, weight in policy.weights())
     monkeypatch.setattr(micro_batches, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
     monkeypatch.setattr(micro_batches, "devices_of", lambda model: ["cpu", "cpu:0"])
-    assert choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10) == (
-        512,
-        False,
-    )
+    size = choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10)
+    assert size == MicroBatchSize(512, checkpointing=False)
 
 
 def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
@@ -174,6 +172,6 @@ def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
     # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are
     # computed twice.
     free = int(40 * a_token / micro_batches.ACTIVATION_SHARE)
-    tokens, checkpointing = micro_batches.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
-    assert checkpointing and tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
-    assert not micro_batches.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5)[1]
+    size = micro_batches.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
+    assert size.checkpointing and size.tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
+    assert not micro_batches.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5).checkpointing

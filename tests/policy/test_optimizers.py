@@ -11,7 +11,7 @@ from alignment import plan
 from alignment.args import RLArgs, parse
 from alignment.config.flag import flags_of_class
 from alignment.planning.placement import place
-from alignment.policy.muon import orthogonalised
+from alignment.policy.muon import orthogonalize
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
@@ -101,7 +101,7 @@ def test_orthogonalising_is_a_quintic_of_each_singular_value(shape):
     for _ in range(5):
         values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
     torch.testing.assert_close(
-        orthogonalised(matrix), left @ values.diag() @ right, rtol=0, atol=1e-12
+        orthogonalize(matrix), left @ values.diag() @ right, rtol=0, atol=1e-12
     )
     assert ((values > 0.3) & (values < 1.3)).all()
 
