@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from alignment.model.huggingface import PreTrainedConfig, PreTrainedModel
 
-NAMES = re.compile(r"drop|jitter")
-# which classify whole texts; a language model has none of them
-OF_OTHER_HEADS = re.compile(r"^(classifier|summary|cls)_")
+SETTING_NAMES = re.compile(r"drop|jitter")
+# heads which classify whole texts; a language model has none of them
+OTHER_HEADS = re.compile(r"^(classifier|summary|cls)_")
 
 
 def random_settings(config: PreTrainedConfig) -> dict[str, float]:
@@ -28,14 +28,25 @@ def random_settings(config: PreTrainedConfig) -> dict[str, float]:
 
 
 def _named_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The names and sizes of what a config's values have a language model do at random."""
     for name, value in values.items():
         # some families nest a config for each kind of layer
-        if isinstance(value, Mapping | PreTrainedConfig):
-            yield from _named_numbers(value if isinstance(value, Mapping) else vars(value))
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and value > 0 and NAMES.search(name) and not OF_OTHER_HEADS.match(name):
+        if isinstance(value, PreTrainedConfig):
+            yield from _named_numbers(vars(value))
+        elif isinstance(value, Mapping):
+            yield from _named_numbers(value)
+        # a table of labels has numbers for names and texts for values
+        elif _is_positive_number(value) and _is_random_setting(name):
             yield name, value
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_random_setting(name: str) -> bool:
+    is_of_other_head = OTHER_HEADS.match(name) is not None
+    return SETTING_NAMES.search(name) is not None and not is_of_other_head
 
 
 def draws_at_random(model: PreTrainedModel) -> bool:
@@ -43,12 +54,11 @@ def draws_at_random(model: PreTrainedModel) -> bool:
     numbers."""
     if model.training and random_settings(model.config):
         return True
-    dropouts = (
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd)
-    )
-    return any(module.training and module.p > 0 for module in dropouts)
+    for module in model.modules():
+        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        if is_dropout and module.training and module.p > 0:
+            return True
+    return False
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -59,10 +69,12 @@ def recompute_layers(model: PreTrainedModel) -> None:
     for stack in model.get_decoder().children():
         if isinstance(stack, torch.nn.ModuleList):
             for layer in stack:
-                layer.forward = partial(_recomputed, layer, layer.forward)
+                layer.forward = partial(_checkpoint_forward, layer, layer.forward)
 
 
-def _recomputed(layer: torch.nn.Module, forward, *arguments, **options):
+def _checkpoint_forward(layer: torch.nn.Module, forward, *arguments, **options):
+    """A layer's outputs, computed again in backward: by transformers in training mode, by torch in
+    evaluation mode."""
     if layer.training or not torch.is_grad_enabled():
         return forward(*arguments, **options)
     return checkpoint(forward, *arguments, use_reentrant=False, **options)

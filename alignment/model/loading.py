@@ -27,12 +27,12 @@ from alignment.model.huggingface import (
 from alignment.model.packing import ATTENTION, OWN_ATTENTION, Packing, take_plain_path
 from alignment.model.self_check import (
     NotFinite,
-    checking,
     choose_path,
     disagreement,
-    once,
     own_log_probs,
     random_pieces,
+    run_check_once,
+    self_check_mode,
 )
 from alignment.model.shape import ModelShape, cast_by_autocast
 from alignment.system.errors import UserError
@@ -246,7 +246,7 @@ def load_model(
         model = model.to(devices[0])  # pyright: ignore[reportArgumentType]
     else:
         model = spread(model, partition_layers(ModelShape.of(model), devices))
-    if once("path", model, functools.partial(choose_path, model)):
+    if run_check_once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     return model
 
@@ -257,7 +257,8 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
     log-probs would no longer be the model's own: the model and its family's code are as before."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    family, device = model.config.model_type, first_device(model)
+    family = model.config.model_type
+    device = first_device(model)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(
             f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give"
@@ -265,14 +266,17 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where this process's Triton kernels run
-    rows = list(zip(random_pieces(model, (5, 3)), random_pieces(model, (9, 6)), strict=True))
+    prompts = random_pieces(model, (5, 3))
+    responses = random_pieces(model, (9, 6))
+    rows = list(zip(prompts, responses, strict=True))
     expected = None
-    with contextlib.suppress(NotFinite), checking(model):  # damaged weights are the run's to notice
+    # damaged weights are the run's to notice
+    with contextlib.suppress(NotFinite), self_check_mode(model):
         expected = own_log_probs(model, rows)
     with unchanged_where_it_fails(model):
         _apply_liger_kernels(model, device)
         reason = "are not finite"
-        with contextlib.suppress(NotFinite), checking(model):
+        with contextlib.suppress(NotFinite), self_check_mode(model):
             reason = ""
             if expected is not None:
                 reason = disagreement(expected, lambda: own_log_probs(model, rows))
@@ -403,22 +407,31 @@ def move_activations(model: PreTrainedModel, device_map: Mapping[str, str]) -> P
     model.get_decoder().register_forward_pre_hook(mover.note_positions, with_kwargs=True)
     for name, device in device_map.items():
         module = model.get_submodule(name)
-        has_parameters = any(True for _ in module.parameters())
-        has_buffers = any(True for _ in module.buffers())
-        if has_buffers and not has_parameters:  # rotary embeddings, which compute with positions
-            replicas = {to: _replica(module, to) for to in devices if to != device}
-            module.register_forward_hook(
-                functools.partial(mover.compute_elsewhere, replicas), with_kwargs=True
-            )
-        module.register_forward_pre_hook(
-            functools.partial(mover.move_inputs, device), with_kwargs=True
-        )
+        if _is_rotary_embedding(module):
+            replicas = _replicate(module, [other for other in devices if other != device])
+            compute_elsewhere = functools.partial(mover.compute_elsewhere, replicas)
+            module.register_forward_hook(compute_elsewhere, with_kwargs=True)
+        move_inputs = functools.partial(mover.move_inputs, device)
+        module.register_forward_pre_hook(move_inputs, with_kwargs=True)
     return model
 
 
-def _replica(module: torch.nn.Module, device: str) -> torch.nn.Module:
-    """A copy of a module without parameters, with its buffers on another device."""
-    return copy.deepcopy(module, {id(buffer): buffer.to(device) for buffer in module.buffers()})
+def _is_rotary_embedding(module: torch.nn.Module) -> bool:
+    """Whether a module computes with positions alone: it has buffers, its frequencies, and no
+    parameters."""
+    has_parameters = next(module.parameters(), None) is not None
+    has_buffers = next(module.buffers(), None) is not None
+    return has_buffers and not has_parameters
+
+
+def _replicate(module: torch.nn.Module, devices: Sequence[str]) -> dict[str, torch.nn.Module]:
+    """Each device's copy of a module without parameters, with its buffers there."""
+    replicas = {}
+    for device in devices:
+        # `deepcopy` takes what this says instead of a copy of its own
+        buffers = {id(buffer): buffer.to(device) for buffer in module.buffers()}
+        replicas[device] = copy.deepcopy(module, buffers)
+    return replicas
 
 
 class ActivationMover:

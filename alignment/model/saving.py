@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -68,27 +69,37 @@ def save_model(
     Face folder. Raises OSError where the disk is at fault, and nothing else once the weights are
     written."""
     with guard_library_write(folder):
-        with weights_alone():
-            try:
-                model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-            except Exception as error:
-                if is_disk_fault(error):
-                    raise
-                # tied weights once
-                own = dict(model.named_parameters()) if weights is None else weights
-                save_file(
-                    {name: tensor.detach().contiguous() for name, tensor in own.items()},
-                    folder / WEIGHTS_FILE,
-                )
-                say_once(
-                    f"transformers refuses to save the weights ({_reason(error)}): they are in"
-                    f" {WEIGHTS_FILE} by their names"
-                )
+        _write_weights(model, folder, weights)
         for kind in side_files(model.config, model.generation_config, tokenizer):
             try:
-                _write(kind, folder)
+                _write_side_files(kind, folder)
             except UserError as error:
                 say_once(f"{error}; the weights are saved without")
+
+
+def _write_weights(
+    model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None
+) -> None:
+    """Have transformers write the weights, or write them by their names where it refuses. Raises
+    OSError where the disk is at fault."""
+    state_dict = None
+    if weights is not None:
+        state_dict = dict(weights)
+    try:
+        with weights_alone():
+            model.save_pretrained(folder, state_dict=state_dict)
+    except Exception as error:
+        if is_disk_fault(error):
+            raise
+        if state_dict is None:
+            # tied weights once
+            state_dict = dict(model.named_parameters())
+        tensors = {name: tensor.detach().contiguous() for name, tensor in state_dict.items()}
+        save_file(tensors, folder / WEIGHTS_FILE)
+        say_once(
+            f"transformers refuses to save the weights ({_reason(error)}): they are in"
+            f" {WEIGHTS_FILE} by their names"
+        )
 
 
 def check_saving(model_path: str, tokenizer) -> None:
@@ -99,11 +110,11 @@ def check_saving(model_path: str, tokenizer) -> None:
     generation = load_generation_config(model_path) or GenerationConfig.from_model_config(config)
     with tempfile.TemporaryDirectory() as folder:
         for kind in side_files(config, generation, tokenizer):
-            if reason := _write(kind, Path(folder)):
-                kept = "trained models get it as it is"
+            refusal = _write_side_files(kind, Path(folder))
+            if refusal:
                 say_once(
                     f"--model {model_path}: transformers refuses to save its {kind.name}"
-                    f" ({reason}); {kept}"
+                    f" ({refusal}); trained models get it as it is"
                 )
 
 
@@ -111,17 +122,15 @@ def side_files(
     config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer
 ) -> Iterator[SideFiles]:
     """The kinds of files beside a model's weights."""
-    yield SideFiles(
-        CONFIG_FILE, config.save_pretrained, lambda folder: _keep_config(config, folder)
-    )
+    yield SideFiles(CONFIG_FILE, write=config.save_pretrained, keep=partial(_keep_config, config))
     if generation is not None:
-        # As `save_pretrained`, which first validates it, writes it.
-        def unchecked(folder):
-            return generation.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
-
-        yield SideFiles(GENERATION_FILE, generation.save_pretrained, unchecked)
+        yield SideFiles(
+            GENERATION_FILE,
+            write=generation.save_pretrained,
+            keep=partial(_keep_generation_config, generation),
+        )
     yield SideFiles(
-        "tokenizer", tokenizer.save_pretrained, lambda folder: _copy_tokenizer(tokenizer, folder)
+        "tokenizer", write=tokenizer.save_pretrained, keep=partial(_copy_tokenizer, tokenizer)
     )
 
 
@@ -129,37 +138,44 @@ def side_files(
 def weights_alone() -> Iterator[None]:
     """Within the block `save_pretrained` of a model writes its weights and nothing else."""
 
-    def nothing(self, *arguments, **options):
+    def write_nothing(self, *arguments, **options):
         return None
 
     with (
-        patch.object(PreTrainedConfig, "save_pretrained", nothing),
-        patch.object(GenerationConfig, "save_pretrained", nothing),
+        patch.object(PreTrainedConfig, "save_pretrained", write_nothing),
+        patch.object(GenerationConfig, "save_pretrained", write_nothing),
     ):
         yield
 
 
-def _write(kind: SideFiles, folder: Path) -> str:
+def _write_side_files(kind: SideFiles, folder: Path) -> str:
     """Write a kind of files; returns why transformers refused, or "". Raises `UserError` where they
     cannot be written."""
-    reasons = []
-    for write in (kind.write, kind.keep):
-        # no half-written file of a writer that fails stays
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            try:
-                write(Path(unfinished))
-            except Exception as error:
-                if is_disk_fault(error):
-                    raise
-                reasons.append(_reason(error))
-                continue
-            for path in Path(unfinished).iterdir():
-                if path.is_dir():
-                    shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-                else:
-                    path.replace(folder / path.name)
-        return "".join(reasons)
-    raise UserError(f"its {kind.name} cannot be saved: {'; '.join(reasons)}")
+    refusal = _write_all_or_nothing(kind.write, folder)
+    if not refusal:
+        return ""
+    fault = _write_all_or_nothing(kind.keep, folder)
+    if fault:
+        raise UserError(f"its {kind.name} cannot be saved: {refusal}; {fault}")
+    return refusal
+
+
+def _write_all_or_nothing(write: Callable[[Path], object], folder: Path) -> str:
+    """Have `write` write its files to the folder; where it raises, none of them stays. Returns why
+    it raised, or "". Raises OSError where the disk is at fault."""
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        try:
+            write(Path(unfinished))
+        except Exception as error:
+            if is_disk_fault(error):
+                raise
+            return _reason(error)
+        for path in Path(unfinished).iterdir():
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                path.replace(folder / path.name)
+    return ""
 
 
 def _reason(error: Exception) -> str:
@@ -174,16 +190,25 @@ def _keep_config(config: PreTrainedConfig, folder: Path) -> None:
     saved."""
     base = _base_folder(str(config.name_or_path))
     values = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
-    own = {"dtype": str(config.dtype).removeprefix("torch."), "architectures": config.architectures}
-    values = {key: value for key, value in values.items() if key != "torch_dtype"} | own
+    # an older name of "dtype", which some versions would read first
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(config.dtype).removeprefix("torch.")
+    values["architectures"] = config.architectures
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _keep_generation_config(generation: GenerationConfig, folder: Path) -> None:
+    """Write a generation_config.json as `save_pretrained` does, which first validates it."""
+    generation.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
 
 
 def _copy_tokenizer(tokenizer, folder: Path) -> None:
     """Copy the base model's tokenizer files. Raises ValueError where there are none."""
     base = _base_folder(tokenizer.name_or_path)
-    names = {*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()}
-    files = {file for name in names for file in base.glob(name) if file.is_file()}
+    files: set[Path] = set()
+    # what several patterns match is one file
+    for pattern in (*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()):
+        files.update(path for path in base.glob(pattern) if path.is_file())
     if not files:
         raise ValueError(f"there are no tokenizer files in {base}")
     for file in files:

@@ -3,6 +3,7 @@ random tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,10 +24,11 @@ from alignment.system.terminal import say_once
 # Attention windows during a check, shorter than its rows. The same code reads a model's own at the
 # same places.
 WINDOW = 4
-ROWS = ((0, 9), (0, 6), (1, 5), (1, 12), (2, 7))
-"""Each row's prompt, by number, and its response's tokens: two prompts of two rows, and a row of
-its own."""
+# The tokens of each prompt; each row's prompt, by number, and the tokens of its response. Two
+# prompts have two rows each, and one has a single row.
 PROMPT_TOKENS = (11, 3, 4)
+PROMPT_OF_ROW = (0, 0, 1, 1, 2)
+RESPONSE_TOKENS = (9, 6, 5, 12, 7)
 # Mean nats a token. Sums in another order make 1e-6 in fp32; a feature left out, tenths to several.
 TOLERANCE = 1e-3
 Ids = list[int]
@@ -43,14 +45,16 @@ def random_pieces(model: PreTrainedModel, lengths: Sequence[int]) -> list[Ids]:
     return [piece.tolist() for piece in ids.split(list(lengths))]
 
 
-class InFloat32(TorchFunctionMode):
+class Float32Mode(TorchFunctionMode):
     """Casts 16-bit numbers to fp32 for each operation that reads them: rounding alone makes tenths
     of a nat in a deep model. What an operation writes into a 16-bit tensor is lost; forward passes
     write into none."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        def widen(tensor):
-            return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point() and tensor.itemsize < 4:
+                return tensor.float()
+            return tensor
 
         args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -63,26 +67,33 @@ def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[Ids, Ids]]) -> to
     forward pass fails, `NotFinite` for damaged weights, which are the run's to notice."""
     ids = [torch.tensor([*prompt, *response]) for prompt, response in rows]
     ids_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    logits_BTV = _own_logits(model, ids_BT)
+    # place t has the log-prob of token t + 1
+    log_probs_BTV = logits_BTV[:, :-1].float().cpu().log_softmax(dim=-1)
+    log_probs_BT = log_probs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(2)
+    responses = []
+    for log_probs_T, (prompt, response) in zip(log_probs_BT, rows, strict=True):
+        start = len(prompt) - 1
+        responses.append(log_probs_T[start : start + len(response)])
+    log_probs_N = torch.cat(responses)
+    if not log_probs_N.isfinite().all():
+        raise NotFinite
+    return log_probs_N
+
+
+def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The logits [batch, sequence, vocabulary] of a model's own forward pass. Raises `UserError`
+    where that fails."""
     try:
         with attention_named(model, OWN_ATTENTION):
             device = input_embeddings(model).device
-            logits = model(input_ids=ids_BT.to(device), use_cache=False).logits
+            return model(input_ids=ids_BT.to(device), use_cache=False).logits
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any kind: it is the family's code
         raise UserError(
             f"--model: {model.config.model_type}'s own forward pass fails ({_first_line(error)})"
         ) from error
-    log_probs_BTV = logits[:, :-1].float().cpu().log_softmax(dim=-1)
-    log_probs_BT = log_probs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(2)
-    of_responses = []
-    for log_probs_T, (prompt, response) in zip(log_probs_BT, rows, strict=True):
-        start = len(prompt) - 1  # place t has the log-prob of token t + 1
-        of_responses.append(log_probs_T[start : start + len(response)])
-    log_probs_N = torch.cat(of_responses)
-    if not log_probs_N.isfinite().all():
-        raise NotFinite
-    return log_probs_N
 
 
 def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
@@ -103,34 +114,49 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+@dataclass(frozen=True)
+class AttentionWindow:
+    """An attribute that says how far a model's attention looks back."""
+
+    owner: object
+    """The model's config, or one of its modules."""
+    name: str
+    tokens: int
+
+
+def _attention_windows(model: PreTrainedModel) -> list[AttentionWindow]:
+    """The attention windows of more than `WINDOW` tokens; those without a limit have None."""
+    windows = []
+    for owner in (model.config, *model.modules()):
+        for name in ("sliding_window", "attention_chunk_size"):
+            tokens = vars(owner).get(name)
+            if isinstance(tokens, int) and tokens > WINDOW:
+                windows.append(AttentionWindow(owner, name, tokens))
+    return windows
+
+
 @contextmanager
-def checking(model: PreTrainedModel) -> Iterator[None]:
+def self_check_mode(model: PreTrainedModel) -> Iterator[None]:
     """Have a model compute in fp32, its attention windows be `WINDOW` long, its dropout be off, and
     no gradient be kept."""
-    owners = {id(owner): owner for owner in (model.config, *model.modules())}.values()
-    windows = []
-    for owner in owners:
-        for name in ("sliding_window", "attention_chunk_size"):
-            length = vars(owner).get(name)
-            if isinstance(length, int) and length > WINDOW:
-                windows.append((owner, name, length))
+    windows = _attention_windows(model)
     was_training = model.training
     model.eval()
     try:
-        for owner, name, _ in windows:
-            setattr(owner, name, WINDOW)
-        with torch.no_grad(), InFloat32():
+        for window in windows:
+            setattr(window.owner, window.name, WINDOW)
+        with torch.no_grad(), Float32Mode():
             yield
     finally:
-        for owner, name, length in windows:
-            setattr(owner, name, length)
+        for window in windows:
+            setattr(window.owner, window.name, window.tokens)
         model.train(was_training)
 
 
 OUTCOMES: dict[str, bool] = {}
 
 
-def once(name: str, model: PreTrainedModel, check: Callable[[], bool]) -> bool:
+def run_check_once(name: str, model: PreTrainedModel, check: Callable[[], bool]) -> bool:
     """What `check()` returns; it runs once a process for each folder, configuration, attention and
     kind of devices. The type of the weights makes no difference, since a check computes in fp32.
     False, for this time, where it raises `NotFinite`."""
@@ -157,7 +183,7 @@ def choose_path(model: PreTrainedModel) -> bool:
             f"--model: {family} has no linear output head, so its log-probs cannot be computed from"
             " hidden states"
         )
-    with checking(model):
+    with self_check_mode(model):
         if not takes_plain_path(model):
             reason = _path_disagreement(model)
             if reason:
@@ -178,23 +204,23 @@ def choose_path(model: PreTrainedModel) -> bool:
 def _path_disagreement(model: PreTrainedModel) -> str:
     """`disagreement` of the log-probs that the policy computes. Raises `UserError` for a model that
     sees later tokens."""
-    prompts = random_pieces(model, PROMPT_TOKENS)
-    responses = random_pieces(model, [length for _, length in ROWS])
-    rows = [
-        (prompts[prompt], response) for (prompt, _), response in zip(ROWS, responses, strict=True)
-    ]
-    own = own_log_probs(model, rows)
+    pieces = random_pieces(model, PROMPT_TOKENS)
+    prompts = [pieces[number] for number in PROMPT_OF_ROW]
+    responses = random_pieces(model, RESPONSE_TOKENS)
+    own_N = own_log_probs(model, list(zip(prompts, responses, strict=True)))
     # What comes after a response's first half must not change the log-probs of that half.
-    halves = [(prompt, response[: len(response) // 2]) for prompt, response in rows]
-    in_half = torch.cat([torch.arange(len(response)) < len(response) // 2 for _, response in rows])
-    if (own_log_probs(model, halves) - own[in_half]).abs().mean() > TOLERANCE:
+    half_responses = [response[: len(response) // 2] for response in responses]
+    halves_N = own_log_probs(model, list(zip(prompts, half_responses, strict=True)))
+    in_half = [torch.arange(len(response)) < len(response) // 2 for response in responses]
+    difference = (halves_N - own_N[torch.cat(in_half)]).abs().mean()
+    if difference > TOLERANCE:
         raise UserError(
             f"--model: {model.config.model_type} sees later tokens: it is no causal language model"
         )
-    batch = collate(*zip(*rows, strict=True), pad_token_id=0)
+    batch = collate(prompts, responses, pad_token_id=0)
 
     def packed_log_probs() -> torch.Tensor:
         log_probs_BT = get_response_log_probs(model, **vars(batch))["log_probs"]
         return log_probs_BT.cpu()[batch.response_mask]
 
-    return disagreement(own, packed_log_probs)
+    return disagreement(own_N, packed_log_probs)

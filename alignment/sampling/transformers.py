@@ -31,11 +31,11 @@ from alignment.model.packing import (
 from alignment.model.parallel_micro_batches import PARALLEL, may_run_in_parallel, run_parallel
 from alignment.model.self_check import (
     PROMPT_TOKENS,
-    checking,
     disagreement,
-    once,
     own_log_probs,
     random_pieces,
+    run_check_once,
+    self_check_mode,
 )
 from alignment.policy.policy import Policy
 from alignment.sampling.arrival import HeldWeights, NamedTensors, weight_checksum
@@ -548,7 +548,7 @@ def open_transformers(
         model = load_model(config.model_path, (config.device,), dtype)
     context = model.config.max_position_embeddings
     sampler = TransformersSampler(model, tokenizer, context, config.policy_version)
-    sampler.plain_path |= once("decoding", model, lambda: choose_decoding(sampler))
+    sampler.plain_path |= run_check_once("decoding", model, lambda: choose_decoding(sampler))
     return sampler
 
 
@@ -558,7 +558,7 @@ def choose_decoding(sampler: TransformersSampler) -> bool:
 
     Returns whether it takes the plain path. Raises `UserError` if that disagrees too."""
     family = sampler.model.config.model_type
-    with checking(sampler.model):
+    with self_check_mode(sampler.model):
         if not sampler.plain_path and (reason := _decoding_disagreement(sampler)):
             say_once(
                 f"{family}: log-probs of tokens drawn {reason}; its own cache decodes, prompt by"

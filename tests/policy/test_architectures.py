@@ -30,7 +30,7 @@ from alignment.model.packing import (
     take_plain_path,
     takes_plain_path,
 )
-from alignment.model.self_check import checking, choose_path
+from alignment.model.self_check import choose_path, self_check_mode
 from alignment.model.shape import ModelShape
 from alignment.policy.policy import Objective
 from alignment.sampling import transformers as sampling_module
@@ -179,7 +179,7 @@ def test_a_check_computes_in_float32_and_leaves_the_weights_in_16_bits(family):
     stored = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
     batch, log_probs = rows_of([(9, 8), (3, 5)], repeats=2), []
     for each in (model, whole):
-        with checking(each):
+        with self_check_mode(each):
             log_probs.append(
                 get_response_log_probs(
                     each, batch.input_ids, batch.labels, response_mask=batch.response_mask
@@ -222,7 +222,7 @@ def test_a_check_leaves_a_model_and_the_generators_as_they_are():
     before = torch.get_rng_state(), model.config.to_dict()
     windows = [layer.self_attn.sliding_window for layer in model.model.layers]
     assert windows == [6, None]
-    with checking(model):
+    with self_check_mode(model):
         assert (
             model.config.sliding_window == 4
             and model.model.layers[0].self_attn.sliding_window == 4
@@ -369,11 +369,13 @@ def test_a_check_of_damaged_weights_says_nothing_of_whole_ones(monkeypatch):
     )
     head.data.fill_(torch.nan)
     assert (
-        not self_check.once("path", model, lambda: choose_path(model)) and not self_check.OUTCOMES
+        not self_check.run_check_once("path", model, lambda: choose_path(model))
+        and not self_check.OUTCOMES
     )
     head.data.copy_(good)
     assert (
-        self_check.once("path", model, lambda: choose_path(model)) and len(self_check.OUTCOMES) == 1
+        self_check.run_check_once("path", model, lambda: choose_path(model))
+        and len(self_check.OUTCOMES) == 1
     )
 
 
