@@ -16,7 +16,12 @@ OTHER_KERNELS = 90
 """Kernels of a forward pass outside the layers, counted in the same decoders."""
 
 VLLM_KERNELS = 400
-"""What a token of vLLM's, which replays a CUDA graph, costs the host, in kernels. A guess."""
+"""What a token of vLLM's, which replays a CUDA graph, costs the host, in kernels.
+
+An assumption, no count: at the rates of "launches" in cards.toml it is 1.6 to 8 ms a token. What
+one H200 took is above that: 7.2 to 7.9 s for 256 responses of at most 512 tokens (docs/gpus.md),
+14 to 15 ms for each of 512 passes, with prefill, the weights and drawing in it. A profile of the
+host while vLLM samples would say which part is the host's."""
 
 VLLM_ROWS = 256
 """Responses that vLLM has in flight at a time."""
@@ -30,7 +35,12 @@ LOGIT_PASSES = 8
 
 EARLY_END = 2
 """At most so many times the mean response do passes take: rows that end early make room for
-others. A guess."""
+others.
+
+An assumption, no measurement: it holds where the longest response in flight is at most twice the
+mean. The completions of a step show it wrong, by their longest `token_ids` over their mean, where
+--group_size and prompts are few enough that nothing waits; in runs of the tiny preset the two
+differ by 6 %, so that it has no effect there."""
 
 FP32 = 4  # bytes of a number in float32
 

@@ -1,4 +1,4 @@
-"""What machines do in a second, by a card's name, a file, or a guess of this one."""
+"""What machines do in a second, by a card's name, by a file, or as assumed for this one."""
 
 import os
 import re
