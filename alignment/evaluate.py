@@ -23,6 +23,7 @@ from alignment.builders.checks import (
     roles_of,
 )
 from alignment.evaluation import benchmarks
+from alignment.planning.placement import Roles
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import RunStopped, run_command
 from alignment.system.files import write_json
@@ -44,7 +45,7 @@ def main() -> None:
     args = parse(EvaluateArgs)
     models = models_of(args)
     tasks = arguments_by_task(args)
-    roles_of(args)
+    roles = roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
@@ -73,7 +74,7 @@ def main() -> None:
         for task_args in tasks.values():
             preview_problems(task_args, models[0])
         return
-    evaluate_and_report(args, models, tasks, console)
+    evaluate_and_report(args, models, tasks, roles, console)
 
 
 def models_of(args: EvaluateArgs) -> Sequence[str]:
@@ -104,7 +105,11 @@ def arguments_by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
 
 
 def evaluate_and_report(
-    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
+    args: EvaluateArgs,
+    models: Sequence[str],
+    tasks: Mapping[str, EvaluateArgs],
+    roles: Roles,
+    console: Console,
 ) -> None:
     """Evaluate each model, write the run's folder and print the results. Where a signal, a lost
     sampler or a full disk ends it, what was evaluated is printed all the same, and written as far
@@ -118,7 +123,7 @@ def evaluate_and_report(
     groups = []
     stop = None
     try:
-        with closing(evaluate_models(args, models, tasks, console)) as evaluations:
+        with closing(evaluate_models(args, models, tasks, roles, console)) as evaluations:
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
                 groups.append(evaluation.groups)
@@ -148,9 +153,14 @@ def evaluate_and_report(
 
 
 def evaluate_models(
-    args: EvaluateArgs, models: Sequence[str], tasks: Mapping[str, EvaluateArgs], console: Console
+    args: EvaluateArgs,
+    models: Sequence[str],
+    tasks: Mapping[str, EvaluateArgs],
+    roles: Roles,
+    console: Console,
 ) -> Generator[tuple[str, str, Any]]:
-    """Load each model, sample its answers to the problems of each task, and grade them. Yields
+    """Load each model, sample its answers to the problems of each task on the device of the role
+    "eval", and grade them. Yields
     (model, task, `Evaluation`)."""
     from alignment.builders.evaluations import prepare_evaluation
     from alignment.builders.run_plan import plan_engine
@@ -159,7 +169,6 @@ def evaluate_models(
     from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
-    roles = roles_of(args)
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)

@@ -29,6 +29,7 @@ from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.prompts import prompted, without_repeated_tag
 from alignment.data.tasks import find_task
 from alignment.data.tasks.own_data import read_demonstrations
+from alignment.planning.placement import Roles
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
@@ -60,13 +61,13 @@ def main() -> None:
         raise UserError(f"--output {output} exists already: delete it, or name another file")
     task = check(args)
     check_output(output.parent, output.name)
-    roles_of(args)
+    roles = roles_of(args)
     check_model_path(args.model, "--model")
     check_rules(args, task, check_training_split(task, args.dataset_path))
     examples: Demonstrations = []
     if args.few_shot:
         examples = read_examples(args.few_shot)
-    groups = sample_groups(args, examples, console)
+    groups = sample_groups(args, examples, roles, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if received_signal():
@@ -90,7 +91,9 @@ def main() -> None:
     )
 
 
-def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
+def sample_groups(
+    args: RejectionArgs, examples: Demonstrations, roles: Roles, console: Console
+) -> list[Group]:
     """Scored answers to the first training problems, each prompted with the examples; a group a
     problem. Where a signal arrives, those of the first of these problems."""
     from alignment.builders.evaluations import eval_sampling
@@ -112,7 +115,6 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)
-    roles = roles_of(args)
     engine = plan_engine(args, roles, path, roles.sample)
     sampler = make_sampler(engine, tokenizer, console=console)
     status = (

@@ -15,13 +15,11 @@ from alignment.system.torchrun import followed
 def train(args: RLArgs, console: Console) -> Path:
     """Train and return the run's folder. Raises `UserError`, if possible before a model loads."""
     with open_run(run_config(args), console) as run:  # locks and resumes; saves when stopped
-        from alignment.builders.prediction import expected_peaks  # these modules load torch
-        from alignment.builders.training import build
+        from alignment.builders.training import build  # these modules load torch
         from alignment.rollouts.source import collate_groups, with_advantages
         from alignment.training.update import update
 
-        measure_memory = expected_peaks(args, console)  # warns where memory is short
-        parts = build(args, run, measure_memory)
+        parts = build(args, run)
         policy = parts.policy
         config = args.update_config
         parts.evaluator.run_if_due(run.last_step)

@@ -45,6 +45,7 @@ from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
 
 if TYPE_CHECKING:
+    from alignment.builders.run_plan import RunPlan
     from alignment.verification.checks import Check
 
 # the plain computation is slow, hence few responses of a prompt, and few tokens of each
@@ -207,11 +208,11 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
 
 
-def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
-    """Yields the checks of policy and sampler, on this run's devices, with the responses to its
+def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
+    """Yields the checks of policy and sampler, on the plan's devices, with the responses to its
     first prompts."""
     from alignment.builders.policies import make_policy
-    from alignment.builders.run_plan import plan_engine, plan_run
+    from alignment.builders.run_plan import plan_engine
     from alignment.builders.samplers import make_sampler
     from alignment.model.loading import load_tokenizer, make_deterministic
     from alignment.policy.policy import PolicyConfig
@@ -228,9 +229,9 @@ def training_checks(args: VerifyArgs, base: str) -> Iterator[Check]:
         skip_unfinished=False,
         micro_batch_tokens=MICRO_BATCH,
     )
+    base = plan.base
     tokenizer = load_tokenizer(base)
     source = open_source(args.rollout_config, tokenizer)
-    plan = plan_run(args, base)
     devices = plan.roles.sample
     policy = make_policy(args, plan.policy, base)
     exact = promises_bits((*policy.devices, *devices), args.deterministic)
@@ -352,14 +353,16 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     check_rl(args)
+    from alignment.builders.run_plan import plan_run
     from alignment.builders.warm_start import prepare_warm_start
     from alignment.verification.checks import checks_without_model, promises_bits
 
     console = make_console()
     records = report(checks_without_model(args.update_config), console)
-    records += report(training_checks(args, prepare_warm_start(args, console)), console)
+    plan = plan_run(args, prepare_warm_start(args, console))
+    records += report(training_checks(args, plan), console)
     if args.kill_after and not PROCESSES:
-        roles = roles_of(args)
+        roles = plan.roles
         devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)
         exact = promises_bits(devices, args.deterministic)
         records += report(run_checks(args, console, exact), console)

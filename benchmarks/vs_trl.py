@@ -25,6 +25,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
+from alignment.builders.checks import roles_of
 from alignment.core.losses import grpo_microbatch_train_step, loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
@@ -340,7 +341,11 @@ def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
 def accuracy(args: RLArgs, model: str) -> tuple[float, tuple[float, float]]:
     evaluation = from_preset(EvaluateArgs, args.preset)
     ((_, _, evaluated),) = evaluate_models(
-        evaluation, [model], {evaluation.task: evaluation}, Console(quiet=True)
+        evaluation,
+        [model],
+        {evaluation.task: evaluation},
+        roles_of(evaluation),
+        Console(quiet=True),
     )
     record = evaluated.record
     return record["avg_all_rewards"], record["avg_all_rewards_ci"]

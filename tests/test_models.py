@@ -71,7 +71,7 @@ def test_engines_on_one_gpu_share_its_memory(policy, rollouts, share, tiny_folde
     """With asynchronous rollouts the evaluation's engine and the rollouts' are two; a GPU of the
     policy's keeps room for it."""
     roles = Roles(policy=(policy,), sample=("cuda:7",), reference="cuda:6", eval="cuda:7")
-    monkeypatch.setattr(run_plan, "roles_of", lambda args: roles)
+    monkeypatch.setattr(run_plan, "roles_of", lambda args, num_gpus: roles)
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)
     config = run_plan.plan_run(args, str(tiny_folder)).evaluation.config
     assert config.memory_share == pytest.approx(share)
@@ -120,7 +120,7 @@ def test_engines_take_memory_beside_the_models_loading_on_devices_of_nobody_else
 ):
     reference = "cpu" if policy == "cpu" else "cuda:6"
     roles = Roles(policy=(policy,), sample=(sample,), reference=reference, eval=evaluation)
-    monkeypatch.setattr(run_plan, "roles_of", lambda args: roles)
+    monkeypatch.setattr(run_plan, "roles_of", lambda args, num_gpus: roles)
     monkeypatch.setattr(samplers, "Opening", Opening)
     monkeypatch.setattr(samplers, "find_engine", lambda name: SAMPLERS["vllm"])
     args = from_preset(RLArgs, "tiny", rollouts=rollouts)

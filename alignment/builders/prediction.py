@@ -22,11 +22,16 @@ from alignment.builders.checks import (
     EMBEDDED,
     check_model_path,
     resolve_model,
-    roles_of,
     visible_gpus,
 )
 from alignment.builders.evaluations import evaluation_tokens
-from alignment.builders.run_plan import PlannedMachines, engines_on_shared_gpu, plan_policy
+from alignment.builders.run_plan import (
+    PlannedMachines,
+    RunPlan,
+    engines_on_shared_gpu,
+    keeps_old_policy,
+    plan_run,
+)
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import prompted
 from alignment.data.tasks import TASKS
@@ -49,6 +54,9 @@ from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
+
+# The machines on which torchrun has started this run.
+MACHINES = max(1, PROCESSES // max(1, PROCESSES_HERE))
 
 # configurations of models on the hub, so that it need not be asked
 PUBLISHED = Path(__file__).parents[1] / "planning" / "published"
@@ -128,11 +136,9 @@ def predict(
     args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
 ) -> Prediction:
     """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0:
-    this machine's). Raises `UserError` as `roles_of`, `plan_policy` and
-    `ModelShape.from_config`."""
-    roles = roles_of(args, num_gpus)
-    if not memory and num_gpus in (None, 0):
-        memory = min(map(total_bytes, roles.policy))
+    this machine's). Raises `UserError` as `plan_run` and `predict_plan`."""
+    if num_gpus == 0 and not memory:
+        memory = total_bytes("cpu")
     model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
     published = PUBLISHED / model.replace("/", "--")
     if model in EMBEDDED:
@@ -143,24 +149,35 @@ def predict(
         # that a folder's weights are whole is checked where they are loaded: it takes reading all
         # of them
         base = check_model_path(model, "--model") or model
-    policy = plan_policy(args, roles, base, PlannedMachines(num_gpus, memory, machines))
-    kind = policy.kind
-    roles = replace(roles, policy=policy.devices)
-    ranks = len(policy.devices) if policy_kind(kind).ranked and machines == 1 else 0
-    run = replace(args, policy_parallelism=kind, policy_ranks=ranks)
-    config = load_config(base)
+    planned = PlannedMachines(num_gpus, memory, machines)
+    return predict_plan(args, plan_run(args, base, planned), planned)
+
+
+def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Prediction:
+    """The prediction for a run that is planned for such machines. Raises `UserError` as
+    `ModelShape.from_config`."""
+    memory = machines.memory
+    if machines.gpus is None and not memory:
+        memory = min(map(total_bytes, plan.roles.policy))
+    policy = plan.policy
+    roles = replace(plan.roles, policy=policy.devices)
+    ranks = 0
+    if policy_kind(policy.kind).ranked and machines.number == 1:
+        ranks = len(policy.devices)
+    run = replace(args, policy_parallelism=policy.kind, policy_ranks=ranks)
+    config = load_config(plan.base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
-    prompts = prompts_of(run.task, run.dataset_path, run.prompt, base)
+    prompts = prompts_of(run.task, run.dataset_path, run.prompt, plan.base)
     step = step_shape(
         run,
         roles,
         memory / policy.devices.count(policy.devices[0]),
         engine_name(run.sampler) == "vllm",
-        machines,
+        machines.number,
         prompts,
     )
     peaks = peak_bytes(shape, config, roles, step) if memory else []
-    return Prediction(run, shape, config, roles, kind, step, peaks)
+    return Prediction(run, shape, config, roles, policy.kind, step, peaks)
 
 
 Change = dict[str, Any]
@@ -231,15 +248,15 @@ def if_it_fits(run: RLArgs, change: Change, *machine) -> Prediction | None:
     return None
 
 
-def expected_peaks(args: RLArgs, console: Console) -> Callable[[Policy], PeakMeter]:
-    """What measures a run's peaks beside those predicted, if they can be. Prints a warning where
-    they do not fit here."""
+def expected_peaks(args: RLArgs, plan: RunPlan, console: Console) -> Callable[[Policy], PeakMeter]:
+    """What measures a run's peaks beside those predicted by its plan, if they can be. Prints a
+    warning where they do not fit here."""
 
     def expected(tokens: int) -> list[DevicePeak]:
         return []
 
     with suppress(UserError):  # what is wrong is said where it is loaded
-        prediction = predict(args, machines=PROCESSES // PROCESSES_HERE if PROCESSES_HERE else 1)
+        prediction = predict_plan(args, plan, PlannedMachines(number=MACHINES))
         expected = functools.cache(functools.partial(peaks_of_micro_batches, prediction))
         for device in dict.fromkeys(peak.device for peak in prediction.peaks):
             if (excess := prediction.excess(device)) > 0:
@@ -293,11 +310,7 @@ def step_shape(
     longest_prompt, test_problems = prompts
     prompt = args.max_prompt_tokens or longest_prompt
     problems = min(args.max_problems or test_problems, test_problems)
-    keeps_old_policy = (
-        args.copies_old_policy
-        and not policy_kind(args.policy_parallelism).ranked
-        and roles.policy != (roles.reference,)
-    )
+    keeps_copy = keeps_old_policy(args, roles, args.policy_parallelism)
     # with adapters the policy is the reference, too
     keeps_reference = args.beta > 0 and not args.lora_rank
     passes = set()
@@ -325,7 +338,7 @@ def step_shape(
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(passes),
-        frozen=sum([keeps_reference, keeps_old_policy]),
+        frozen=sum([keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
     )

@@ -68,6 +68,8 @@ class RunPlan:
     # there are, and a policy class of the user's own which weights it has.
     engines_need_policy: bool
     schedule: Schedule
+    # Whether a copy of the policy on the reference's device computes old log-probs.
+    keeps_old_policy: bool
     response_tokens: int  # Of the longest response that is trained.
     longest_response: int  # Of any sampled response, evaluations' included.
 
@@ -79,13 +81,13 @@ class RunPlan:
         return {"evaluation": self.evaluation, "rollouts": self.rollouts}
 
 
-def plan_run(args: RLArgs, base: str) -> RunPlan:
-    """The plan of a run that loads the weights of the folder `base`.
+def plan_run(args: RLArgs, base: str, machines: PlannedMachines = PlannedMachines()) -> RunPlan:
+    """The plan of a run on such `machines` that loads the weights of the folder `base`.
 
     `base` must exist, since its size decides the kind of policy where that is "auto"; a warm start
     is made before. Raises `UserError` as `roles_of` and `plan_policy`."""
-    roles = roles_of(args)
-    policy = plan_policy(args, roles, base)
+    roles = roles_of(args, machines.gpus)
+    policy = plan_policy(args, roles, base, machines)
     samples_between_updates = args.rollouts == "sync"
     # Engines that sample beside the updates are busy when an evaluation is due, and servers at
     # --sampler_url draw rollouts only.
@@ -103,9 +105,19 @@ def plan_run(args: RLArgs, base: str) -> RunPlan:
         samples_between_updates=samples_between_updates,
         engines_need_policy=bool(PROCESSES) or policy.kind not in POLICIES,
         schedule=args.schedule,
+        keeps_old_policy=keeps_old_policy(args, roles, policy.kind),
         response_tokens=args.max_new_tokens,
         longest_response=max(args.max_new_tokens, evaluation_tokens(args)),
     )
+
+
+def keeps_old_policy(args: RLArgs, roles: Roles, kind: str) -> bool:
+    """Whether a copy of a policy of this kind computes old log-probs on the reference's device.
+
+    A copy would gain nothing on the policy's own device, and has one process's weights. Without a
+    copy the policy computes old log-probs itself, before its first update."""
+    is_on_policys_device = roles.policy == (roles.reference,)
+    return args.copies_old_policy and not is_on_policys_device and not policy_kind(kind).ranked
 
 
 def _plan_rollouts(args: RLArgs, roles: Roles, base: str) -> EnginePlan:

@@ -10,6 +10,7 @@ from rich.console import Console
 from alignment.args import RLArgs
 from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.policies import make_policy, ranks_of
+from alignment.builders.prediction import expected_peaks
 from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
 from alignment.builders.warm_start import encode_problems, prepare_warm_start
@@ -20,7 +21,6 @@ from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
 from alignment.model.loading import load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
-from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import (
     AheadRollouts,
@@ -51,11 +51,10 @@ class RunParts:
     pad_token_id: int
 
 
-def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter]) -> RunParts:
-    """Load and open all that the loop works with.
+def build(args: RLArgs, run: Run) -> RunParts:
+    """Load and open all that the loop works with. Warns where memory is short.
 
-    `run.start` creates the run's folder at the very end, so an error before leaves no folder.
-    `measure_memory` makes the meter of the policy's peak memory."""
+    `run.start` creates the run's folder at the very end, so an error before leaves no folder."""
     with run.clock("warm_start"):
         base = str(run.checkpoint or prepare_warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -63,6 +62,7 @@ def build(args: RLArgs, run: Run, measure_memory: Callable[[Policy], PeakMeter])
     if args.deterministic:
         make_deterministic()
     plan = plan_run(args, base)
+    measure_memory = expected_peaks(args, plan, run.console)
     engines = Engines(plan, run, load_tokenizer(base))
     evaluation = prepare_evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
@@ -177,10 +177,8 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
     device = plan.roles.reference
     dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     old_policy = None
-    # A copy of the old policy would gain nothing on the policy's own device, and has one process's
-    # weights. Without a copy the policy computes old log-probs itself, before its first update.
-    is_on_policys_device = plan.roles.policy == (device,)
-    if args.copies_old_policy and not is_on_policys_device and ranks_of(policy) is None:
+    # The plan does not know whether a policy class of the user's own has ranks.
+    if plan.keeps_old_policy and ranks_of(policy) is None:
         old_policy = FrozenModel(plan.base, device, dtype)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print(

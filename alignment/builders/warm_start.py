@@ -33,6 +33,7 @@ from alignment.data.tasks.own_data import Demonstration
 from alignment.evaluation.accuracy import Evaluation
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
 from alignment.model.saving import check_saving
+from alignment.planning.placement import Roles
 from alignment.policy.policy import Policy
 from alignment.runs.run import Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, resumed_run_name
@@ -68,8 +69,8 @@ def run_sft(
         validation=encode_demonstrations(args, demonstrations["test"], base, tokenizer),
         pad_token_id=pad_token_id(tokenizer),
     )
-    target = train_sft(args, data, base, tokenizer, console)
     roles = roles_of(args)
+    target = train_sft(args, roles, data, base, tokenizer, console)
     engine = plan_engine(args, roles, str(target), (roles.eval,))
     sampler = make_sampler(engine, tokenizer, console=console)
     with (
@@ -118,7 +119,9 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
     return config
 
 
-def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Console) -> Path:
+def train_sft(
+    args: SFTArgs, roles: Roles, data: SFTData, base: str, tokenizer, console: Console
+) -> Path:
     """Fine-tune the model of the folder `base`, save it to --sft_base, and return that folder. The
     policy is freed on return, so that the engine of an evaluation finds room.
 
@@ -129,7 +132,7 @@ def train_sft(args: SFTArgs, data: SFTData, base: str, tokenizer, console: Conso
         start = base
         if run.checkpoint and not args.lora_rank:
             start = str(run.checkpoint)
-        plan = plan_policy(args, roles_of(args), start)
+        plan = plan_policy(args, roles, start)
         policy = make_policy(args, plan, start, run.checkpoint, dropout=True)
         previous_tokens = 0
         if run.checkpoint:

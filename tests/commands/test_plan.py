@@ -1,6 +1,7 @@
 """`plan` for policies of several processes: what each holds, whether that fits, and the command
 that trains so."""
 
+import dataclasses
 import io
 import json
 
@@ -12,7 +13,7 @@ from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.builders import prediction
 from alignment.builders.checks import roles_of
 from alignment.builders.prediction import span
-from alignment.builders.run_plan import PlannedMachines, plan_policy
+from alignment.builders.run_plan import PlannedMachines, plan_policy, plan_run
 from alignment.system.errors import UserError
 
 
@@ -250,14 +251,11 @@ def test_a_run_that_will_not_fit_is_warned_of(tiny_folder, monkeypatch):
     console = Console(record=True, width=300, file=io.StringIO())
     args = from_preset(RLArgs, "tiny", sft_base=str(tiny_folder))
     monkeypatch.setattr(prediction, "total_bytes", lambda device: int(0.5e9))
-    assert prediction.expected_peaks(args, console).keywords["expected"](0)[0].name == "cpu"
+    plan = plan_run(args, str(tiny_folder))
+    assert prediction.expected_peaks(args, plan, console).keywords["expected"](0)[0].name == "cpu"
     assert "warning: cpu will lack" in (said := console.export_text()) and said.count("\n") == 1
-    assert (
-        prediction.expected_peaks(
-            from_preset(RLArgs, "tiny", model="/nowhere", sft_base=""), console
-        ).keywords["expected"](0)
-        == []
-    )
+    plan = dataclasses.replace(plan, base="/nowhere")
+    assert prediction.expected_peaks(args, plan, console).keywords["expected"](0) == []
 
 
 def test_what_was_not_counted_neither_fits_nor_lacks_memory(planned, tmp_path):
