@@ -34,7 +34,7 @@ from alignment.model.shape import empty_model
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
 from alignment.system.terminal import make_table
-from tests.policy.published_shapes import qwen2_1_5b
+from tests.model.published_shapes import qwen2_1_5b
 
 WORLDS = ((1, 1), (1, 2), (1, 4), (2, 2), (1, 8), (2, 8), (4, 8), (8, 8))  # machines, ranks of each
 GROUPS = 4  # prompt groups of each rank, a micro-batch each

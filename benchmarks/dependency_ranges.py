@@ -80,13 +80,13 @@ TESTS = {
     "einx, numpy, torch": "tests/core/test_losses.py",
     "math-verify, sympy": "tests/rewards/grading/test_tables.py",
     "python-flint, sympy": "tests/rewards/grading/test_values.py",
-    "torch, attention": "tests/policy/test_attention.py",
-    "torch, compiler": "tests/policy/test_huggingface.py",
+    "torch, attention": "tests/model/test_attention.py",
+    "torch, compiler": "tests/model/test_huggingface.py",
     "torchao": "tests/policy/test_optimizers.py",
     "peft": "tests/policy/test_lora.py",
-    "safetensors": "tests/policy/test_saving.py",
+    "safetensors": "tests/model/test_saving.py",
     "transformers, families": (
-        "tests/policy/test_architectures.py::"
+        "tests/model/test_architectures.py::"
         "test_log_probs_gradients_and_decoding_are_those_of_the_models_own_forward_pass"
     ),
     "transformers, cache": "tests/sampling/test_transformers.py",

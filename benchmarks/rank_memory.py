@@ -47,7 +47,7 @@ from alignment.policy.sharded import Shard
 from alignment.policy.shards import own_part
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood
-from tests.policy.published_shapes import qwen2, qwen2_1_5b, qwen2_7b
+from tests.model.published_shapes import qwen2, qwen2_1_5b, qwen2_7b
 
 MODELS = {"1.5b": qwen2_1_5b, "3b": lambda: qwen2(2048, 11_008, 36, 16), "7b": qwen2_7b}
 MESHES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 64), (8, 8))  # machines, ranks of each

@@ -27,7 +27,7 @@ from alignment.system.device_memory import total_bytes
 from alignment.system.files import read_jsonl
 from alignment.train_rl import train
 from alignment.verify import differing_parts
-from tests.policy.published_shapes import qwen2
+from tests.model.published_shapes import qwen2
 
 pytestmark = pytest.mark.gpu
 

@@ -39,7 +39,7 @@ from alignment.policy.layer_split import LayerSplitPolicy
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.training.update import update
 from benchmarks.families import FAMILIES, family_config
-from tests.policy.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
+from tests.model.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
 from tests.policy.test_layer_split import ARGS, made_up_rollout
 
 pytestmark = [

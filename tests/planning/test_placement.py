@@ -25,7 +25,7 @@ from alignment.planning.placement import Roles, assign_roles, place
 from alignment.policy.layer_split import issue_order
 from alignment.system.errors import UserError
 from benchmarks.families import family_config
-from tests.policy.published_shapes import qwen2_1_5b
+from tests.model.published_shapes import qwen2_1_5b
 
 # Qwen2.5-Math-1.5B. Worked by hand:
 #   embedding  151936 * 1536                               = 233,373,696

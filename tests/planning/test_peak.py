@@ -34,7 +34,7 @@ from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
 from benchmarks.rank_memory import Case, closed_form, tracked
-from tests.policy.published_shapes import qwen2
+from tests.model.published_shapes import qwen2
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49_152,
