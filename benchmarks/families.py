@@ -4,6 +4,7 @@ own forward pass."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -17,7 +18,8 @@ from alignment.model.self_check import own_log_probs
 from alignment.sampling.transformers import TransformersSampler, choose_decoding
 
 WINDOW = 6  # shorter than every row below
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 MOE = {
     "num_local_experts": 4,
     "num_experts": 4,
@@ -98,17 +100,19 @@ SHAPE = {
 def family_config(name: str) -> PretrainedConfig:
     """The configuration of a tiny model of a family."""
     options = SHAPE | FAMILIES.get(name, {})
-    kind = options.pop("model_type", name)
-    return AutoConfig.for_model(
-        kind, **{key: value for key, value in options.items() if value is not None}
-    )
+    model_type = options.pop("model_type", name)
+    # None is for what a family's configuration does not take
+    taken = {key: value for key, value in options.items() if value is not None}
+    return AutoConfig.for_model(model_type, **taken)
 
 
 def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
     """A model of a family with weights so large that windows, caps and scales make a difference."""
     config = family_config(name)
-    has_table = AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend
-    attention = ATTENTION if has_table else OWN_ATTENTION
+    attention = OWN_ATTENTION
+    # newer families look theirs up in a table
+    if AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
+        attention = ATTENTION
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
@@ -118,51 +122,73 @@ def family_model(name: str, std: float = 0.3) -> PreTrainedModel:
 
 
 def rows_of(lengths: Sequence[tuple[int, int]], repeats: int) -> Batch:
-    """`repeats` rows of each prompt; `lengths` are of prompt and longest response, the others end
-    earlier."""
+    """`repeats` rows of each prompt; `lengths` are of prompt and longest response, each further
+    response is two tokens shorter."""
+    prompts = []
+    for prompt_tokens, _ in lengths:
+        prompts += [random_ids(prompt_tokens)] * repeats
+    responses = []
+    for _, longest in lengths:
+        responses += [random_ids(longest - 2 * number) for number in range(repeats)]
+    return collate(prompts, responses, pad_token_id=0)
 
-    def ids(number):
-        return torch.randint(3, 64, (number,)).tolist()
 
-    prompts = [prompt for length, _ in lengths for prompt in [ids(length)] * repeats]
-    return collate(
-        prompts, [ids(most - 2 * r) for _, most in lengths for r in range(repeats)], pad_token_id=0
-    )
+def random_ids(tokens: int) -> list[int]:
+    """Ids of the families' vocabulary, none of which is a special token."""
+    return torch.randint(3, 64, (tokens,)).tolist()
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
     """The gradient of a loss by all weights, flat."""
     model.zero_grad()
     loss.backward()
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
-            for p in model.parameters()
-        ]
-    )
+    flat = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        flat.append(gradient.flatten())
+    return torch.cat(flat)
 
 
-def training_differences(model: PreTrainedModel) -> tuple[float, float]:
-    """Our log-probs against each row's own forward pass: the largest difference in nats, and that
-    of gradients over the largest gradient."""
+@dataclass(frozen=True)
+class TrainingDifferences:
+    """How far training's path through a model is from its own forward pass."""
+
+    log_probs: float
+    """The largest difference of a token's, in nats."""
+    gradient: float
+    """The largest difference of a weight's, over the largest gradient."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.log_probs, self.gradient)
+
+
+def training_differences(model: PreTrainedModel) -> TrainingDifferences:
+    """Our log-probs, and the gradient of a random sum of them, against each row's own forward
+    pass."""
     torch.manual_seed(1)
     batch = rows_of([(11, 12), (3, 9), (5, 8)], repeats=3)
-    mask = batch.response_mask
+    mask_BT = batch.response_mask
+    input_ids = batch.input_ids.tolist()
+    labels = batch.labels.tolist()
     own = []
-    for ids, labels, response in zip(
-        batch.input_ids.tolist(), batch.labels.tolist(), mask, strict=True
-    ):
-        first, last = response.nonzero()[0].item(), response.nonzero()[-1].item()
-        own.append(own_log_probs(model, [(ids[: first + 1], labels[first : last + 1])]))
+    for row, mask_T in enumerate(mask_BT):
+        places = mask_T.nonzero().flatten().tolist()
+        first = places[0]
+        end = places[-1] + 1
+        prompt = input_ids[row][: first + 1]
+        own.append(own_log_probs(model, [(prompt, labels[row][first:end])]))
     own_N = torch.cat(own)
     weights_N = torch.randn(len(own_N))
     expected = gradients(model, weights_N @ own_N)
-    ours_N = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=mask)[
-        "log_probs"
-    ].cpu()[mask]
+    outputs = get_response_log_probs(model, batch.input_ids, batch.labels, response_mask=mask_BT)
+    ours_N = outputs["log_probs"].cpu()[mask_BT]
     difference = gradients(model, weights_N @ ours_N) - expected
-    return float((ours_N - own_N).detach().abs().max()), float(
-        difference.abs().max() / expected.abs().max()
+    return TrainingDifferences(
+        log_probs=float((ours_N - own_N).detach().abs().max()),
+        gradient=float(difference.abs().max() / expected.abs().max()),
     )
 
 
@@ -179,32 +205,27 @@ def decoding_difference(model: PreTrainedModel, tokens: int = 12) -> float:
     sampler = TransformersSampler(model, NoTokenizer(), 64)
     sampler.responses = ResponseReader(sampler.tokenizer, ())
     choose_decoding(sampler)
-    prompts = [
-        row[:length]
-        for row, length in zip(torch.randint(3, 64, (3, 11)).tolist(), (11, 4, 1), strict=True)
-    ]
+    ids = torch.randint(3, 64, (3, 11)).tolist()
+    prompts = [ids[0], ids[1][:4], ids[2][:1]]
     sampling = SamplingConfig(n=2, temperature=0, max_new_tokens=tokens, stop=())
-    waves = [[0], [1], [2]] if sampler.plain_path else [[0, 1, 2]]
+    waves = [[0, 1, 2]]
+    if sampler.plain_path:
+        waves = [[0], [1], [2]]
+    largest = 0.0
     with torch.inference_mode():
-        rows = [
-            row
-            for wave in waves
-            for row in sampler.decode_wave(
-                prompts, wave, torch.zeros(2 * len(wave), tokens), sampling, None
-            )
-        ]
-        largest = 0.0
+        rows = []
+        for wave in waves:
+            uniforms = torch.zeros(sampling.n * len(wave), tokens)
+            rows += sampler.decode_wave(prompts, wave, uniforms, sampling, None)
         for index, row in enumerate(rows):
-            prompt = prompts[index // 2]
+            prompt = prompts[index // sampling.n]
+            input_ids = torch.tensor([prompt + row.token_ids])
             with attention_named(model, OWN_ATTENTION):
-                logits = model(
-                    input_ids=torch.tensor([prompt + row.token_ids]), use_cache=False
-                ).logits[0, len(prompt) - 1 : -1]
-            best_T = logits.log_softmax(dim=-1).max(dim=-1).values
+                logits_BTV = model(input_ids=input_ids, use_cache=False).logits
+            # place t has the log-prob of token t + 1
+            best_T = logits_BTV[0, len(prompt) - 1 : -1].log_softmax(dim=-1).amax(dim=-1)
             own_T = own_log_probs(model, [(prompt, row.token_ids)])
-            largest = max(
-                largest,
-                float((torch.tensor(row.log_probs) - own_T).abs().max()),
-                float((best_T - own_T).max()),
-            )
+            difference = float((torch.tensor(row.log_probs) - own_T).abs().max())
+            shortfall = float((best_T - own_T).max())
+            largest = max(largest, difference, shortfall)
     return largest

@@ -96,39 +96,39 @@ def run(
     if unknown := set(only) - SETTINGS.keys():
         sys.exit(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(SETTINGS)}")
     file = out / "table.json"
-    table = json.loads(file.read_text()) if only and file.exists() else {}
-    there, wanted = (
-        {"", *(name for name, entry in table.items() if entry["exit_code"] == 0)},
-        set(only or SETTINGS),
-    )
-    for name in reversed(SETTINGS):
-        if name in wanted:
-            wanted |= {SETTINGS[name].needs} - there
-    for name in [name for name in SETTINGS if name in wanted]:
+    table: dict[str, dict] = {}
+    if only and file.exists():
+        table = json.loads(file.read_text())
+    finished = {name for name, entry in table.items() if entry["exit_code"] == 0}
+    for name in settings_to_run(only, finished):
         needed = table.get(SETTINGS[name].needs, {"exit_code": 0})
-        table[name] = entry = run_setting(
+        entry = run_setting(
             name, checkout.absolute(), python.absolute(), out.absolute(), needed["exit_code"]
         )
+        table[name] = entry
         file.write_text(json.dumps(table, indent=2) + "\n")
-        print(
-            "\n".join(
-                [
-                    f"{name}: exit code {entry['exit_code']}, {entry['seconds']} s",
-                    *entry["last_lines"],
-                ]
-            ),
-            flush=True,
-        )
+        summary = f"{name}: exit code {entry['exit_code']}, {entry['seconds']} s"
+        print("\n".join([summary, *entry["last_lines"]]), flush=True)
+
+
+def settings_to_run(only: tuple[str, ...], finished: set[str]) -> list[str]:
+    """The settings in `only`, or all, and those that they need and that are not finished; each
+    after what it needs."""
+    wanted = set(only or SETTINGS)
+    # from the last one on, so that what a needed setting needs itself comes later
+    for name in reversed(SETTINGS):
+        needed = SETTINGS[name].needs
+        if name in wanted and needed and needed not in finished:
+            wanted.add(needed)
+    return [name for name in SETTINGS if name in wanted]
 
 
 def run_setting(name: str, checkout: Path, python: Path, out: Path, failed: int) -> dict:
     """Run one setting anew, where what it needs has not `failed`; returns its entry in the
     table."""
-    command, folder, log = (
-        SETTINGS[name].command,
-        out / "checkpoints" / name,
-        out / "logs" / f"{name}.txt",
-    )
+    command = SETTINGS[name].command
+    folder = out / "checkpoints" / name
+    log = out / "logs" / f"{name}.txt"
     if failed:
         return {
             "command": command,
@@ -144,32 +144,37 @@ def run_setting(name: str, checkout: Path, python: Path, out: Path, failed: int)
         "OMP_NUM_THREADS": str(SETTINGS[name].threads),
     }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
-    words, start = [str(python), "-m", *command.split()], time.perf_counter()
+    words = [str(python), "-m", *command.split()]
+    start = time.perf_counter()
     with log.open("w") as output:
         code = subprocess.run(
             words, cwd=out, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode
-    seconds, printed = (
-        round(time.perf_counter() - start, 1),
-        log.read_text(errors="replace").splitlines(),
-    )
+    seconds = round(time.perf_counter() - start, 1)
+    printed = log.read_text(errors="replace").splitlines()
     if name == "gradients":  # which writes no file
+        rows = [line for line in printed if line.startswith(("┃", "│"))]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "printed.txt").write_text(
-            "\n".join(line for line in printed if line.startswith(("┃", "│"))) + "\n"
-        )
-    files = {
-        str(each.relative_to(folder)): digest(each)
-        for pattern in FILES
-        for each in sorted(folder.rglob(pattern))
-    }
+        (folder / "printed.txt").write_text("\n".join(rows) + "\n")
+    last_lines = []
+    if code:
+        last_lines = printed[-15:]
     return {
         "command": command,
         "exit_code": code,
         "seconds": seconds,
-        "last_lines": printed[-15:] * bool(code),
-        "files": files,
+        "last_lines": last_lines,
+        "files": digests(folder),
     }
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of each file in a run's folder whose contents are compared."""
+    by_name = {}
+    for pattern in FILES:
+        for file in sorted(folder.rglob(pattern)):
+            by_name[str(file.relative_to(folder))] = digest(file)
+    return by_name
 
 
 def digest(file: Path) -> str:
@@ -193,34 +198,46 @@ def records(file: Path) -> list[dict]:
 
 def flat(record: dict) -> dict:
     """The record without timings, and the fields of its fields as its own ("score.reward")."""
-    found = {}
+    fields = {}
     for key, value in record.items():
-        if not key.startswith(TIMINGS):
-            found |= (
-                {f"{key}.{name}": each for name, each in value.items()}
-                if isinstance(value, dict)
-                else {key: value}
-            )
-    return found
+        if key.startswith(TIMINGS):
+            continue
+        if isinstance(value, dict):
+            fields |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            fields[key] = value
+    return fields
 
 
 def difference(a: list[dict], b: list[dict]) -> str:
     """What differs between two logs; "equal" where nothing does in the fields that both have."""
-    names_a, names_b = set().union(*a), set().union(*b)
+    names_a = set().union(*a)
+    names_b = set().union(*b)
     both = names_a & names_b
     if len(a) != len(b) or not both:
         return f"DIFFERS: {len(a)} and {len(b)} records, with {len(both)} common fields"
-    pairs = [
-        [{name: record.get(name, ...) for name in both} for record in pair]
-        for pair in zip(a, b, strict=True)
-    ]
-    wrong = sorted({name for x, y in pairs for name in both if x[name] != y[name]})
+    first = 0  # the number of the first record that differs
+    wrong: set[str] = set()
+    for number, (x, y) in enumerate(zip(a, b, strict=True), start=1):
+        # a record may lack a field that others have
+        differing = {name for name in both if x.get(name, ...) != y.get(name, ...)}
+        if differing and not wrong:
+            first = number
+        wrong |= differing
     if wrong:
-        return (
-            f"DIFFERS from record {[x != y for x, y in pairs].index(True) + 1} on:"
-            f" {', '.join(wrong)}"
-        )
+        return f"DIFFERS from record {first} on: {', '.join(sorted(wrong))}"
     return f"equal, but for fields of one only: {', '.join(sorted(names_a ^ names_b))}"
+
+
+def file_verdict(digest_a: str | None, digest_b: str | None) -> str:
+    """How two runs' digests of a file compare; None is that of a file that a run lacks."""
+    if digest_a == digest_b:
+        return "equal"
+    if digest_a is None:
+        return "new"
+    if digest_b is None:
+        return "DIFFERS: gone"
+    return "DIFFERS"
 
 
 def compare(a: Positional[Path], b: Positional[Path]) -> int:
@@ -229,24 +246,19 @@ def compare(a: Positional[Path], b: Positional[Path]) -> int:
     tables = [json.loads((folder / "table.json").read_text()) for folder in (a, b)]
     verdicts = []
     for name in [name for name in SETTINGS if name in tables[0].keys() & tables[1].keys()]:
-        x, y = (table[name] for table in tables)
-        codes = x["exit_code"], y["exit_code"]
-        rows = {"(exit code)": "equal" if codes == (0, 0) else f"DIFFERS or failed: {codes}"}
+        x = tables[0][name]
+        y = tables[1][name]
+        codes = (x["exit_code"], y["exit_code"])
+        rows = {"(exit code)": f"DIFFERS or failed: {codes}"}
+        if codes == (0, 0):
+            rows["(exit code)"] = "equal"
         for file in sorted(x["files"].keys() | y["files"].keys()):
-            here, there = x["files"].get(file), y["files"].get(file)
-            rows[file] = (
-                "equal"
-                if here == there
-                else "DIFFERS"
-                if here and there
-                else "new"
-                if there
-                else "DIFFERS: gone"
-            )
-            if rows[file] == "DIFFERS" and file.endswith(".jsonl"):
-                rows[file] = difference(
-                    *(records(folder / "checkpoints" / name / file) for folder in (a, b))
-                )
+            verdict = file_verdict(x["files"].get(file), y["files"].get(file))
+            if verdict == "DIFFERS" and file.endswith(".jsonl"):
+                records_a = records(a / "checkpoints" / name / file)
+                records_b = records(b / "checkpoints" / name / file)
+                verdict = difference(records_a, records_b)
+            rows[file] = verdict
         for file, verdict in rows.items():
             print(f"{name:24} {file:57} {verdict}")
         print(f"{name:24} {'(seconds)':57} {x['seconds']} and {y['seconds']}")
