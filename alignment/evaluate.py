@@ -22,6 +22,7 @@ from alignment.builders.checks import (
     resolve_model,
     roles_of,
 )
+from alignment.config.settings import flag_values
 from alignment.evaluation import benchmarks
 from alignment.planning.placement import Roles
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
@@ -129,7 +130,7 @@ def evaluate_and_report(
                 groups.append(evaluation.groups)
                 # not before there is something to write
                 if run is None:
-                    settings = dataclasses.asdict(args)
+                    settings = flag_values(args)
                     path = claim_run_folder(
                         args.output_dir, args.run_name, default, settings, {"all": args.seed}
                     )
@@ -252,7 +253,7 @@ def write_report(
     summary = {"evaluations": rows} if len(rows) > 1 else rows[0]
     write_json(path / "summary.json", summary)
     settings = {
-        "args": vars(args),
+        "args": flag_values(args),
         "rules": {name: task_args.evaluation_rule for name, task_args in tasks.items()},
         "versions": versions(),
         "entries": entries_of(args),

@@ -17,6 +17,7 @@ from rich.console import Console
 from alignment.ablation.design import differing, named_arms, refuse_incomparable_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
 from alignment.builders.checks import check_rl
+from alignment.config.settings import root_flag
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, LossConfig
 from alignment.system.errors import UserError, run_command
@@ -146,6 +147,7 @@ _ACTING_ON_GRADIENT = {
     *(field.name for field in dataclasses.fields(LossConfig)),
     *(field.name for field in dataclasses.fields(AdvantageConfig)),
     "loss_type",
+    "advantage",
     "old_log_probs",
     "overlong_buffer",
     "skip_unfinished",
@@ -187,7 +189,10 @@ def print_arms(
         apart = [_relative_distance(a, b) for a, b in pairs]
         cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in pairs]
         differing_arguments = differing((arms[name], arms[base]))
-        elsewhere = [f"--{flag}" for flag in differing_arguments if flag not in _ACTING_ON_GRADIENT]
+        elsewhere = []
+        for argument in differing_arguments:
+            if root_flag(argument) not in _ACTING_ON_GRADIENT:
+                elsewhere.append(f"--{argument}")
         numbers = [f"{distance:.2g}" for distance in apart]
         numbers += [f"{cosine:.4f}" for cosine in cosines]
         rows.append((name, *numbers, _describe(apart, elsewhere), " ".join(elsewhere)))

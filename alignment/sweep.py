@@ -127,7 +127,8 @@ def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None
         for seed in seeds:
             dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
         refuse_missing_warm_start(arm)
-        find_reward(arm.reward, find_task(arm.task, arm.data).rules)
+        task = find_task(arm.task, arm.data)
+        find_reward(arm.reward, task.rules, settings=arm.reward_settings)
 
 
 def try_users_code(arms: Collection[RLArgs]) -> None:
@@ -141,11 +142,13 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
         for split in ("test", "train"):
             try_rows(find_task(name, data), "problems", split, dataset_path)
     users_rewards = {
-        (arm.task, arm.data, arm.prompt, arm.reward): arm for arm in arms if ":" in arm.reward
+        (arm.task, arm.data, arm.prompt, arm.reward, arm.reward_settings): arm
+        for arm in arms
+        if ":" in arm.reward
     }
     for arm in users_rewards.values():
         task = find_task(arm.task, arm.data)
-        reward = find_reward(arm.reward, task.rules, arm.reward_timeout)
+        reward = find_reward(arm.reward, task.rules, arm.reward_timeout, arm.reward_settings)
         check_reward(arm, task, reward, task.training_problems(arm.dataset_path)[0])
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.builders.checks import check_rl, roles_of
+from alignment.config.settings import flag_values, replaced
 from alignment.runs.run_folder import (
     TRAINER,
     checkpoint_folder,
@@ -244,7 +245,7 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
     if args.sampler == "auto" and engine != "transformers":
         engines.append("transformers")
     for name in engines:
-        args_of_engine = dataclasses.replace(args, sampler=name)
+        args_of_engine = replaced(args, sampler=name)
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
         with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
             verified = Verified(
@@ -370,7 +371,7 @@ def main() -> None:
         args.output_dir,
         args.run_name,
         f"verify_{args.preset}",
-        dataclasses.asdict(args),
+        flag_values(args),
         args.seeds,
     )
     word = write_results(folder, records)

@@ -49,6 +49,7 @@ MAY_IMPORT = {
         "policy.optimizers",
         "rollouts.config",
         "rewards.rules",
+        "sampling.sampler",
         "data.tasks",
         "runs.trackers",
     ),

@@ -7,23 +7,30 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs, from_preset
 from alignment.config.flag import flags_of_class, hints_of_flags
+from alignment.config.settings import (
+    CHOICES,
+    OwnFlag,
+    flag_values,
+    is_own,
+    own_flags,
+    replaced,
+    root_flag,
+    unknown_setting,
+)
+from alignment.core.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGES
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
 from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # largest chance that any verdict of a sweep is false
-# The arguments on which a run's result may depend.
-_DECIDING_ARGUMENTS = [
-    field.name for field in dataclasses.fields(RLArgs) if field.name not in BOOKKEEPING
-]
 
 
 @dataclass(frozen=True)
@@ -44,21 +51,23 @@ class Design:
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
-        return varied_values({name: vars(args) for name, args in self.arms.items()})
+        return varied_values({name: flag_values(args) for name, args in self.arms.items()})
 
     def facts(self) -> dict[str, object]:
         """What sweep.json keeps of the design and must not change when the sweep is continued:
         everything but the seeds. As JSON gives it back, so that it can be compared to the file."""
-        arms = {name: vars(args) for name, args in self.arms.items()}
+        arms = {name: flag_values(args) for name, args in self.arms.items()}
         settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
         return json.loads(json.dumps({**settings, "arms": arms}))
 
 
 def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
     """The arguments in which arms differ: by arm, {name: value}."""
-    first = next(iter(arms.values()))
+    every_name: dict[str, None] = {}
+    for values in arms.values():
+        every_name |= dict.fromkeys(values)
     names = []
-    for name in first:
+    for name in every_name:
         values_of_arms = {json.dumps(arm.get(name)) for arm in arms.values()}
         if len(values_of_arms) > 1:
             names.append(name)
@@ -70,7 +79,8 @@ def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[st
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
     """The arms of a grid by name. `values` has one or several values for each argument; every
-    combination of the several ones is an arm.
+    combination of the several ones is an arm. A setting that only some loss has, say, is one of the
+    arms with that loss alone.
 
     Where arms differ in the group size, `hold` = "rollouts" gives an arm with larger groups fewer
     prompts a step, so that all arms train on equally many responses. With "prompts" they train on
@@ -78,7 +88,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     varied: dict[str, list[Any]] = {}
     single: dict[str, Any] = {}
     for name, given in values.items():
-        if len(given) > 1:
+        # A setting waits until an arm's loss, advantage, reward and sampler are known.
+        if len(given) > 1 or (given and is_own(name)):
             varied[name] = list(dict.fromkeys(given))
         elif given:
             single[name] = given[0]
@@ -90,17 +101,41 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
-        arm = dataclasses.replace(base, **chosen)
+        arm = _with_known_settings(base, chosen)
         if holds_rollouts:
             arm = _hold_rollouts(arm, base.rollout_size)
-        labels = [_label(key, value) for key, value in chosen.items()]
+        facts = flag_values(arm)
+        labels = [
+            _label(key, facts[key]) for key in varied if key in facts and len(varied[key]) > 1
+        ]
         name = "_".join(labels) or _label("loss_type", base.loss_type)
-        if name in arms:
+        # Values of a setting that an arm has not make it no other arm.
+        if arms.get(name, arm) != arm:
             raise UserError(
                 f"two arms would be called {name}: give them names of their own in a --sweep_file"
             )
         arms[name] = arm
+    refuse_unknown_settings(values, arms.values())
     return arms
+
+
+def _with_known_settings(arm: RLArgs, values: Mapping[str, Any]) -> RLArgs:
+    """The arm with other values, but for settings that its loss, advantage, reward and sampler do
+    not have."""
+    chosen = replaced(arm, **{name: value for name, value in values.items() if not is_own(name)})
+    known = own_flags(chosen)
+    return replaced(chosen, **{name: value for name, value in values.items() if name in known})
+
+
+def refuse_unknown_settings(names: Iterable[str], arms: Collection[RLArgs]) -> None:
+    """Raise `UserError` for a setting, among the names of arguments, that no arm has."""
+    flags: dict[str, OwnFlag] = {}
+    for arm in arms:
+        flags |= own_flags(arm)
+    for name in filter(is_own, names):
+        if name not in flags:
+            values = dict.fromkeys(str(getattr(arm, root_flag(name))) for arm in arms)
+            raise unknown_setting(name, " ".join(values), flags)
 
 
 def _hold_rollouts(arm: RLArgs, responses: int) -> RLArgs:
@@ -132,14 +167,21 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
     if not has_arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
     shared = content | {name: given[0] for name, given in values.items()}
+    shared_settings = {name: value for name, value in shared.items() if is_own(name)}
+    shared = {name: value for name, value in shared.items() if not is_own(name)}
     for name in arms:
         if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
             raise UserError(
                 f"--sweep_file {file}: arm {name!r}: use letters, digits, _, -, + and points"
             )
-    return {
-        name: _arm(preset, {**shared, **own}, f"{file}: arm {name}: ") for name, own in arms.items()
-    }
+    made: dict[str, RLArgs] = {}
+    for name, own in arms.items():
+        arm = _arm(preset, {**shared, **own}, f"{file}: arm {name}: ")
+        made[name] = _with_known_settings(
+            arm, {key: value for key, value in shared_settings.items() if key not in own}
+        )
+    refuse_unknown_settings(shared_settings, made.values())
+    return made
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -150,6 +192,11 @@ def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
     bad values; its message begins with `place`, where the values stand."""
     hints = hints_of_flags(RLArgs)
     for name, value in values.items():
+        if is_own(name):
+            continue
+        if isinstance(value, dict) and name in CHOICES:
+            key = f"{name}.{next(iter(value), 'NAME')}"
+            raise UserError(f'{place}{key}: write it in quotes, "{key}"')
         if name not in hints or name in NOT_SWEPT | {"seed"}:
             raise UserError(f"{place}{name} is no argument of an arm")
         objection = _type_objection(name, value, hints[name])
@@ -164,9 +211,10 @@ def _type_objection(name: str, value: object, hint: Any) -> str:
     choices: tuple[Any, ...] = flags_of_class(RLArgs)[name].choices
     if get_origin(hint) is Literal:
         choices = get_args(hint)
-    # A name with a colon is the import path of a loss of the user's own.
-    if name == "loss_type" and ":" not in str(value):
-        choices = tuple(LOSSES)
+    # A name with a colon is the import path of one of the user's own.
+    tables = {"loss_type": LOSSES, "advantage": ADVANTAGES}
+    if name in tables and ":" not in str(value):
+        choices = tuple(tables[name])
     if choices and value not in choices:
         return f"choose one of {', '.join(map(str, choices))}"
 
@@ -198,14 +246,16 @@ def _label(key: str, value: object) -> str:
 def name_of(arm: RLArgs, base: RLArgs) -> str:
     """The name of an arm from the arguments in which it differs from `base`, fit for the name of a
     folder; "" if it differs in none."""
-    return "_".join(_label(name, getattr(arm, name)) for name in differing((arm, base)))
+    values = flag_values(arm)
+    names = [name for name in differing((arm, base)) if name in values]
+    return "_".join(_label(name, values[name]) for name in names)
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     """The arms, and as control arms copies of the first one: one for each reward that is a negative
     control, and one with a learning rate of 0, which does not train."""
     first = next(iter(arms.values()))
-    controls = {name: dataclasses.replace(first, reward=name) for name in CONTROLS}
+    controls = {name: replaced(first, reward=name) for name in CONTROLS}
     controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
     return {**arms, **{f"control_{name}": arm for name, arm in controls.items()}}
 
@@ -314,12 +364,13 @@ def canonical(args: RLArgs) -> dict[str, object]:
     With one update a rollout, sampled by the current weights, the ratio to the old policy is 1.
     There every loss with a ratio, of a token or of a response, clipped or not, has the gradient of
     -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
-    facts = {name: getattr(args, name) for name in _DECIDING_ARGUMENTS}
+    facts = {name: value for name, value in flag_values(args).items() if _decides(name)}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
     facts["max_staleness"] = args.staleness
     facts["rollouts"] = "async" if args.staleness else "sync"
     loss = args.loss
+    idle_prefixes: list[str] = []  # Of settings that play no part.
     ratio_is_one = args.updates_per_rollout == 1 and not args.trusts_sampler
     # With one ratio a response (GSPO) the loss of each token has the gradient of the response's
     # mean. Weights of single tokens then act otherwise than in the other losses.
@@ -327,9 +378,13 @@ def canonical(args: RLArgs) -> dict[str, object]:
     if loss.at_ratio_one and ratio_is_one and not differs_by_correction:
         facts["loss_type"] = loss.at_ratio_one
         loss = LOSSES[loss.at_ratio_one]
+        idle_prefixes.append("loss.")
     if facts["cliprange_high"] is None:
         facts["cliprange_high"] = facts["cliprange"]
     idle = OPTIONAL_ARGUMENTS - loss.arguments
+    idle |= ADVANTAGE_ARGUMENTS - {"advantage"} - args.estimator.arguments
+    if "advantage" in idle:
+        idle_prefixes.append("advantage.")
     if not facts["normalize_by_std"]:
         idle |= {"std_of", "advantage_eps"}
     if not facts["beta"]:
@@ -342,7 +397,11 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle |= {"lora_alpha", "lora_targets"}
     if facts["sft_base"]:
         idle |= {"model"}  # the weights are those of the warm start
-    return {name: value for name, value in facts.items() if name not in idle}
+    return {
+        name: value
+        for name, value in facts.items()
+        if name not in idle and not name.startswith(tuple(idle_prefixes))
+    }
 
 
 def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:
@@ -376,12 +435,20 @@ def _why_equivalent(arms: Sequence[RLArgs]) -> str:
 
 def differing(arms: Sequence[RLArgs]) -> list[str]:
     """The arguments in which arms differ, without those on which no result depends."""
+    facts = [flag_values(args) for args in arms]
+    every_name: dict[str, None] = {}
+    for values in facts:
+        every_name |= dict.fromkeys(values)
     names = []
-    for name in _DECIDING_ARGUMENTS:
-        values = {getattr(args, name) for args in arms}
-        if len(values) > 1:
+    for name in filter(_decides, every_name):
+        if len({values.get(name) for values in facts}) > 1:
             names.append(name)
     return names
+
+
+def _decides(name: str) -> bool:
+    """Whether a run's result may depend on the argument."""
+    return is_own(name) or name not in BOOKKEEPING
 
 
 class Derived(NamedTuple):
@@ -448,6 +515,8 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
         # --hold rollouts changes the prompts a step together with the group size.
         if "group_size" in names:
             names = [name for name in names if name != "prompts_per_rollout"]
+        # The settings of a loss, say, come with it.
+        names = [name for name in names if not is_own(name) or root_flag(name) not in names]
         if len(names) != 1:
             continue
         [name] = names

@@ -32,6 +32,7 @@ from alignment.args import (
     as_command,
     command_line,
 )
+from alignment.config.settings import flag_values, is_own
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
@@ -93,11 +94,12 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
     The arms may change those arguments that a resumed run may change, but not their number of
     steps. Arguments that are newer than the file get their defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
-    fixed = {name: value for name, value in vars(RLArgs()).items() if name not in free}
+    fixed = {name: value for name, value in flag_values(RLArgs()).items() if name not in free}
     defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
     arms: dict[str, dict[str, Any]] = {}
     for arm, args in facts.get("arms", {}).items():
-        arms[arm] = {name: args.get(name, default) for name, default in defaults.items()}
+        own = {name: value for name, value in args.items() if is_own(name)}
+        arms[arm] = own | {name: args.get(name, default) for name, default in defaults.items()}
     return {
         "match": facts.get("match", "steps"),
         "hold": facts.get("hold"),

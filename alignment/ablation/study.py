@@ -1,7 +1,6 @@
 """A study: the finished runs that a report compares, grouped into arms, as read from folders of
 sweeps or of single runs. The runs of one arm differ only in their seeds."""
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from alignment.ablation.design import ALPHA, BOOKKEEPING, varied_values
 from alignment.args import RLArgs
+from alignment.config.flag import defaults_of_flags
 from alignment.runs.metric_names import read_metrics
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
@@ -219,7 +219,7 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
     )
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(RLArgs)}
+_DEFAULTS = defaults_of_flags(RLArgs)
 
 
 def _argument(run: Run, name: str) -> Any:

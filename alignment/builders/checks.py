@@ -18,6 +18,8 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
+from alignment.config.flag import defaults_of_flags
+from alignment.config.settings import flag_values, own_flags
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import chat_turns, read_template
@@ -74,7 +76,7 @@ def check_rl(args: RLArgs) -> None:
     resumed run, server or data."""
     task = check(args)
     check_loss(args)
-    reward = find_reward(args.reward, task.rules, args.reward_timeout)
+    reward = find_reward(args.reward, task.rules, args.reward_timeout, args.reward_settings)
     if args.sampler_url:
         token = os.environ.get("ALIGNMENT_SAMPLER_TOKEN", "")
         for url in args.sampler_url.split(","):
@@ -227,15 +229,17 @@ def default_run_name(args: RLArgs) -> str:
 
 def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
+    own = own_flags(args)
+    changeable_settings = {name for name, flag in own.items() if flag.facts.changeable}
     return configuration(
         RunConfig,
         args,
         default_name=default_run_name(args),
         command="train_rl",
-        arguments=dataclasses.asdict(args),
-        changeable=CHANGEABLE_ON_RESUME,
+        arguments=flag_values(args),
+        changeable=CHANGEABLE_ON_RESUME | changeable_settings,
         setting=REPRODUCIBILITY_SETTING,
-        defaults={field.name: field.default for field in dataclasses.fields(RLArgs)},
+        defaults=defaults_of_flags(RLArgs) | {name: own.default for name, own in own.items()},
     )
 
 

@@ -160,6 +160,7 @@ def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -
         timeout=args.sampler_timeout,
         memory_share=share,
         tensor_parallel=tensor_parallel,
+        settings=args.sampler_settings,
     )
     return EnginePlan(args.sampler, config)
 

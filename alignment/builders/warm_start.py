@@ -25,6 +25,7 @@ from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_engine, plan_policy
 from alignment.builders.samplers import make_sampler, stoppable
+from alignment.config.settings import flag_values
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted, trained_response, without_repeated_tag
@@ -101,7 +102,7 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
         default_name=f"{target.name}_unfinished",
         run_name=run_name,
         defaults={},
-        arguments={**dataclasses.asdict(args), "sha256_of_the_tokens": digest},
+        arguments={**flag_values(args), "sha256_of_the_tokens": digest},
         seeds={"all": args.seed},
         keep_checkpoints=1,
         max_bad_steps=0,

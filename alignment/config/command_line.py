@@ -8,14 +8,24 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import tyro
 
 from alignment.config.commands import Args
 from alignment.config.flag import DataclassInstance, flags_of_class
 from alignment.config.presets import from_preset, preset_tables
-from alignment.config.words import check_words
+from alignment.config.settings import (
+    arguments_of,
+    changed_values,
+    choices_of,
+    flag_values,
+    flags_of_value,
+    given_values,
+    is_own,
+    root_flag,
+)
+from alignment.config.words import check_words, given_words, single_values, split_own_words
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.terminal import make_console
@@ -38,8 +48,15 @@ GROUPS = (
 
 def command_line(args: Args) -> list[str]:
     """The flags that give these arguments on top of their preset."""
-    preset = vars(from_preset(type(args), args.preset))
-    changed = {name: value for name, value in vars(args).items() if value != preset[name]}
+    preset = flag_values(from_preset(type(args), args.preset))
+    values = flag_values(args)
+    changed = {}
+    for name, value in values.items():
+        root = root_flag(name)
+        # The preset's settings of a loss, say, go with that loss alone.
+        is_presets = name in preset and value == preset[name] and values[root] == preset[root]
+        if not is_presets:
+            changed[name] = value
     return flags_of({"preset": args.preset, **changed})
 
 
@@ -65,27 +82,39 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         if argv is None:
             # args.json and reports have the whole command.
             sys.argv[1:] = words
+    words, own_words = split_own_words(cls, words)
     options: dict[str, Any] = {"use_underscores": True}
+    settings_of_preset: Mapping[str, Any] = {}
     if issubclass(cls, Args):
         # The preset decides the other flags' defaults.
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--preset", default=Args.preset)
-        options["default"] = from_preset(cls, parser.parse_known_args(words)[0].preset)
+        preset = from_preset(cls, parser.parse_known_args(words)[0].preset)
+        settings_of_preset = dict(preset.own_settings)
+        options["default"] = dataclasses.replace(preset, own_settings=())
     if {"-h", "--help"} & set(words):
-        _print_help(cls, options)
+        _print_help(cls, options, words)
         sys.exit(0)
     is_printed = "--print_config" in words and "preset" in flags_of_class(cls)
     if is_printed:
         words = [word for word in words if word != "--print_config"]
     args = tyro.cli(cls, args=check_words(cls, words), **options)
+    if issubclass(cls, Args):
+        before = given_values(options["default"]) | settings_of_preset
+        values = changed_values(cls, before, given_values(args))
+        args = cast(ArgumentsType, arguments_of(cls, values | single_values(own_words)))
+    elif own_words:
+        args = dataclasses.replace(args, own_settings=tuple(own_words.items()))
     if is_printed:
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
         sys.exit(0)
     return args
 
 
-def _print_help(cls: type, options: Mapping[str, Any]) -> None:
-    """Print the flags of a command by groups, without those that play no part in it."""
+def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Print the flags of a command by groups, without those that play no part in it. The settings
+    of the loss, advantage, reward and sampler that the `words` of the command line or else the
+    preset choose have sections of their own."""
     unused = getattr(cls, "UNUSED_FLAGS", ())
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         actions = tyro.extras.get_parser(cls, **options)._actions
@@ -116,7 +145,41 @@ def _print_help(cls: type, options: Mapping[str, Any]) -> None:
         formatter.start_section(title)
         formatter.add_arguments([shown[name] for name in names])
         formatter.end_section()
+    for title, actions in _actions_of_settings(cls, options.get("default"), words).items():
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
     console.print(formatter.format_help(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _actions_of_settings(
+    cls: type, preset: object, words: Sequence[str]
+) -> dict[str, list[argparse.Action]]:
+    """Title -> what --help shows of the settings that a command's loss, advantage, reward or
+    sampler has of its own; those with none are left out."""
+    sections: dict[str, list[argparse.Action]] = {}
+    for prefix, choice in choices_of(cls):
+        chosen = given_words(words, choice.flag) or [getattr(preset, choice.flag, "")]
+        for value in filter(None, chosen):
+            actions = []
+            for settings in filter(None, choice.classes(value)):
+                actions += _actions_of_class(prefix, settings)
+            if flags_of_value(prefix, value):
+                sections[f"--{choice.flag} {value}"] = actions
+    return sections
+
+
+def _actions_of_class(prefix: str, settings: type) -> list[argparse.Action]:
+    """What --help shows of the fields of a dataclass of settings."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        actions = tyro.extras.get_parser(settings, use_underscores=True)._actions
+    shown = [action for action in actions if action.dest != "help"]
+    for action in shown:
+        action.option_strings = [
+            option.replace("--", f"--{prefix}.", 1).replace(f"--{prefix}.no_", f"--no_{prefix}.")
+            for option in action.option_strings
+        ]
+    return shown
 
 
 def _help_sections(cls: type, shown: Sequence[str]) -> dict[str, list[str]]:
@@ -150,11 +213,17 @@ def as_toml(args: DataclassInstance) -> str:
     shared_names = flags_of_class(Args)
     shared: list[str] = []
     own: list[str] = []
-    for name, value in vars(args).items():
+    values = given_values(args)
+    if isinstance(args, Args):
+        values = flag_values(args)
+    for name, value in values.items():
         if name == "preset" or value is None or value == ():
             continue
-        line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
-        if tables and name not in shared_names:
+        key = name
+        if is_own(name):
+            key = f'"{name}"'
+        line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        if tables and root_flag(name) not in shared_names:
             own.append(line)
         else:
             shared.append(line)
@@ -176,16 +245,20 @@ def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:
     if not isinstance(given, dict):
         raise UserError(f"--resume {folder}: must be a run's folder, which has an args.json")
     values: dict[str, Any] = {}
-    for name in flags_of_class(cls).keys() & given.keys():
+    own_names = {name for name in given if is_own(name)}
+    for name in flags_of_class(cls).keys() & given.keys() | own_names:
         value = given[name]
         values[name] = tuple(value) if isinstance(value, list) else value
     values |= {"output_dir": str(folder.parent), "run_name": folder.name, "resume": True}
-    return [*command_line(cls(**values)), *words[:place], *words[place + 2 :]]
+    return [*command_line(arguments_of(cls, values)), *words[:place], *words[place + 2 :]]
 
 
 def as_command(cls: type[CommandType], other: Args) -> CommandType:
     """The arguments of another command that shares `other`'s preset and every value both have in
     common."""
-    return from_preset(
-        cls, other.preset, **{f.name: getattr(other, f.name) for f in dataclasses.fields(Args)}
-    )
+    shared_names = flags_of_class(Args)
+    shared = {}
+    for name, value in given_values(other).items():
+        if root_flag(name) in shared_names:
+            shared[name] = value
+    return from_preset(cls, other.preset, **shared)

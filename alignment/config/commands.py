@@ -4,8 +4,9 @@ and what follows from several of them."""
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import tyro
 
 from alignment.config.data import DataFlags, TrainingDataFlags
 from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
@@ -31,14 +32,20 @@ from alignment.config.optimisation import (
 )
 from alignment.config.run import CheckpointFlags, PresetFlags, RLRunFlags, RunFlags
 from alignment.config.sampling import EngineFlags, RolloutSizeFlags, SamplingFlags, StalenessFlags
-from alignment.core.advantages import AdvantageConfig
-from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss, LossConfig
+from alignment.config.settings import (
+    check_own_settings,
+    fields_of,
+    find_advantage,
+    find_loss,
+    settings_of,
+)
+from alignment.core.advantages import Advantage, AdvantageConfig
+from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
 from alignment.data.tasks import DataConfig, find_task
 from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.system.errors import UserError
-from alignment.system.registry import find
 
 Config = TypeVar("Config", bound=DataclassInstance)
 
@@ -76,10 +83,15 @@ class Args(
 ):
     """What every command shares."""
 
+    own_settings: Annotated[tuple[tuple[str, Any], ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    """(name, value) of each setting that only the chosen loss, advantage, reward or sampler has,
+    such as ("loss.alpha", 0.3), where it is given (`alignment.config.settings`)."""
+
     def __post_init__(self) -> None:
         check_flags(self)
         refuse_unknown_reward(self.reward)
         check_packages(self)
+        check_own_settings(self)
         if self.compile and self.use_liger_kernel:
             raise UserError(
                 "--compile: torch does not compile Liger's kernels; leave out this flag or"
@@ -90,6 +102,16 @@ class Args(
     def data(self) -> DataConfig:
         """What is in which column of the user's own data."""
         return configuration(DataConfig, self)
+
+    @property
+    def reward_settings(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value) of the settings that the parts of --reward have of their own."""
+        return tuple(fields_of(self, "reward").items())
+
+    @property
+    def sampler_settings(self) -> Any:
+        """The settings that the engine of --sampler has of its own; None where it has none."""
+        return settings_of(self, "sampler")
 
     @property
     def evaluation_rule(self) -> str:
@@ -235,18 +257,23 @@ class RLArgs(
         require(self, "sampler_correction", is_valid, wanted)
 
     def _check_groups(self) -> None:
-        """Raise `UserError` for a --group_size or --max_refills that does not suit the loss, and
-        for an unknown loss."""
+        """Raise `UserError` for a --group_size or --max_refills that does not suit the loss or the
+        advantage, and for an unknown one."""
         takes_raw_rewards = self.loss.weight == "raw_rewards"
+        estimator = self.estimator
+        is_enough = self.group_size >= estimator.smallest_group or takes_raw_rewards
         wanted = (
-            "at least 2: with one sample a prompt the group's mean is the reward itself and its std"
-            " is undefined (only --loss_type no_baseline works with 1)"
+            f"at least {estimator.smallest_group}: with one sample a prompt the group's mean is the"
+            " reward itself and its std is undefined (only --loss_type no_baseline works with 1)"
         )
-        require(self, "group_size", self.group_size > 1 or takes_raw_rewards, wanted)
-        wanted = (
-            f"0 with --loss_type {self.loss_type}, which learns from groups of equal rewards too"
-        )
-        require(self, "max_refills", self.max_refills == 0 or not takes_raw_rewards, wanted)
+        require(self, "group_size", is_enough, wanted)
+        learner = ""
+        if takes_raw_rewards:
+            learner = f"--loss_type {self.loss_type}"
+        elif estimator.silent_groups:
+            learner = f"--advantage {self.advantage}"
+        wanted = f"0 with {learner}, which learns from groups of equal rewards too"
+        require(self, "max_refills", self.max_refills == 0 or not learner, wanted)
 
     def _check_staleness(self) -> None:
         """Raise `UserError` for --max_staleness or --sync_every without --rollouts async, and for a
@@ -297,9 +324,12 @@ class RLArgs(
     @property
     def loss(self) -> Loss:
         """The loss that --loss_type names. Raises `UserError` for an unknown one."""
-        # Nothing is known of a user's own function: it may use the ratio, and every argument.
-        users_own = partial(Loss, weight=None, uses_ratio=True, arguments=OPTIONAL_ARGUMENTS)
-        return find("--loss_type", self.loss_type, LOSSES, wrap=users_own)
+        return find_loss(self.loss_type)
+
+    @property
+    def estimator(self) -> Advantage:
+        """What --advantage names. Raises `UserError` for an unknown one."""
+        return find_advantage(self.advantage)
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -353,8 +383,8 @@ class RLArgs(
         return configuration(
             UpdateConfig,
             self,
-            loss=configuration(LossConfig, self),
-            advantage=configuration(AdvantageConfig, self),
+            loss=configuration(LossConfig, self, settings=settings_of(self, "loss")),
+            advantage=configuration(AdvantageConfig, self, settings=settings_of(self, "advantage")),
             distribution=self.sampling.distribution,
             old_log_probs=old,
             data_seed=self.seeds["data"],

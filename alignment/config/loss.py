@@ -65,3 +65,6 @@ class LossFlags:
     )
     """What weighs the same: each sequence, each token, or each token over a constant (sequences x
     --max_new_tokens)."""
+    advantage: str = flag("group_baseline", group="algorithm")
+    """What makes advantages of a step's rewards. group_baseline: --baseline, --normalize_by_std;
+    or your package.module:name; docs/recipes.md has the others."""

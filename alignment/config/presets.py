@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
+from alignment.config.flag import flags_of_class
+from alignment.config.settings import arguments_of, changed_values, chooser, is_own
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
@@ -15,7 +17,8 @@ CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*
 def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     """The arguments of a command as the preset states them, with `overrides`. A preset file holds
     shared values at its top and a table for each command ("sft", "evaluate", "train_rl"); its table
-    [about] is for people."""
+    [about] is for people. A setting that only one loss has, say, is a key in quotes, "loss.alpha",
+    in the file, and a name like that among `overrides`."""
     names = preset_names()
     if name not in names:
         listed = ", ".join(names) + did_you_mean(name, names)
@@ -27,7 +30,12 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
             values[key] = tuple(value) if isinstance(value, list) else value
     for table in preset_tables(cls):
         values |= content.get(table, {})
-    return cls(**{**values, **overrides})
+    declared = flags_of_class(cls)
+    # Of the settings at the file's top a command has those that it has the flag for.
+    values = {
+        key: value for key, value in values.items() if not is_own(key) or chooser(key) in declared
+    }
+    return arguments_of(cls, changed_values(cls, values, overrides))
 
 
 def preset_tables(cls: type) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -108,6 +108,12 @@ class SweepOptions:
     """Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any."""
     seed: tuple[int, ...] = flag((), group="run")
     """One or several values of train_rl's --seed."""
+
+    own_settings: Annotated[
+        tuple[tuple[str, tuple[Any, ...]], ...], tyro.conf.Fixed, tyro.conf.Suppress
+    ] = ()
+    """(name, values) of each setting that only some loss, advantage, reward or sampler has, such as
+    ("loss.alpha", ("0.1", "0.3")), as the command line gives them."""
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -222,11 +228,11 @@ def with_swept_flags(options: type[OptionsType]) -> type[OptionsType]:
 
 
 def swept_values(args: SweepOptions) -> dict[str, tuple]:
-    """The arguments of train_rl that the command line gives, seeds aside, each with its values."""
-    names = (
-        f.name for f in dataclasses.fields(RLArgs) if f.name not in NOT_SWEPT and f.name != "seed"
-    )
-    return {name: getattr(args, name) for name in names if getattr(args, name)}
+    """The arguments of train_rl that the command line gives, seeds aside, each with its values:
+    those of a setting that only some loss has, say, as text."""
+    names = [name for name in flags_of_class(RLArgs) if name not in NOT_SWEPT and name != "seed"]
+    values = {name: getattr(args, name) for name in names if getattr(args, name)}
+    return values | dict(args.own_settings)
 
 
 SweepArgs = with_swept_flags(SweepOptions)

@@ -1,6 +1,7 @@
 """The words of a command line, checked before they are read: each flag with its values, and a line
 for the first mistake."""
 
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from alignment.config.flag import (
     hints_of_flags,
     required_flags,
 )
+from alignment.config.settings import choices_of
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
@@ -45,6 +47,54 @@ def check_words(cls: type[DataclassInstance], words: Sequence[str]) -> list[str]
     for flag in given:
         checked += [flag.spelling, *flag.values]
     return checked
+
+
+def split_own_words(
+    cls: type, words: Sequence[str]
+) -> tuple[list[str], dict[str, tuple[object, ...]]]:
+    """The words of a command line without the settings that only a loss, an advantage, a reward or
+    a sampler has, such as --loss.alpha 0.3; and these, each with its values as text: True or False
+    for --loss.alpha or --no_loss.alpha alone."""
+    prefixes = "|".join(prefix for prefix, _ in choices_of(cls))
+    others: list[str] = []
+    own: dict[str, tuple[object, ...]] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        match = re.fullmatch(rf"--(no[_-])?((?:{prefixes})\.[^=]+)(?:=(.*))?", word, re.DOTALL)
+        if not prefixes or match is None:
+            others.append(word)
+            continue
+        negation, name, value = match.groups()
+        values: list[object] = [] if value is None else [value]
+        while rest and not rest[0].startswith("--") and value is None:
+            values.append(rest.pop(0))
+        own[name.replace("-", "_")] = tuple(values) or (negation is None,)
+    return others, own
+
+
+def single_values(own: Mapping[str, tuple[object, ...]]) -> dict[str, object]:
+    """The value of each setting of a command line. Raises `UserError` for several values."""
+    for name, values in own.items():
+        if len(values) > 1:
+            raise UserError(f"--{name} {' '.join(map(str, values))}: takes one value")
+    return {name: values[0] for name, values in own.items()}
+
+
+def given_words(words: Sequence[str], flag: str) -> list[str]:
+    """The values that a command line gives a flag, as far as they can be told from its words
+    alone."""
+    given: list[str] = []
+    is_value = False
+    for word in words:
+        spelling, separator, value = word.partition("=")
+        if word.startswith("--"):
+            is_value = spelling.removeprefix("--").replace("-", "_") == flag
+            if is_value:
+                given = [value] if separator else []
+        elif is_value:
+            given.append(word)
+    return given
 
 
 def split_words(cls: type[DataclassInstance], words: Sequence[str]) -> list[GivenFlag]:

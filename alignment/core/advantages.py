@@ -1,5 +1,8 @@
-"""Advantages: rewards minus the baseline of their group and, with --normalize_by_std, divided by a
-standard deviation.
+"""Estimators of advantages: what a response's gradient is multiplied with, from the rewards of a
+step.
+
+Every fact about an estimator is in its entry of `ADVANTAGES`. Responses that do not count change no
+other response's advantage.
 
 Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
 """
@@ -7,27 +10,89 @@ Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from alignment.core.records import Score
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    AdvantageFunction = Callable[["AdvantageInputs", Any], tuple[Tensor, Any]]
+
 # Functions import torch themselves: the arguments need the tables below, and must not wait for
 # torch to load.
 
 
+# The flags that only some estimators use, `--advantage` itself included: a loss without advantages
+# uses none of them.
+ADVANTAGE_ARGUMENTS = frozenset(
+    {"advantage", "baseline", "normalize_by_std", "std_of", "advantage_eps"}
+)
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may need of one step: P problems with a group of G responses each."""
+
+    rewards_PG: Tensor
+    """Raw rewards, penalties for length included, float64."""
+    counted_PG: Tensor
+    """Bool: whether a response counts. Those that do not (cut off, with --skip_unfinished, or
+    without a score) are not trained on; their advantages are set to 0."""
+    lengths_PG: Tensor
+    """Response tokens, int64."""
+    problems: tuple[str, ...]
+    """The key of each group's problem: equal keys ask the same question."""
+    step: int
+    config: AdvantageConfig
+
+    @property
+    def settings(self) -> Any:
+        """The estimator's own settings, an instance of its `Advantage.settings`; None where it has
+        none."""
+        return settings_or_defaults(self.config.estimator.settings, self.config.settings)
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """One estimator of advantages, with every fact about it that other modules need."""
+
+    function: AdvantageFunction
+    """`function(inputs, state)` returns the advantages [P, G] and the state that the next step's
+    call gets; the first call gets None. A state that is not None is saved in checkpoints: numbers,
+    texts, true, false, None, tensors, and lists and dicts (with texts as keys) of these."""
+    arguments: frozenset[str] = frozenset()
+    """Which of the flags --baseline, --normalize_by_std, --std_of and --advantage_eps it uses."""
+    settings: type | None = None
+    """A frozen dataclass of its own settings: each of its fields is a flag, --advantage.FIELD. The
+    function reads them from `AdvantageInputs.settings`."""
+    silent_groups: bool = False
+    """Whether a group whose counted rewards are all equal may have advantages other than 0. Such
+    groups are then worth training on, and no refill may replace them."""
+    smallest_group: int = 2
+    """The fewest responses of a group that it works with."""
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """The settings of `group_advantages`. Each field has the name of its flag."""
+    """An estimator of advantages and its settings, which have the names of their flags."""
 
     group_size: int
     baseline: str = "group_mean"
     normalize_by_std: bool = True
     std_of: str = "group"
     advantage_eps: float = 1e-6
+    estimator: Advantage = field(default_factory=lambda: ADVANTAGES["group_baseline"])
+    settings: Any = None
+    """The estimator's own settings, an instance of `Advantage.settings`; None: their defaults."""
+
+
+def settings_or_defaults(settings_class: type | None, settings: Any) -> Any:
+    """`settings`, or where they are None the defaults of their class; None without a class."""
+    if settings is None and settings_class is not None:
+        return settings_class()
+    return settings
 
 
 def _group_mean(centred_PG: Tensor, number_P1: Tensor) -> Tensor:
@@ -70,12 +135,8 @@ DEVIATIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def group_advantages(
-    raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None
-) -> Tensor:
+def group_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = r - b, and with `normalize_by_std` A = (r - b) / (std + eps).
-
-    Shapes [batch, 1] -> [batch, 1].
 
     `baseline`: "group_mean" (GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the
     division Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2) or "leave_one_out", the mean
@@ -83,35 +144,97 @@ def group_advantages(
     eq. 8). `std_of`: "group" (unbiased), "group_population" (divided by the group's size), or
     "batch", the unbiased deviation of all rewards (Liu et al. 2025, arXiv:2508.08221).
 
-    Responses whose `counted_B1` is False, and a group's only counted one, have the advantage 0; the
-    former enter no mean or deviation. Raises ValueError for incomplete groups and for a group size
-    below 2.
+    Responses that do not count enter no mean or deviation; a group's only counted one has the
+    advantage 0.
+    """
+    config = inputs.config
+    counted_PG = inputs.counted_PG
+    number_P1 = counted_PG.sum(dim=1, keepdim=True)
+    # In float64 the mean of equal float32 rewards is exact, so that their advantages are exactly 0.
+    mean_P1 = _counted_mean(inputs)
+    centred_PG = (inputs.rewards_PG - mean_P1).where(counted_PG, 0)
+    advantages_PG = BASELINES[config.baseline](centred_PG, number_P1)
+    if config.normalize_by_std:
+        squares_P1 = centred_PG.square().sum(dim=1, keepdim=True)
+        std = DEVIATIONS[config.std_of](squares_P1, number_P1, inputs.rewards_PG[counted_PG])
+        advantages_PG = advantages_PG / (std + config.advantage_eps)
+    return advantages_PG, None
+
+
+def _counted_mean(inputs: AdvantageInputs) -> Tensor:
+    """The mean reward [P, 1] of each group's counted responses; 0 without any."""
+    number_P1 = inputs.counted_PG.sum(dim=1, keepdim=True)
+    sum_P1 = inputs.rewards_PG.where(inputs.counted_PG, 0).sum(dim=1, keepdim=True)
+    return sum_P1 / number_P1.clamp(min=1)
+
+
+# --advantage -> the estimator.
+ADVANTAGES: Mapping[str, Advantage] = {
+    "group_baseline": Advantage(group_baseline, arguments=ADVANTAGE_ARGUMENTS - {"advantage"}),
+}
+
+
+def compute_advantages(inputs: AdvantageInputs, state: Any) -> tuple[Tensor, Any]:
+    """The advantages [P, G] that the config's estimator gives, 0 for responses that do not count,
+    and its next state. Raises ValueError for groups smaller than the estimator works with."""
+    config = inputs.config
+    if config.group_size < config.estimator.smallest_group:
+        raise ValueError(
+            f"a group baseline needs at least {config.estimator.smallest_group} samples a prompt,"
+            f" not {config.group_size}"
+        )
+    advantages_PG, state = config.estimator.function(inputs, state)
+    return advantages_PG.where(inputs.counted_PG, 0), state
+
+
+def group_advantages(
+    raw_rewards_B1: Tensor, config: AdvantageConfig, counted_B1: Tensor | None = None
+) -> Tensor:
+    """The advantages of one step's rewards, by an estimator that needs neither lengths nor problems
+    nor a state; by default `group_baseline`.
+
+    Shapes [batch, 1] -> [batch, 1]. Raises ValueError for incomplete groups and as
+    `compute_advantages`.
     """
     import torch
 
-    if config.group_size < 2:
-        raise ValueError(
-            f"a group baseline needs at least 2 samples a prompt, not {config.group_size}"
-        )
+    if counted_B1 is None:
+        counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool)
+    inputs = advantage_inputs(raw_rewards_B1, counted_B1, config)
+    advantages_PG, _ = compute_advantages(inputs, None)
+    return advantages_PG.reshape(-1, 1).to(raw_rewards_B1.dtype)
+
+
+def advantage_inputs(
+    raw_rewards_B1: Tensor,
+    counted_B1: Tensor,
+    config: AdvantageConfig,
+    lengths: Sequence[int] = (),
+    problems: Sequence[str] = (),
+    step: int = 1,
+) -> AdvantageInputs:
+    """The inputs of an estimator, from those of each response [B], group after group. `lengths` are
+    1 where they are not given, and each group's problem another one. Raises ValueError for
+    incomplete groups."""
+    import torch
+
     if raw_rewards_B1.shape[0] % config.group_size:
         raise ValueError(
             f"{raw_rewards_B1.shape[0]} rewards are not whole groups of {config.group_size}"
         )
-    if counted_B1 is None:
-        counted_B1 = torch.ones_like(raw_rewards_B1, dtype=torch.bool)
-    # In float64 the mean of equal float32 rewards is exact, so that their advantages are exactly 0.
-    rewards_B1 = raw_rewards_B1.double()
-    rewards_PG = rewards_B1.reshape(-1, config.group_size)
-    counted_PG = counted_B1.reshape(-1, config.group_size)
-    number_P1 = counted_PG.sum(dim=1, keepdim=True)
-    mean_P1 = rewards_PG.where(counted_PG, 0).sum(dim=1, keepdim=True) / number_P1.clamp(min=1)
-    centred_PG = (rewards_PG - mean_P1).where(counted_PG, 0)
-    advantages_PG = BASELINES[config.baseline](centred_PG, number_P1)
-    if config.normalize_by_std:
-        squares_P1 = centred_PG.square().sum(dim=1, keepdim=True)
-        std = DEVIATIONS[config.std_of](squares_P1, number_P1, rewards_B1[counted_B1])
-        advantages_PG = advantages_PG / (std + config.advantage_eps)
-    return advantages_PG.reshape(-1, 1).to(raw_rewards_B1.dtype)
+    shape = (-1, config.group_size)
+    rewards_PG = raw_rewards_B1.double().reshape(shape)
+    lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
+    if lengths:
+        lengths_B = torch.tensor(lengths)
+    return AdvantageInputs(
+        rewards_PG,
+        counted_B1.reshape(shape),
+        lengths_B.reshape(shape),
+        tuple(problems[:: config.group_size]) or tuple(map(str, range(rewards_PG.shape[0]))),
+        step,
+        config,
+    )
 
 
 def compute_group_normalized_rewards(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from alignment.core.advantages import ADVANTAGE_ARGUMENTS, settings_or_defaults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +88,11 @@ class LossInputs:
     reference_log_probs: Tensor | None = None
     sampler_log_probs: Tensor | None = None
 
+    @property
+    def settings(self) -> Any:
+        """The loss's own settings, an instance of its `Loss.settings`; None where it has none."""
+        return settings_or_defaults(self.config.loss.settings, self.config.settings)
+
     def require(self, *names: str) -> list[Tensor]:
         """The inputs of these names. Raises ValueError for one that is lacking."""
         inputs = []
@@ -95,9 +102,6 @@ class LossInputs:
                 raise ValueError(f"this loss needs {name}")
             inputs.append(value)
         return inputs
-
-
-ADVANTAGE_ARGUMENTS = frozenset({"baseline", "normalize_by_std", "std_of", "advantage_eps"})
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,9 @@ class Loss:
     at_ratio_one: str = ""
     """The loss that has the same gradient when the ratio is 1 everywhere; empty: this loss
     itself."""
+    settings: type | None = None
+    """A frozen dataclass of the loss's own settings: each of its fields is a flag, --loss.FIELD.
+    The function reads them from `LossInputs.settings`."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,8 @@ class LossConfig:
     loss_normalization: str = "sequence_mean"
     sampler_correction: str = "none"
     correction_cap: float = 2.0
+    settings: Any = None
+    """The loss's own settings, an instance of `Loss.settings`; None: their defaults."""
 
 
 def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:

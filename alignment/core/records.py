@@ -163,6 +163,10 @@ class Rollout:
     advantages_B1: torch.Tensor | None = None
     old_log_probs_BT: torch.Tensor | None = None
     reference_log_probs_BT: torch.Tensor | None = None
+    problems: tuple[str, ...] = ()
+    """The key of each response's problem: equal keys ask the same question."""
+    advantage_state: object = None
+    """The state of the estimator after it gave the advantages."""
 
     @property
     def lengths(self) -> list[int]:

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.countdown import countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
 from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
-from alignment.rewards.users import users_function
+from alignment.rewards.users import Settings, fields_among, settings_class, users_function
 from alignment.system.errors import RunStopped, UserError
-from alignment.system.registry import find
+from alignment.system.registry import find, import_object
 
 RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
@@ -36,12 +37,24 @@ RULES = {
 }
 
 
-def find_rule(name: str, seconds: float | None = None) -> RewardFn:
+def find_rule(name: str, seconds: float | None = None, settings: Settings = ()) -> RewardFn:
     """The rule `name` of `RULES`, or the user's package.module:function.
 
-    A call of the user's function may take `seconds`. Raises `UserError` where there is neither.
+    A call of the user's function may take `seconds`; `settings` are its own ones. Raises
+    `UserError` where there is neither.
     """
-    return find("--reward", name, RULES, lambda _: users_function(name, seconds).score)
+    return find("--reward", name, RULES, lambda _: users_function(name, seconds, settings).score)
+
+
+def settings_of_reward(name: str) -> list[type | None]:
+    """The classes of settings that the parts of a reward have of their own (`settings_class`)."""
+    classes = []
+    for part, _ in named_parts(name):
+        function = {**RULES, **CONTROLS, **PARTS}.get(part)
+        if function is None and ":" in part:
+            function = cast(Callable, import_object("--reward", part))
+        classes.append(None if function is None else settings_class(function))
+    return classes
 
 
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
@@ -246,16 +259,20 @@ def _with_scores(group: Group, scores: Iterator[Score]) -> Group:
     return Group(group.problem, group.completions, own_scores)
 
 
-def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -> Reward:
+def find_reward(
+    name: str, rules: Sequence[str], seconds: float | None = None, settings: Settings = ()
+) -> Reward:
     """The reward that --reward names, for a task with these rules.
 
     That is one of the rules, or `part[:weight]`, several with commas. A part is one of `PARTS` or
     `CONTROLS`, a rule, or the user's own package.module:function, whose calls may take `seconds`.
+    `settings` are the rule's or the parts' own ones, by name; those not among them have their
+    defaults.
     Raises `UserError` for any other name, a rule that is not the task's, and a part that cannot go
     with its rules.
     """
     if name in rules:
-        return Reward(find_rule(name, seconds))
+        return Reward(find_rule(name, seconds, settings))
     if name in RULES:
         raise UserError(
             f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}"
@@ -263,7 +280,7 @@ def find_reward(name: str, rules: Sequence[str], seconds: float | None = None) -
     rule = find_rule(rules[0], seconds)
     parts = []
     for part, weight in named_parts(name):
-        function = _find_part(part, rules, seconds)
+        function = _find_part(part, rules, seconds, settings)
         parts.append(WeightedPart(part.replace(":", "."), weight, function))
     if len({part.name for part in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
@@ -311,13 +328,21 @@ def _name_and_weight(item: str) -> tuple[str, float]:
     return item, 1.0
 
 
-def _find_part(name: str, rules: Sequence[str], seconds: float | None) -> PartFn:
+def _find_part(
+    name: str, rules: Sequence[str], seconds: float | None, settings: Settings = ()
+) -> PartFn:
     for rule in rules:
         if (name, rule) in UNFIT:
             raise UserError(f"--reward {name}: {UNFIT[name, rule]}")
     rules_as_parts = {key: make_rule_part(rule) for key, rule in RULES.items()}
     table = {**rules_as_parts, **CONTROLS, **PARTS}
-    return find("--reward", name, table, lambda _: users_function(name, seconds).rewards)
+    part: Callable = find(
+        "--reward", name, table, lambda _: users_function(name, seconds, settings).rewards
+    )
+    cls = settings_class(part)
+    if cls is None:
+        return part
+    return partial(part, settings=cls(**fields_among(cls, settings)))
 
 
 def try_reward(reward: Reward, problem: Problem) -> None:

@@ -2,6 +2,7 @@
 takes too long."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import json
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from alignment.core.records import Completion, Problem, Score
 from alignment.system.errors import RunStopped
@@ -25,6 +26,10 @@ TRL_NAMES = ("prompts", "completions", "completion_ids")
 SCORE_KEYS = ("reward", "format_reward", "answer_reward")
 
 
+# The values of rewards' own settings, by name.
+Settings = tuple[tuple[str, object], ...]
+
+
 class UsersFunction:
     """The user's function `name`, as package.module:function.
 
@@ -34,8 +39,15 @@ class UsersFunction:
     the line of the user's file that failed, if one did.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, inspect.Parameter]):
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, inspect.Parameter],
+        settings: Mapping[str, object] | None = None,
+    ):
+        """`settings` are the values that its own settings are made of; None where it has none."""
         self.name = name
+        self._settings = settings
         self.seconds = 60.0
         self._child: ChildProcess | None = None
         self._turn = threading.Lock()
@@ -79,7 +91,7 @@ class UsersFunction:
                 "function", f"{__name__}:serve", environment, output="inherit"
             )
             self._child.timeout_flag = "--reward_timeout"
-            self._child.ask(START_SECONDS, "start", self.name)
+            self._child.ask(START_SECONDS, "start", self.name, self._settings)
         return self._child
 
     def _score(self, response: str, ground_truth: str) -> Score:
@@ -131,20 +143,48 @@ class UsersFunction:
         return RunStopped(f"--reward {self.name}: {fault}")
 
 
-_FUNCTIONS: dict[str, UsersFunction] = {}
+# (name, its settings) -> the function.
+_FUNCTIONS: dict[tuple[str, Settings], UsersFunction] = {}
 
 
-def users_function(name: str, seconds: float | None = None) -> UsersFunction:
-    """The `UsersFunction` of that name, the same object each time. `seconds`, if given, becomes the
-    time limit of its calls.
+def users_function(
+    name: str, seconds: float | None = None, settings: Settings = ()
+) -> UsersFunction:
+    """The `UsersFunction` of that name with those of `settings` that its `settings_class` has, the
+    same object each time. `seconds`, if given, becomes the time limit of its calls.
 
     Raises `UserError` if the function cannot be imported, and `ValueError` if it has no signature.
     """
-    if name not in _FUNCTIONS:
-        function: Any = import_object("--reward", name)
-        _FUNCTIONS[name] = UsersFunction(name, inspect.signature(function).parameters)
-    _FUNCTIONS[name].seconds = seconds or _FUNCTIONS[name].seconds
-    return _FUNCTIONS[name]
+    function: Any = import_object("--reward", name)
+    parameters = dict(inspect.signature(function).parameters)
+    cls = settings_class(function)
+    own: dict[str, object] | None = None
+    if cls is not None:
+        parameters.pop("settings")
+        own = fields_among(cls, settings)
+    key = (name, tuple((own or {}).items()))
+    if key not in _FUNCTIONS:
+        _FUNCTIONS[key] = UsersFunction(name, parameters, own)
+    _FUNCTIONS[key].seconds = seconds or _FUNCTIONS[key].seconds
+    return _FUNCTIONS[key]
+
+
+def settings_class(function: Callable) -> type | None:
+    """The dataclass of a reward function's own settings, by which its parameter `settings` is
+    annotated; None without such a parameter."""
+    try:
+        if "settings" not in inspect.signature(function).parameters:
+            return None
+        hint = get_type_hints(function).get("settings")
+    except (TypeError, ValueError, NameError):  # no signature, or an annotation of no type
+        return None
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def fields_among(cls: type, settings: Settings) -> dict[str, object]:
+    """Those of `settings` that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in settings if name in names}
 
 
 def close_functions() -> None:
@@ -195,8 +235,12 @@ class _Loaded(NamedTuple):
     loop: asyncio.Runner
 
 
-def _load(name: str) -> _Loaded:
-    return _Loaded(pkgutil.resolve_name(name), asyncio.Runner())
+def _load(name: str, settings: Mapping[str, Any] | None) -> _Loaded:
+    function = pkgutil.resolve_name(name)
+    cls = settings_class(function)
+    if cls is not None:
+        function = functools.partial(function, settings=cls(**settings or {}))
+    return _Loaded(function, asyncio.Runner())
 
 
 def _close(loaded: _Loaded) -> None:

@@ -23,6 +23,7 @@ class RolloutConfig:
     task: str
     reward: str
     reward_timeout: float = 60.0  # Seconds for one call of the user's reward function
+    reward_settings: tuple[tuple[str, object], ...] = ()  # The reward's own settings, by name
     prompt: str = ""  # Prompt template; "": the task's own
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)

@@ -17,7 +17,8 @@ import torch
 
 from alignment.core.advantages import (
     AdvantageConfig,
-    group_advantages,
+    advantage_inputs,
+    compute_advantages,
     group_statistics,
     overlong_penalty,
 )
@@ -115,7 +116,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
         task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer
     )
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
-    reward = find_reward(config.reward, task.rules, config.reward_timeout)
+    reward = find_reward(config.reward, task.rules, config.reward_timeout, config.reward_settings)
     return RolloutSource(problems, reward, task, config)
 
 
@@ -214,16 +215,37 @@ def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id:
             for completion, score in zip(completions, scores, strict=True)
         ]
     )
-    return Rollout(batch, rewards_B1 + penalties_B1, counted_B1, sampler_BT)
+    key = find_task(config.task, config.data).key
+    problems: list[str] = []
+    for group in groups:
+        problems += [key(group.problem)] * len(group.completions)
+    return Rollout(
+        batch,
+        rewards_B1 + penalties_B1,
+        counted_B1,
+        sampler_BT,
+        problems=tuple(problems),
+    )
 
 
-def with_advantages(rollout: Rollout, config: AdvantageConfig) -> Rollout:
-    """The rollout with `advantages_B1`; unchanged where groups have one response, which has no
-    advantage over others."""
-    if config.group_size == 1:
+def with_advantages(
+    rollout: Rollout, config: AdvantageConfig, state: object = None, step: int = 1
+) -> Rollout:
+    """The rollout with `advantages_B1`, by an estimator that has `state` of the steps before, and
+    the `advantage_state` after it; unchanged where groups are smaller than the estimator needs, as
+    those of one response, which has no advantage over others."""
+    if config.group_size < config.estimator.smallest_group:
         return rollout
-    advantages_B1 = group_advantages(rollout.raw_rewards_B1, config, rollout.counted_B1)
-    return dataclasses.replace(rollout, advantages_B1=advantages_B1)
+    rewards_B1 = rollout.raw_rewards_B1
+    inputs = advantage_inputs(
+        rewards_B1, rollout.counted_B1, config, rollout.lengths, rollout.problems, step
+    )
+    advantages_PG, next_state = compute_advantages(inputs, state)
+    return dataclasses.replace(
+        rollout,
+        advantages_B1=advantages_PG.reshape(-1, 1).to(rewards_B1.dtype),
+        advantage_state=next_state,
+    )
 
 
 def length_penalty(completion: Completion, config: RolloutConfig) -> float:

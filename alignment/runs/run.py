@@ -401,11 +401,13 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     defaults = json.loads(json.dumps(dict(config.defaults)))
     now = json.loads(json.dumps(dict(config.arguments)))
     changed: list[str] = []
-    for key in now:
+    # Settings that only the recorded loss, say, has.
+    gone = [key for key in recorded if "." in key and key not in now]
+    for key in (*now, *gone):
         if key in config.changeable:
             continue
         before = recorded.get(key, defaults.get(key))
-        if before != now[key]:
-            changed.append(f"--{key} was {before!r}, now {now[key]!r}")
+        if before != now.get(key):
+            changed.append(f"--{key} was {before!r}, now {now.get(key)!r}")
     if changed:
         raise UserError(f"--resume: {path} was started with other arguments: {'; '.join(changed)}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from alignment.core.records import Completion, SamplingConfig
 from alignment.core.text import prompt_token_ids
@@ -126,6 +126,7 @@ class SamplerConfig:
     """Whether it shares its GPU with a trainer, and starts asleep (`put_to_sleep`)."""
     policy_device: str = "cpu"  # Where the new weights are that it is given.
     start: Start = Start()  # When it may go on.
+    settings: Any = None  # The engine's own settings, an instance of `SamplerEngine.settings`.
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -167,6 +168,9 @@ class SamplerEngine:
     claims_gpu: bool = False  # Whether it claims most of its GPU's memory when it starts.
     # Whether it lives in another process, and is replaced where it dies, hangs or answers garbage.
     can_be_lost: bool = False
+    settings: type | None = None
+    """A frozen dataclass of the engine's own settings: each of its fields is a flag,
+    --sampler.FIELD. The engine reads them from `SamplerConfig.settings`."""
 
 
 # --sampler -> the engine. --sampler_url chooses "vllm_server".

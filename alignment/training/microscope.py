@@ -162,6 +162,7 @@ def gradient_statistics(
     loss = replace(
         config.loss,
         loss=LOSSES[estimator.loss_type],
+        settings=None,
         loss_normalization=estimator.loss_normalization,
     )
     weighted = with_advantages(rollout, advantage)

@@ -14,7 +14,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from alignment.core.advantages import BASELINES, DEVIATIONS, AdvantageConfig, group_advantages
+from alignment.core.advantages import (
+    BASELINES,
+    DEVIATIONS,
+    AdvantageConfig,
+    group_advantages,
+    settings_or_defaults,
+)
 from alignment.core.losses import (
     CORRECTIONS,
     KL_ESTIMATORS,
@@ -156,6 +162,14 @@ def draw_responses(draw: random.Random) -> RandomResponses:
     return RandomResponses(rewards, policies)
 
 
+def own_values(prefix: str, cls: type | None, settings: object) -> dict[str, object]:
+    """The values of settings that only one loss or advantage has, by their flags' names."""
+    chosen = settings_or_defaults(cls, settings)
+    if chosen is None:
+        return {}
+    return {f"{prefix}.{name}": value for name, value in vars(chosen).items()}
+
+
 def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.Tensor:
     """What `paper_values` returns, as training computes it: advantages, the loss, and its gradient
     by each log-prob of the policy."""
@@ -196,6 +210,7 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
         responses = draw_responses(draw)
         flags = {**vars(setting.loss), **vars(setting.advantage)}
         flags |= {"loss": setting.name, "max_new_tokens": LONGEST}
+        flags |= own_values("loss", setting.loss.loss.settings, setting.loss.settings)
         expected = paper_values(flags, responses.rewards, *responses.policies)
         computed = training_values(setting, responses)
         difference = computed - torch.tensor(expected, dtype=torch.float64)

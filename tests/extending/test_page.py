@@ -12,7 +12,12 @@ from alignment.rewards.rules import find_reward
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-PAGES = ("extending.md", "extending_rewards.md", "extending_engines.md")
+PAGES = (
+    "extending.md",
+    "extending_rewards.md",
+    "extending_engines.md",
+    "extending_settings.md",
+)
 PAGE = "\n".join((DOCS / name).read_text() for name in PAGES)
 COMMANDS = re.findall(r"^    uv run -m alignment\.(\w+) (.*)$", PAGE, re.MULTILINE)
 

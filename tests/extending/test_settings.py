@@ -1,0 +1,182 @@
+"""Settings of a loss, an advantage, a reward or a sampler of the user's own are flags like ours:
+one file of the user's declares them, and nothing else changes."""
+
+import dataclasses
+import math
+import sys
+
+import pytest
+import torch
+
+from alignment import sweep
+from alignment.ablation.design import canonical, named_arms
+from alignment.args import EvaluateArgs, RLArgs, SFTArgs, as_command, as_toml, command_line, parse
+from alignment.config import presets
+from alignment.config.settings import flag_values, replaced
+from alignment.core.losses import LossConfig, LossInputs
+from alignment.system.errors import UserError
+from alignment.system.files import read_json, read_jsonl
+
+SAPO = ("--loss_type", "my_package.sapo:entry")
+
+
+def test_sapo():
+    from my_package import sapo
+
+    log_probs = torch.tensor([[math.log(2.0)], [math.log(2.0)]]).requires_grad_()
+    config = LossConfig(sapo.entry, settings=sapo.Temperatures(positive=1.0, negative=2.0))
+    inputs = LossInputs(
+        config,
+        log_probs,
+        advantages=torch.tensor([[1.0], [-1.0]]),
+        old_log_probs=torch.zeros(2, 1),
+    )
+    loss, _ = sapo.sapo(inputs)
+    # The ratio is 2: 4 sigmoid(1) and 2 sigmoid(2).
+    expected = [[-4 / (1 + math.exp(-1))], [2 / (1 + math.exp(-2))]]
+    torch.testing.assert_close(loss, torch.tensor(expected))
+
+
+def refusal(*flags: str, command: type = RLArgs) -> str:
+    with pytest.raises(UserError) as refused:
+        parse(command, list(flags))
+    return str(refused.value)
+
+
+def test_a_setting_is_a_flag_of_its_loss_alone():
+    args = parse(RLArgs, [*SAPO, "--loss.positive", "2", "--loss.negative=3.5"])
+    assert args.update_config.loss.settings.positive == 2.0
+    assert args.update_config.loss.settings.negative == 3.5
+    assert parse(RLArgs, [*SAPO]).update_config.loss.settings.negative == 1.05
+    assert refusal(*SAPO, "--loss.positve", "1") == (
+        "--loss.positve: there is no such flag; --loss_type my_package.sapo:entry has"
+        " --loss.positive --loss.negative (did you mean --loss.positive?)"
+    )
+    assert refusal("--loss.positive", "1").endswith(
+        "--loss_type grpo_clip has no settings of its own"
+    )
+    assert refusal(*SAPO, "--loss.positive", "much") == "--loss.positive much: must be a number"
+    assert refusal(*SAPO, "--loss.positive") == "--loss.positive (no value): must be a number"
+    assert refusal(*SAPO, "--loss.positive", "1", "2") == "--loss.positive 1 2: takes one value"
+    assert refusal(*SAPO, "--loss.positive", "0") == (
+        "--loss.positive 0.0: must be a number above 0"
+    )
+    assert "there is no such flag" in refusal("--loss.positive", "1", command=EvaluateArgs)
+    with pytest.raises(UserError, match="must be a number"):
+        RLArgs(loss_type=SAPO[1], own_settings=(("loss.positive", "x"),))
+
+
+def test_help_shows_the_settings_of_what_is_chosen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for flags, is_shown in ((SAPO, True), ((), False)):
+        with pytest.raises(SystemExit):
+            parse(RLArgs, [*flags, "--help"])
+        printed = capsys.readouterr().out
+        assert ("--loss.positive FLOAT" in printed) is is_shown
+        assert ("Temperature of the gate" in printed) is is_shown
+        assert "own_settings" not in printed
+
+
+def test_a_run_s_words_and_toml_give_it_again(capsys, tmp_path, monkeypatch):
+    args = parse(RLArgs, [*SAPO, "--loss.positive", "2"])
+    words = command_line(args)
+    assert words[-4:] == ["--loss.positive", "2.0", "--loss.negative", "1.05"]
+    assert flag_values(parse(RLArgs, words)) == flag_values(args)
+    (tmp_path / "own.toml").write_text(as_toml(args))
+    monkeypatch.setattr(presets, "PRESETS", tmp_path)
+    from_file = parse(RLArgs, ["--preset", "own"])
+    assert flag_values(from_file) == {**flag_values(args), "preset": "own"}
+    # A preset's settings go with its loss.
+    other = parse(RLArgs, ["--preset", "own", "--loss_type", "grpo_clip"])
+    assert other.own_settings == ()
+    changed = parse(RLArgs, ["--preset", "own", "--loss.positive", "1"])
+    assert changed.update_config.loss.settings.positive == 1.0
+    assert command_line(changed) == ["--preset", "own", "--loss.positive", "1.0"]
+    assert as_command(SFTArgs, from_file).own_settings == ()
+
+
+def designed(*flags: str):
+    from alignment.args import SweepArgs
+
+    args = parse(SweepArgs, ["--seed", "0", "1", "--sft_base", "", *flags])
+    return sweep.make_design(args)
+
+
+def test_a_sweep_makes_arms_of_a_setting():
+    design = designed(*SAPO, "--loss.positive", "0.5", "1", "2")
+    assert list(design.arms) == ["loss.positive0.5", "loss.positive1.0", "loss.positive2.0"]
+    arms = design.arms.values()
+    assert [arm.update_config.loss.settings.positive for arm in arms] == [0.5, 1, 2]
+    assert design.varied["loss.positive2.0"] == {"loss.positive": 2.0}
+    assert design.facts()["arms"]["loss.positive0.5"]["loss.negative"] == 1.05
+    assert not design.warnings
+    # Another loss is one arm, whatever the values.
+    design = designed("--loss_type", "grpo_clip", SAPO[1], "--loss.positive", "0.5", "2")
+    assert list(design.arms) == [
+        "grpo_clip",
+        "my_package.sapo.entry_loss.positive0.5",
+        "my_package.sapo.entry_loss.positive2.0",
+    ]
+    with pytest.raises(UserError, match="--loss_type my_package.sapo:entry has --loss.positive"):
+        designed(*SAPO, "--loss.beta", "1", "2")
+    with pytest.raises(UserError, match="--loss.positive -1.0: must be a number above 0"):
+        designed(*SAPO, "--loss.positive", "-1", "2")
+
+
+def test_the_linter_knows_where_a_setting_plays_no_part():
+    # With one update a rollout the ratio is 1.
+    flags = (*SAPO, "--loss.positive", "0.5", "2", "--train_mini_batch_size", "0")
+    [warning] = designed(*flags).warnings
+    assert warning.startswith("loss.positive0.5, loss.positive2.0: mathematically the same")
+    args = parse(RLArgs, [*SAPO, "--loss.positive", "2"])
+    assert canonical(args)["loss.positive"] == 2.0
+    assert canonical(replaced(args, loss_type="grpo_clip")).get("loss.positive") is None
+
+
+def test_a_sweep_file_names_a_setting_in_quotes(tmp_path):
+    file = tmp_path / "arms.toml"
+    file.write_text(
+        f'loss_type = "{SAPO[1]}"\n[arms.a]\n"loss.positive" = 0.5\n[arms.b]\n'
+        '[arms.c]\nloss_type = "grpo_clip"\n'
+    )
+    arms = named_arms(str(file), "tiny", {"loss.negative": ("3",)})
+    settings = [arm.update_config.loss.settings for arm in arms.values()]
+    assert [dataclasses.astuple(own) for own in settings[:2]] == [(0.5, 3.0), (1.0, 3.0)]
+    assert settings[2] is None
+    file.write_text("[arms.a]\nloss.positive = 0.5\n[arms.b]\n")
+    with pytest.raises(UserError, match='loss.positive: write it in quotes, "loss.positive"'):
+        named_arms(str(file), "tiny", {})
+
+
+@pytest.mark.slow
+def test_a_run_records_its_settings_and_resumes_with_them_alone(train, train_in_two_parts, weights):
+    run = train(*SAPO, "--loss.positive", "2")
+    assert read_json(run / "args.json")["args"]["loss.positive"] == 2.0
+    resumed = train_in_two_parts(*SAPO, "--loss.positive", "2")
+    assert weights(resumed) == weights(run) != weights(train(*SAPO))
+    assert len(read_jsonl(run / "metrics.jsonl")) == 2
+    with pytest.raises(UserError, match="--loss.positive was 2.0, now 3.0"):
+        train(*SAPO, "--loss.positive", "3", "--resume", "--run_name", run.name)
+    # Its args.json gives the flags.
+    args = parse(RLArgs, ["--resume", str(run)])
+    assert args.update_config.loss.settings.positive == 2.0
+
+
+def test_settings_that_cannot_be_flags_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "bad_settings.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from alignment.core.losses import Loss\n"
+        "@dataclass\nclass Loose:\n    a: float = 1.0\n"
+        "@dataclass(frozen=True)\nclass Lists:\n    a: list = None\n"
+        "@dataclass(frozen=True)\nclass Required:\n    a: float\n"
+        "loose, lists, required = (\n"
+        "    Loss(None, settings=kind) for kind in (Loose, Lists, Required)\n)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, fault in (
+        ("loose", "must be a frozen dataclass"),
+        ("lists", "its setting a is of type <class 'list'>"),
+        ("required", "its setting a needs a default"),
+    ):
+        assert fault in refusal("--loss_type", f"bad_settings:{name}", "--loss.a", "1")
+    del sys.modules["bad_settings"]
