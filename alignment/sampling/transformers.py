@@ -209,8 +209,10 @@ class TransformersSampler:
         live = list(range(len(rows)))  # For each line of the tensors, the number of its row.
         unseen: list[DrawnTokens] = []  # Drawn, but not yet copied to the host.
 
-        def report_end(number: int) -> None:
-            if on_response_end is not None:
+        def report_ends(numbers: Sequence[int]) -> None:
+            if on_response_end is None:
+                return
+            for number in numbers:
                 text = self.responses.text(rows[number].token_ids, sampling.stop)
                 on_response_end(wave[number // sampling.n], text)
 
@@ -220,27 +222,25 @@ class TransformersSampler:
                 unseen.append(drawn)
                 tokens = drawn.token_ids
                 is_last = step + 1 == sampling.max_new_tokens
-                if is_last or len(unseen) == STEPS_UNSEEN[self._device.type]:
-                    under_way = [number for number in live if not rows[number].finished]
-                    self._extend_rows([rows[number] for number in live], unseen, sampling.stop)
-                    unseen = []
-                    for number in under_way:
-                        if rows[number].finished or is_last:
-                            report_end(number)
-                    unfinished = [
-                        line for line, number in enumerate(live) if not rows[number].finished
-                    ]
-                    is_stopped = stopped is not None and stopped.is_set()
-                    if is_last or is_stopped or not unfinished:
-                        break
-                    few_are_left = len(unfinished) < LIVE_SHARE * len(live)
-                    # A model's own cache may be unable to drop lines.
-                    if few_are_left and isinstance(decoding, _SharedDecoding):
-                        keep = torch.tensor(unfinished, device=self._device)
-                        live = [live[line] for line in unfinished]
-                        tokens = tokens[keep]
-                        uniforms = uniforms[keep]
-                        decoding.keep_lines(keep, [number // sampling.n for number in live])
+                if not is_last and len(unseen) < STEPS_UNSEEN[self._device.type]:
+                    logits = decoding.next_logits(tokens)
+                    continue
+                under_way = [number for number in live if not rows[number].finished]
+                self._extend_rows([rows[number] for number in live], unseen, sampling.stop)
+                unseen = []
+                report_ends([number for number in under_way if rows[number].finished or is_last])
+                unfinished = [line for line, number in enumerate(live) if not rows[number].finished]
+                is_stopped = stopped is not None and stopped.is_set()
+                if is_last or is_stopped or not unfinished:
+                    break
+                few_are_left = len(unfinished) < LIVE_SHARE * len(live)
+                # A model's own cache may be unable to drop lines.
+                if few_are_left and isinstance(decoding, _SharedDecoding):
+                    keep = torch.tensor(unfinished, device=self._device)
+                    live = [live[line] for line in unfinished]
+                    tokens = tokens[keep]
+                    uniforms = uniforms[keep]
+                    decoding.keep_lines(keep, [number // sampling.n for number in live])
                 logits = decoding.next_logits(tokens)
         return rows
 
