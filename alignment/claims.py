@@ -31,7 +31,8 @@ from alignment.args import (
     swept_values,
 )
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import fill_template, read_jsonl, read_toml, write_atomically
+from alignment.system.files import read_jsonl, read_toml, write_atomically
+from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from alignment.args import (
     parse,
 )
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import lock_run_folder, read_json, read_toml, write_json
+from alignment.system.files import read_json, read_toml, write_json
+from alignment.system.locks import lock_run_folder
 from alignment.system.processes import last_line, start_command
 from alignment.system.terminal import make_console, make_table
 

@@ -23,7 +23,8 @@ from alignment.planning.placement import place
 from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
-from alignment.system.files import fill_template, write_json
+from alignment.system.files import write_json
+from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from alignment.args import parse
 from alignment.system.errors import UserError, os_error, run_command
-from alignment.system.files import MANIFEST, find_damage, read_json
+from alignment.system.files import read_json
+from alignment.system.manifests import MANIFEST, find_damage
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from alignment.planning.seconds import hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.runs.run_folder import plain_name
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import LOCK
+from alignment.system.locks import LOCK
 from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:

@@ -33,15 +33,10 @@ from alignment.runs.run_folder import (
 from alignment.runs.state import read_state
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import (
-    fill_template,
-    read_json,
-    read_jsonl,
-    sha256,
-    write_atomically,
-    write_json,
-)
+from alignment.system.files import read_json, read_jsonl, write_atomically, write_json
+from alignment.system.manifests import sha256
 from alignment.system.processes import end_command, last_line, start_command
+from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
 

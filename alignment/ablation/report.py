@@ -24,7 +24,8 @@ from alignment.ablation.verdicts import choices, decide, decide_factors, final_s
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
-from alignment.system.files import fill_template, read_jsonl, write_atomically
+from alignment.system.files import read_jsonl, write_atomically
+from alignment.system.templates import fill_template
 from alignment.system.terminal import make_table, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all

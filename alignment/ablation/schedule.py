@@ -36,7 +36,8 @@ from alignment.config.settings import flag_values, is_own
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
-from alignment.system.files import lock_run_folder, read_json, read_jsonl, write_json
+from alignment.system.files import read_json, read_jsonl, write_json
+from alignment.system.locks import lock_run_folder
 from alignment.system.processes import ROOT, end_command, last_line, start_command
 from alignment.system.terminal import make_table
 

@@ -40,8 +40,9 @@ from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError, in_words
-from alignment.system.files import MANIFEST, find_damage, try_writing
+from alignment.system.files import try_writing
 from alignment.system.gpus import has_gpu_files, unusable_driver
+from alignment.system.manifests import MANIFEST, find_damage
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 

@@ -40,13 +40,9 @@ from alignment.runs.run import Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, resumed_run_name
 from alignment.sampling.sampler import encode_prompts
 from alignment.system.errors import UserError
-from alignment.system.files import (
-    atomic_folder,
-    lock_run_folder,
-    read_jsonl,
-    write_json,
-    write_manifest,
-)
+from alignment.system.files import atomic_folder, read_jsonl, write_json
+from alignment.system.locks import lock_run_folder
+from alignment.system.manifests import write_manifest
 from alignment.system.signals import deferrable_signals
 from alignment.system.terminal import count_parts, say_once
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise

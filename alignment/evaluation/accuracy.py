@@ -34,8 +34,9 @@ from alignment.sampling.sampler import (
     put_to_sleep,
 )
 from alignment.system.errors import UserError
-from alignment.system.files import fill_template, write_atomically, write_json, write_jsonl
+from alignment.system.files import write_atomically, write_json, write_jsonl
 from alignment.system.signals import received_signal
+from alignment.system.templates import fill_template
 from alignment.system.terminal import printable
 
 AVERAGES = {

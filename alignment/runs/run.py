@@ -20,13 +20,9 @@ from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
-from alignment.system.files import (
-    atomic_folder,
-    lock_run_folder,
-    read_json,
-    read_jsonl,
-    write_manifest,
-)
+from alignment.system.files import atomic_folder, read_json, read_jsonl
+from alignment.system.locks import lock_run_folder
+from alignment.system.manifests import write_manifest
 from alignment.system.signals import Interrupted, deferrable_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
 

@@ -26,6 +26,7 @@ from alignment.runs.state import STATE
 from alignment.runs.trackers import Trackers
 from alignment.system import files
 from alignment.system.errors import UserError
+from alignment.system.manifests import find_damage, write_manifest
 from alignment.system.terminal import printable
 
 Record = Mapping[str, Any]
@@ -347,7 +348,7 @@ def last_whole_step(run: Path) -> tuple[int, list[str]]:
     damages: list[str] = []
     for step in sorted(_steps(run), reverse=True):
         folder = checkpoint_folder(run, step)
-        damage = files.find_damage(folder)
+        damage = find_damage(folder)
         if damage is None:
             return step, damages
         damages.append(f"{folder} is damaged: {damage}")
@@ -378,7 +379,7 @@ def save_checkpoint(
 ) -> None:
     """Write policy, optimiser, tokenizer and rollouts sampled ahead to `folder`, which appears once
     all is on the disk."""
-    with files.atomic_folder(folder) as building, files.write_manifest(building):
+    with files.atomic_folder(folder) as building, write_manifest(building):
         policy.save(building, tokenizer)
         (building / TRAINER).mkdir()
         policy.save_optimizer(building / TRAINER)

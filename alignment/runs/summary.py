@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from alignment.runs.run_folder import Record
-from alignment.system.files import fill_template, read_json, read_jsonl, write_json
+from alignment.system.files import read_json, read_jsonl, write_json
+from alignment.system.templates import fill_template
 from alignment.system.terminal import make_table, printable
 
 

@@ -1,9 +1,8 @@
-"""Files and folders that appear whole or not at all, manifests with the checksums of a folder's
-files, the lock of a run folder, and readers of the formats we use."""
+"""Files and folders that appear whole or not at all, readers of the formats we use, and the faults
+of a disk in words."""
 
 import errno
 import glob
-import hashlib
 import json
 import os
 import shutil
@@ -14,16 +13,12 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from alignment.system.errors import UserError
 
-MANIFEST = "manifest.sha256.json"
-LOCK = ".lock"
 NEEDED_BYTES = 2**20  # A command that writes to a folder needs so much room on its disk to start.
 
 
@@ -110,84 +105,6 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-@contextmanager
-def write_manifest(folder: Path) -> Iterator[None]:
-    """After the block write a manifest into `folder`: the size and SHA-256 of every file that the
-    block added there. Raises OSError if the disk is full."""
-    before = set(folder.rglob("*"))
-    with guard_library_write(folder):
-        yield
-    added = [file for file in sorted(folder.rglob("*")) if file.is_file() and file not in before]
-    manifest: dict[str, dict[str, int | str]] = {}
-    for file in added:
-        name = file.relative_to(folder).as_posix()
-        manifest[name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    with add_path_to_errors(folder / MANIFEST):
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-class ManifestEntry(NamedTuple):
-    """What a manifest says about one file."""
-
-    name: str  # Its path relative to the folder.
-    size: int  # In bytes.
-    sha256: str
-
-
-def find_damage(folder: Path) -> str | None:
-    """A sentence on the first difference between a folder and its manifest; None if every file of
-    the manifest has the size and SHA-256 given there."""
-    try:
-        entries = [
-            ManifestEntry(name, int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in read_json(folder / MANIFEST).items()
-        ]
-    except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
-        return f"its {MANIFEST} is missing or damaged"
-    for entry in entries:
-        file = folder / entry.name
-        try:
-            if file.is_dir():
-                return f"{entry.name or folder.name} is a folder, where its {MANIFEST} has a file"
-            if file.stat().st_size != entry.size:
-                return f"{entry.name} has {file.stat().st_size} bytes instead of {entry.size}"
-            if sha256(file) != entry.sha256:
-                return f"{entry.name} has changed since it was written"
-        except FileNotFoundError:
-            return f"{entry.name} is missing"
-        # A disk error, or a damaged manifest with an impossible file name.
-        except (OSError, ValueError) as error:
-            return f"{entry.name} cannot be read ({error})"
-    return None
-
-
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-@contextmanager
-def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock during the block. Raises `UserError` if another process holds it, with
-    the id and the host of that process. The kernel releases the lock of a process that dies."""
-    owner = folder / ".lock_owner"
-    # A soft lock, which is a file that exists, would outlive a killed process.
-    lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
-    try:
-        acquired = lock.acquire()
-    except Timeout:
-        name = ""
-        if owner.exists():
-            name = owner.read_text(encoding="utf-8").strip()
-        holder = name or "another process"
-        raise UserError(f"{folder} is in use by {holder}: wait for it or stop it") from None
-    with acquired:
-        with add_path_to_errors(owner):
-            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        yield
-
-
 def read_toml(file: Path, flag: str) -> dict:
     """The content of a TOML file, which is the value of `flag`. Raises `UserError`, which names the
     flag, if there is no such file or it is not TOML."""
@@ -248,25 +165,6 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-
-
-def fill_template(file: Path, **facts: object) -> str:
-    """The text that a Jinja template makes of `facts`. A fact that it uses and does not get is an
-    error. It may include other templates of its folder.
-
-    In HTML, facts are escaped. A line with nothing but a block tag ({% if %}) makes no line of the
-    text, except in plain-text templates (.txt.j2), which control line breaks themselves."""
-    import jinja2  # here, because few commands fill a template
-
-    is_plain_text = ".txt." in file.name
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(file.parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=not is_plain_text,
-        lstrip_blocks=not is_plain_text,
-        autoescape=".html." in file.name,
-    )
-    return environment.get_template(file.name).render(facts)
 
 
 def flush(path: Path) -> None:

@@ -20,7 +20,7 @@ from alignment.ablation.statistics import Comparison
 from alignment.args import Resources, SweepArgs, SweepOptions, parse
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
-from alignment.system.files import lock_run_folder
+from alignment.system.locks import lock_run_folder
 from alignment.system.processes import start_command
 from tests.command_line import exit_code
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from alignment import publish
-from alignment.system.files import write_manifest
+from alignment.system.manifests import write_manifest
 from tests.command_line import exit_code
 
 

@@ -12,7 +12,8 @@ from alignment.ablation.design import named_arms
 from alignment.ablation.study import read_run, read_study
 from alignment.data.tasks import published
 from alignment.system.errors import UserError
-from alignment.system.files import atomic_folder, find_damage, read_jsonl, write_manifest
+from alignment.system.files import atomic_folder, read_jsonl
+from alignment.system.manifests import find_damage, write_manifest
 from benchmarks import audit_grader
 
 JSON = st.recursive(

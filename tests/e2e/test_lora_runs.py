@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alignment.sampling.transformers import open_transformers
-from alignment.system.files import find_damage, read_jsonl
+from alignment.system.files import read_jsonl
+from alignment.system.manifests import find_damage
 from alignment.verify import digests
 from tests.e2e.conftest import NAME
 from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run

@@ -18,7 +18,7 @@ from alignment.runs.run_folder import (
     last_whole_step,
     save_checkpoint,
 )
-from alignment.system.files import write_manifest
+from alignment.system.manifests import write_manifest
 
 
 def open_policy(folder, optimizer: str) -> SingleDevicePolicy:

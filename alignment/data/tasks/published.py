@@ -15,7 +15,8 @@ from alignment.data.rows import Row, cell_text, read_rows
 from alignment.data.tasks.countdown import OPERATIONS
 from alignment.data.tasks.own_data import DataConfig, worked_problems
 from alignment.system.errors import UserError, os_error
-from alignment.system.files import read_toml, sha256
+from alignment.system.files import read_toml
+from alignment.system.manifests import sha256
 from alignment.system.terminal import make_console, progress_line
 
 FOLDER = "dataset/{}"
