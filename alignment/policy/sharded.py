@@ -82,7 +82,7 @@ class Shard(SingleDevicePolicy):
             device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
         )
         for name in self.mesh_shape:  # half an hour, where a group has not all ranks
-            _set_pg_timeout(timedelta(seconds=self.ranks.seconds), mesh.get_group(name))
+            _set_pg_timeout(timedelta(seconds=self.ranks.timeout), mesh.get_group(name))
         model.compute = MethodType(_compute, model)
         wrapped: list[Any] = []
         for child in model.get_decoder().children():
@@ -135,7 +135,7 @@ class Shard(SingleDevicePolicy):
     @property
     def _process_group(self) -> Any:
         """The group of all ranks that carries calls: torch's type of it has an int for no group."""
-        return self.ranks.calls
+        return self.ranks.call_group
 
     def _own_rows(self, batch: Batch, rows: Sequence[int] | None) -> list[int]:
         rows = range(len(batch.labels)) if rows is None else rows

@@ -53,7 +53,7 @@ class Held:
 def main(what):
     if what == "none":
         atexit.register(lambda: print("threads at the end:", threading.active_count()))
-    ranks = lead(3, seconds=5)
+    ranks = lead(3, timeout=5)
     held = ranks.open("ranked_object:Held", 10)
     if what == "none":
         torch.manual_seed(7)
