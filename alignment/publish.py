@@ -49,7 +49,7 @@ def main() -> None:
     except UserError:
         raise
     except Exception as error:
-        # of the hub, the network, a token that is missing, a malformed name: each of another class
+        # The hub, the network, a missing token and a malformed name each raise another class.
         raise UserError(
             f"--repo {args.repo}: {os_error(error)}; `hf auth login` stores a token"
         ) from None

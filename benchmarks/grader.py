@@ -79,7 +79,11 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
 
 def forget() -> None:
     """Empty the grader's caches."""
-    for cached in (cascade._decide, cascade.normalise_answer, cascade._ask_once):
+    for cached in (
+        cascade._decide,
+        cascade.normalise_answer,
+        cascade._ask_math_verify_cached,
+    ):
         cached.cache_clear()
 
 

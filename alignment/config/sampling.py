@@ -1,4 +1,5 @@
-"""Sampling: the engine, the distribution, and the rollouts of RL."""
+"""Flags of sampling: the engine, the distribution, and the rollouts of RL. The fields of `Flag`
+(flag.py) say what `group`, `setting`, `bookkeeping` and `changeable` mean."""
 
 from dataclasses import dataclass
 from typing import Literal

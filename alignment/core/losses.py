@@ -51,7 +51,8 @@ def _sum_of_means(loss_BT: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(loss_BT, mask, dim=1).sum()
 
 
-# --loss_normalization -> its sum and denominator. `most` is max_new_tokens.
+# --loss_normalization -> its sum and denominator. `most` is the most tokens that a response may
+# have, max_new_tokens.
 NORMALIZATIONS: Mapping[str, Normalization] = {
     "sequence_mean": Normalization(_sum_of_means, lambda lengths, most: len(lengths)),
     "token_mean": Normalization(masked_normalize, lambda lengths, most: sum(lengths)),
@@ -182,7 +183,7 @@ def compute_grpo_clip_loss(
 
 
 def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig) -> TokenLoss:
-    low, high = _bounds(config)
+    low, high = _clip_range(config)
     unclipped_BT = _weigh(advantages, ratio_BT)
     bounded_BT = _weigh(advantages, ratio_BT.clamp(low, high))
     surrogate_BT = unclipped_BT.minimum(bounded_BT)
@@ -196,7 +197,7 @@ def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
 
 
-def _bounds(config: LossConfig) -> tuple[float, float]:
+def _clip_range(config: LossConfig) -> tuple[float, float]:
     """The clip range of the ratio, lower and upper bound. Raises ValueError without a cliprange."""
     if config.cliprange is None:
         raise ValueError("this loss needs cliprange")
@@ -221,9 +222,10 @@ def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
-    ratio = ratio_BT.detach()
-    never_clipped_BT = ratio < 0  # False everywhere: a ratio is never negative.
-    return -_weigh(advantages, ratio_BT), {"ratio": ratio, "clipped": never_clipped_BT}
+    loss_BT = -_weigh(advantages, ratio_BT)
+    detached_ratio_BT = ratio_BT.detach()
+    never_clipped_BT = detached_ratio_BT < 0  # False everywhere: a ratio is never negative.
+    return loss_BT, {"ratio": detached_ratio_BT, "clipped": never_clipped_BT}
 
 
 def _gspo(inputs: LossInputs) -> TokenLoss:
@@ -249,32 +251,33 @@ def _cispo(inputs: LossInputs) -> TokenLoss:
     """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs.detach() - old_log_probs).exp()
-    low, high = _bounds(inputs.config)
+    low, high = _clip_range(inputs.config)
     weight_BT = ratio_BT.clamp(low, high)
     loss_BT = -(_weigh(advantages, weight_BT) * inputs.log_probs)
     return loss_BT, {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
-# Where rho = 1, the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3).
-_AT_ONE = "reinforce_with_baseline"
+# Where rho = 1, the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3), which
+# is REINFORCE's.
+_AT_RATIO_ONE = "reinforce_with_baseline"
 
 # --loss_type -> the loss.
 LOSSES: Mapping[str, Loss] = {
     "no_baseline": Loss(_reinforce, weight="raw_rewards", arguments=frozenset()),
     "reinforce_with_baseline": Loss(_reinforce),
     "grpo_clip": Loss(
-        _grpo_clip, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED | {"dual_clip"}
+        _grpo_clip, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE, arguments=_CLIPPED | {"dual_clip"}
     ),
-    "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_ONE),
+    "grpo_no_clip": Loss(_grpo_no_clip, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE),
     "gspo": Loss(
         _gspo,
         uses_ratio=True,
         ratio_per_response=True,
-        at_ratio_one=_AT_ONE,
+        at_ratio_one=_AT_RATIO_ONE,
         arguments=_CLIPPED | {"dual_clip"},
     ),
-    "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_ONE, arguments=_CLIPPED),
+    "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE, arguments=_CLIPPED),
 }
 # Flags that only some losses use.
 OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))
@@ -297,7 +300,12 @@ def compute_policy_gradient_loss(
     """
     config = LossConfig(LOSSES[loss_type], cliprange, cliprange_high, dual_clip)
     inputs = LossInputs(
-        config, policy_log_probs, response_mask, raw_rewards, advantages, old_log_probs
+        config,
+        log_probs=policy_log_probs,
+        mask=response_mask,
+        raw_rewards=raw_rewards,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
     )
     return config.loss.function(inputs)
 
@@ -328,16 +336,16 @@ def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator:
 
 
 # Ways to bound an importance weight by a cap.
-BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+WEIGHT_BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
     "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
 }
-# --sampler_correction: whether the importance weight is a token's or a whole response's, and its
-# bound.
+# Values of --sampler_correction, other than "none": the level, a token's weight or the whole
+# response's, and the name of the bound.
 CORRECTIONS = (
     "none",
-    *(f"token_{bound}" for bound in BOUNDS),
-    *(f"sequence_{bound}" for bound in BOUNDS),
+    *(f"token_{bound}" for bound in WEIGHT_BOUNDS),
+    *(f"sequence_{bound}" for bound in WEIGHT_BOUNDS),
 )
 
 
@@ -355,7 +363,7 @@ def sampler_weights(
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
     if level == "sequence":
         log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
-    return BOUNDS[bound](log_weight_BT.exp(), cap)
+    return WEIGHT_BOUNDS[bound](log_weight_BT.exp(), cap)
 
 
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
@@ -370,7 +378,7 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[T
     config = inputs.config
     (mask,) = inputs.require("mask")
     loss_BT, metadata = config.loss.function(inputs)
-    per_token = dict(metadata)
+    per_token = dict(metadata)  # quantities [batch, sequence], of which sums are reported
     if config.sampler_correction != "none":
         old_log_probs, sampler_log_probs = inputs.require("old_log_probs", "sampler_log_probs")
         weight_BT = sampler_weights(
@@ -415,7 +423,7 @@ def grpo_microbatch_train_step(
     *,
     reference_log_probs: Tensor | None = None,
     sampler_log_probs: Tensor | None = None,
-    **numbers,
+    **settings,
 ) -> tuple[Tensor, Sums]:
     """Backward of `micro_batch_loss`; gradients add up over micro-batches.
 
@@ -423,8 +431,8 @@ def grpo_microbatch_train_step(
 
     Without `denominator` the whole step is taken to be `gradient_accumulation_steps` times this
     micro-batch: "sequence_mean" divides by its responses times the steps, "token_mean" by its
-    response tokens times the steps, and "constant" raises ValueError. `numbers` are further fields
-    of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
+    response tokens times the steps, and "constant" raises ValueError. `settings` are further
+    fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
     correction_cap.
     """
     divisor: float | Tensor
@@ -436,17 +444,17 @@ def grpo_microbatch_train_step(
     else:
         divisor = denominator
     config = LossConfig(
-        LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **numbers
+        LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **settings
     )
     inputs = LossInputs(
         config,
-        policy_log_probs,
-        response_mask,
-        raw_rewards,
-        advantages,
-        old_log_probs,
-        reference_log_probs,
-        sampler_log_probs,
+        log_probs=policy_log_probs,
+        mask=response_mask,
+        raw_rewards=raw_rewards,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        reference_log_probs=reference_log_probs,
+        sampler_log_probs=sampler_log_probs,
     )
     loss, sums = micro_batch_loss(inputs, divisor)
     loss.backward()

@@ -96,7 +96,7 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     record: dict[str, Any] = {
         metric: figure["value"]
         for metric, figure in by_metric.items()
-        if not metric.startswith("avg@")  # of the same value as avg_all_rewards
+        if not metric.startswith("avg@")  # avg@k has the value of avg_all_rewards
     }
     record |= {f"{name}_ci": by_metric[name]["interval"] for name in AVERAGES}
     record["categories"] = Counter(map(category, flatten_scores(groups)))
@@ -117,7 +117,8 @@ def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
     correct_P = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
     powers_of_two = [2**exponent for exponent in range(k.bit_length())]
-    # pass@j and maj@k are one number a problem, which stands for each of its k samples.
+    # pass@j and maj@k are one number a problem. `figure` takes k numbers a problem, so that number
+    # is repeated k times.
     for j in sorted({k, *powers_of_two}):
         scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, correct, j)] * k for correct in correct_P]
     scores_by_metric[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
@@ -141,8 +142,10 @@ def figure(scores_PG: Sequence[Sequence[float]]) -> dict[str, Any]:
     return {
         "value": p,
         "interval": list(clustered_interval(scores_PG)),
-        "std_error": score_std(0.0, n, p),
-        "smallest_difference": detectable_difference(score_std(0.0, n + z2, shrunk)),
+        "std_error": score_std(seed_std=0.0, questions=n, accuracy=p),
+        "smallest_difference": detectable_difference(
+            score_std(seed_std=0.0, questions=n + z2, accuracy=shrunk)
+        ),
     }
 
 
@@ -179,11 +182,12 @@ def majority_share(group: Group) -> float:
 
 
 def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean p of the scores, and their effective number n: p(1 - p) / n is the variance of the
-    mean, which is estimated from the variance between problems (Kish 1965, design effect).
+    """The mean p of the scores, and their effective number n: so many independent scores of 0 or 1
+    would have a mean of the same variance v, so n = p(1 - p) / v. The estimate of v is from the
+    variance between problems (Kish 1965, design effect).
 
-    n is at most the number of scores. Where the problems' means are all equal, it is the number of
-    problems."""
+    n is at most the number of scores. Where the problems' means are all equal, v is 0, and n is the
+    number of problems."""
     scores = torch.tensor(scores_PG, dtype=torch.float64)
     problems = scores.shape[0]
     p = scores.mean().item()
@@ -300,7 +304,7 @@ def write_results(
     """Write each model's rows in the shapes of lm-evaluation-harness (in lm_eval/) and of lighteval
     (in lighteval/results/)."""
     now = datetime.now(UTC)
-    templates = {
+    template_of_folder = {
         folder / "lm_eval": TEMPLATES / "lm_eval.json.j2",
         folder / "lighteval" / "results": TEMPLATES / "lighteval.json.j2",
     }
@@ -311,30 +315,30 @@ def write_results(
             "time": now.timestamp(),
             **settings,
         }
-        for results, template in templates.items():
-            file = results / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
+        for results_folder, template in template_of_folder.items():
+            file = results_folder / Path(model).name / f"results_{now:%Y-%m-%dT%H-%M-%S.%f}.json"
             file.parent.mkdir(parents=True)
             write_json(file, json.loads(fill_template(template, **facts)))
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a run's policy before the first step, after every `interval` steps, and after the
-    last."""
+    """Evaluates a run's policy before the first step, after every `eval_interval` steps, and after
+    the last."""
 
     evaluate: Callable[[Sampler], Evaluation]
-    interval: int
+    eval_interval: int
     sampler: Sampler
     run: Any
     policy: Any
-    # Compares the log-probs of an evaluation with the trainer's. None where this sampler draws
-    # rollouts too: each update compares those.
+    # Compares the sampler's log-probs of an evaluation with the trainer's. None where this sampler
+    # draws the rollouts too, since each update compares the log-probs of these.
     check: Callable[[Sequence[Group]], object] | None
 
     def run_if_due(self, step: int) -> None:
         """Evaluate after `step` steps if an evaluation is due there and not logged already. A run
         that stopped between a step and its evaluation makes it up on resume."""
-        is_due = step % self.interval == 0 or step >= self.run.config.num_steps
+        is_due = step % self.eval_interval == 0 or step >= self.run.config.num_steps
         if not is_due or step in self.run.folder.evaluated:
             return
         self.run.clock.begin("evaluation")

@@ -31,9 +31,10 @@ OPTIMIZER_FILE = "optimizer.safetensors"  # of a policy of one process
 
 
 class MicroBatch:
-    """Forward and backward pass of some rows of a batch: the constructor, then `head`, which
-    backpropagates to the hidden states only and so frees its memory, then `backward`. Without rows
-    the gradient is zeros."""
+    """The forward and backward pass of some rows of a batch, in three steps. The constructor
+    computes the hidden states. `head` computes logits and loss, and backpropagates to the hidden
+    states alone, so that the logits' memory is free again. `backward` backpropagates from there to
+    the weights. Without rows the gradient is zeros."""
 
     def __init__(
         self, policy: "SingleDevicePolicy", batch: Batch, rows: Sequence[int], objective: Objective
@@ -44,8 +45,12 @@ class MicroBatch:
         self.objective = objective
         self.part = take_rows(batch, rows) if rows else ONE_TOKEN
         with autocast(first_device(self.model), self.dtype):
-            planned = {"input_ids": self.part.input_ids, "response_mask": self.part.response_mask}
-            self.hidden_NH = policy.run(partial(hidden_states, **planned))
+            forward = partial(
+                hidden_states,
+                input_ids=self.part.input_ids,
+                response_mask=self.part.response_mask,
+            )
+            self.hidden_NH = policy.run(forward)
 
     def head(self) -> None:
         """Compute log-probs and loss, and backpropagate the loss to the hidden states."""
@@ -62,10 +67,11 @@ class MicroBatch:
                 objective.entropy,
             )
         log_probs = outputs["log_probs"]
-        loss = log_probs.sum() * 0
         reported: Mapping[str, torch.Tensor] = {}
         if self.rows:
             loss, reported = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
+        else:
+            loss = log_probs.sum() * 0  # It has a graph, and a gradient of zeros.
         loss.backward()
         self.log_probs = log_probs.detach()
         self.sums = {"loss": loss.detach()}
@@ -87,13 +93,14 @@ class SingleDevicePolicy(MicroBatchedModel):
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
-        # a small model does not reach all that were configured
+        # A model with few layers may not use all the devices of its config.
         self.devices = tuple(map(str, devices_of(self.model)))
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
         if config.compile:
             compile_layers(self.model)
-        # after the optimiser has taken the parameters: a check gathers a sharded model's
+        # This comes after the optimiser has taken the parameters: the check of the kernels runs the
+        # model, after which a sharded model's parameters are gathered ones.
         if config.use_liger_kernel:
             use_liger_kernel(self.model)
 
@@ -110,12 +117,13 @@ class SingleDevicePolicy(MicroBatchedModel):
     def accumulate(
         self, batch: Batch, rows: Sequence[int], objective: Objective
     ) -> Iterator[MicroBatchResult]:
-        # in training mode log-probs would not be the sampler's
+        # With dropout, log-probs are not the sampler's, so only an explicit choice turns it on.
         self.model.train(self.policy_config.dropout)
+        # Without rows there may be no micro-batch, which would leave the gradient None, not zeros.
         if not rows:
             for parameter in (p for p in self.model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
-        split = computed_rows(self.model, batch, rows)
+        split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
             tokens = packed_tokens([split[i] for i in piece])
             yield MicroBatchResult(
@@ -125,7 +133,8 @@ class SingleDevicePolicy(MicroBatchedModel):
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
     ) -> Iterator[tuple]:
-        """Yield each micro-batch's indices into `rows`, and itself, after adding its gradient."""
+        """Add the gradient of each micro-batch, and then yield its indices into `rows` and the
+        `MicroBatch`."""
 
         def compute(piece: Sequence[int]) -> MicroBatch:
             micro_batch = MicroBatch(self, batch, [rows[i] for i in piece], objective)
@@ -191,7 +200,8 @@ class SingleDevicePolicy(MicroBatchedModel):
 
     def save(self, folder: Path, tokenizer) -> None:
         state_dict = None
-        # Merged weights are new tensors, for which an awake engine leaves a GPU no room.
+        # Merged weights are new tensors. They go to the CPU one by one, since an engine that is
+        # awake leaves no room for all of them on a GPU.
         if self.policy_config.lora_rank:
             state_dict = {name: tensor.cpu() for name, tensor in self.weights()}
         save_model(self.model, folder, tokenizer, state_dict)
@@ -205,16 +215,16 @@ class SingleDevicePolicy(MicroBatchedModel):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:
+        parameters: list[torch.nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            parameters += group["params"]
+        wrote_one_process = (folder / OPTIMIZER_FILE).exists()
+        are_whole = all(own_part(parameter) is parameter for parameter in parameters)
+        if wrote_one_process and are_whole:
+            tensors = load_file(folder / OPTIMIZER_FILE)
+        else:
+            tensors = read_parts(folder, parameters)
         state: dict[int, dict[str, torch.Tensor]] = {}
-        parameters = [
-            parameter for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
-        are_whole = (folder / OPTIMIZER_FILE).exists() and all(
-            own_part(parameter) is parameter for parameter in parameters
-        )
-        tensors = (
-            load_file(folder / OPTIMIZER_FILE) if are_whole else read_parts(folder, parameters)
-        )
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
@@ -232,13 +242,13 @@ class SingleDevicePolicy(MicroBatchedModel):
 def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     """This process's part, on the CPU, of the `optimizer_tensors` in a folder. Raises OSError where
     some are missing."""
-    # here, because it takes seconds, and a single process does without
+    # Imported here: this takes seconds, which a policy of one process saves.
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
     reader = HuggingFaceStorageReader(str(folder))
     tensors = {}
-    # all of them are tensors, of which torch keeps size and chunks
+    # Every entry is of a tensor, and has its size and its chunks.
     stored_tensors: Any = reader.read_metadata().state_dict_metadata
     for name, stored in stored_tensors.items():
         parameter = parameters[int(name.partition(".")[0])]
@@ -246,10 +256,10 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
             tensors[name] = torch.empty_like(parameter, device="cpu")
         else:
             tensors[name] = torch.empty(())
-        # torch would leave the rest as it is
+        # torch would leave the elements of a missing part unset, without an error.
         if sum(part.sizes.numel() for part in stored.chunks) != tensors[name].numel():
             raise OSError(f"{folder}: parts of {name} are missing")
-    with warnings.catch_warnings(action="ignore"):  # which says that no ranks take part
+    with warnings.catch_warnings(action="ignore"):  # The warning says that no ranks take part.
         load_checkpoint(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
@@ -257,22 +267,25 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
 def make_optimizer(
     model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
 ) -> torch.optim.Optimizer:
-    """The optimiser of that kind, of what needs a gradient, with betas 0.9 and 0.95; only matrices
-    decay. A group's "hidden" says which of its parameters are matrices other than the embeddings
-    and the output head."""
+    """An optimiser of the entry `kind` in `OPTIMIZERS`, with betas 0.9 and 0.95, for the parameters
+    that need a gradient. Weight decay is for matrices alone. The list "hidden" of a group has a
+    bool for each of its parameters: whether it is a matrix, and neither an embedding nor the output
+    head."""
     entry = OPTIMIZERS[kind]
-    # a module that is no language model has no head
+    # A module that is no language model has no head.
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else find_head()
-    ends = {
+    embeddings_and_head = {
         module.weight
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding) or module is head
     }
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    hidden = [p.ndim == 2 and p not in ends for p in matrices]
-    groups = [{"params": matrices, "weight_decay": weight_decay, "hidden": hidden}]
-    groups.append({"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)})
+    hidden = [p.ndim == 2 and p not in embeddings_and_head for p in matrices]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay, "hidden": hidden},
+        {"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)},
+    ]
     optimizer_class: Any = import_object("--optimizer", entry.path)
     return optimizer_class(groups, lr=lr, betas=(0.9, 0.95), **entry.options)

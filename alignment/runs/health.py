@@ -2,26 +2,25 @@
 recover."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
+from alignment.runs.run_folder import Record
 from alignment.system.errors import RunStopped
-
-Record = Mapping[str, Any]
-"""A line of metrics.jsonl: the metrics of one step by name."""
 
 WINDOW = 3  # Steps that warnings average over, so that one odd rollout causes none.
 GRADER_WINDOW = 20  # Steps over which failed gradings are counted.
-MISMATCH_JUMP = 3  # Times the median of earlier steps from which a sampler mismatch is a warning.
-# Nats a token; a smaller median counts as this. Sampler and trainer are compared at the first
-# mini-batch with a gradient; those before it have moved the weights by the optimiser's momentum.
+# A sampler mismatch that exceeds the median of earlier steps by more than this factor is a warning.
+MISMATCH_JUMP = 3
+# In nats a token; a smaller median counts as this. Even a sound run has some mismatch: sampler and
+# trainer are compared at the first mini-batch with a gradient, and mini-batches before it have
+# moved the weights by the optimiser's momentum.
 MISMATCH_FLOOR = 0.005
 
 
 class Health:
-    """Watches the metrics of a run. It keeps only the first and the latest steps, from which all
-    warnings follow."""
+    """Watches the metrics of a run. It keeps only its first and its latest steps, which suffice for
+    all warnings. `steps` are those that a resumed run has made before."""
 
     def __init__(
         self,
@@ -33,13 +32,14 @@ class Health:
         self.max_new_tokens = max_new_tokens
         self.max_bad_steps = max_bad_steps
         self.max_grader_failures = max_grader_failures
-        self.kept = max(GRADER_WINDOW, max_bad_steps)
+        self.latest_count = max(GRADER_WINDOW, max_bad_steps)
         self.first = steps[:WINDOW]
-        self.latest = steps[-self.kept :]
+        self.latest = steps[-self.latest_count :]
 
     def judge(self, record: Record) -> tuple[list[str], Record]:
-        """Judge and keep the record of the next step. Returns the messages to print, of warnings
-        that the step before did not have, and the record with the names of its warnings added."""
+        """Judge and keep the record of the next step. Returns the messages to print, and the record
+        with the names of its warnings added. A warning has a message where the step before did not
+        have the same warning."""
         names_before: set[str] = set()
         if self.latest:
             names_before = set(self.latest[-1]["warnings"])
@@ -52,7 +52,7 @@ class Health:
             )
         record = {**record, "warnings": sorted(warnings)}
         self.first = [*self.first, record][:WINDOW]
-        self.latest = [*self.latest, record][-self.kept :]
+        self.latest = [*self.latest, record][-self.latest_count :]
         return messages, record
 
     def stop_if_hopeless(self) -> None:
@@ -69,8 +69,9 @@ class Health:
         recent = self.latest[-GRADER_WINDOW:]
         failed = sum(record["grading_failed"] for record in recent)
         graded = sum(record["responses"] for record in recent)
-        # The flag is a share of the answers of a whole window. In the first steps, where the window
-        # is not full, its answers are extrapolated: one early failure must not stop the run.
+        # The flag is a share of the answers of a full window of steps. The first steps do not fill
+        # one, and are taken to have as many answers as it would: one early failure must not stop
+        # the run.
         allowed = self.max_grader_failures * GRADER_WINDOW * graded / len(recent)
         if failed > allowed:
             raise RunStopped(
@@ -85,6 +86,7 @@ def health_warnings(
 ) -> dict[str, str]:
     """The warnings at the last of `steps`: name -> message. `first` are the first `WINDOW` steps of
     the run, with which entropy and length are compared."""
+    # The first and the latest `WINDOW` steps must be different ones.
     if not steps or steps[-1]["step"] < 2 * WINDOW:
         return {}
     warnings: dict[str, str] = {}

@@ -30,6 +30,7 @@ from alignment.system.manifests import find_damage, write_manifest
 from alignment.system.terminal import printable
 
 Record = Mapping[str, Any]
+"""A line of a log: the figures of one step, or of one evaluation, by name."""
 # Log file -> prefix of its numbers in trackers.
 LOGS = {
     "metrics.jsonl": "",

@@ -16,21 +16,21 @@ from alignment.system.templates import fill_template
 from alignment.system.terminal import make_table, printable
 
 
-def write_summary(path: Path, sampling: str, console: Console, facts: Mapping[str, Any]) -> None:
+def write_summary(run: Path, sampling: str, console: Console, facts: Mapping[str, Any]) -> None:
     """Draw the learning curve, print the first evaluation beside the last, and write summary.json.
 
-    `path` is the run's folder. `sampling` says in words how evaluations were sampled. `facts` go to
+    `run` is the run's folder. `sampling` says in words how evaluations were sampled. `facts` go to
     summary.json as they are: "seconds_beside_steps" (of the run, for all but its steps),
     "reproducibility", and "peak_bytes" (device -> phase -> [measured, predicted])."""
-    evals = read_jsonl(path / "evals.jsonl")
-    metrics = read_jsonl(path / "metrics.jsonl")
-    plot_learning_curve(path / "learning_curve.png", metrics, evals, path.name)
-    print_before_and_after(path.name, sampling, metrics, evals, console)
+    evals = read_jsonl(run / "evals.jsonl")
+    metrics = read_jsonl(run / "metrics.jsonl")
+    plot_learning_curve(run / "learning_curve.png", metrics, evals, run.name)
+    print_before_and_after(run.name, sampling, metrics, evals, console)
     print_peaks(facts["peak_bytes"], console)
     print_seconds(metrics, console)
-    print_first_change(path, evals, console)
+    print_first_change(run, evals, console)
     console.print(
-        f"learning curve: {path / 'learning_curve.png'}\nmodel: {path / 'final'}", markup=False
+        f"learning curve: {run / 'learning_curve.png'}\nmodel: {run / 'final'}", markup=False
     )
     warnings = Counter(itertools.chain.from_iterable(record["warnings"] for record in metrics))
     summary = {
@@ -45,7 +45,7 @@ def write_summary(path: Path, sampling: str, console: Console, facts: Mapping[st
         "restarts": total(metrics, "restarts"),
     }
     # Last, because a run with a summary counts as finished.
-    write_json(path / "summary.json", summary)
+    write_json(run / "summary.json", summary)
 
 
 def total(records: Sequence[Record], key: str) -> Any:
@@ -104,7 +104,7 @@ def gigabytes(size: float | None) -> str:
 def print_seconds(metrics: Sequence[Record], console: Console) -> None:
     """Print the share of each phase in the seconds of all steps, the largest first."""
     prefix = "seconds_"
-    all_keys = set(itertools.chain.from_iterable(metrics))
+    all_keys = set[str]().union(*metrics)
     seconds: dict[str, float] = {}
     for key in sorted(key for key in all_keys if key.startswith(prefix)):
         # A step that lacks the key had no such phase.
@@ -117,10 +117,9 @@ def print_seconds(metrics: Sequence[Record], console: Console) -> None:
     console.print(f"of these seconds: {', '.join(shares)}")
 
 
-def print_first_change(path: Path, evals: Sequence[Record], console: Console) -> None:
-    """Print both completions of the first problem whose reward changed from the first evaluation to
-    the last."""
-    before, after = first_change(path, evals)
+def print_first_change(run: Path, evals: Sequence[Record], console: Console) -> None:
+    """Print the two completions that `first_change` returns, of the run in the folder `run`."""
+    before, after = first_change(run, evals)
     question = printable(before["question"])
     console.print(f"the first problem whose outcome changed: {question}", markup=False)
     for label, record in (("before", before), ("after", after)):
@@ -129,8 +128,8 @@ def print_first_change(path: Path, evals: Sequence[Record], console: Console) ->
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:
-    """Write README.md, the model card of the run in the folder `run`, to `folder`, which holds its
-    final model. The licence is that in the card of the base model, where there is one."""
+    """Write README.md, the model card of the run in the folder `run`, to `folder`, which holds the
+    run's final model. The licence is the one that the card of the base model names, if any."""
     record = read_json(run / "args.json")
     base_model = Path(record["args"]["model"])
     base_card = ""
@@ -187,17 +186,17 @@ def plot_learning_curve(
     figure.savefig(path, dpi=120)
 
 
-def first_change(path: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
-    """The completions, in the first and the last evaluation, of the first problem whose reward
-    changed between them; of the first problem if none did."""
-    first = read_completions(path, evals[0])
-    last = read_completions(path, evals[-1])
+def first_change(run: Path, evals: Sequence[Record]) -> tuple[dict, dict]:
+    """The completions, in the first and the last evaluation of the run in the folder `run`, of the
+    first problem whose reward changed between them; of the first problem if none did."""
+    first = read_completions(run, evals[0])
+    last = read_completions(run, evals[-1])
     for before, after in zip(first, last, strict=True):
         if before["score"]["reward"] != after["score"]["reward"]:
             return before, after
     return first[0], last[0]
 
 
-def read_completions(path: Path, evaluation: Record) -> list[dict]:
-    """The completions of one evaluation of the run in the folder `path`."""
-    return read_jsonl(path / "completions" / f"eval_{evaluation['step']:06d}.jsonl")
+def read_completions(run: Path, evaluation: Record) -> list[dict]:
+    """The completions of one evaluation of the run in the folder `run`."""
+    return read_jsonl(run / "completions" / f"eval_{evaluation['step']:06d}.jsonl")

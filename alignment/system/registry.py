@@ -18,18 +18,24 @@ def find(
     table: Mapping[str, Entry],
     wrap: Callable[[Callable], Entry] | None = None,
 ) -> Entry:
-    """The entry `name` of `table`, or the object that `name` imports, as `package.module:name`: one
-    of the class of the table's entries (any callable where these are functions) or, with `wrap`, a
-    callable that becomes one. Raises `UserError`, beginning with `flag`, for an unknown name, a
-    module that cannot be imported, and any other object."""
+    """The entry `name` of `table`, or an entry of the user's own, which `name` imports as
+    `package.module:name`.
+
+    The imported object must be of the class of the table's entries; where these are functions, any
+    callable will do. `wrap` makes an entry of a callable. An object that is of the entries' class
+    already is not wrapped, unless the entries are functions: then the user's function is wrapped.
+
+    Raises `UserError`, whose message begins with `flag`, for an unknown name, for a module that
+    cannot be imported, and for any other object."""
     if name in table:
         return table[name]
     kind = type(next(iter(table.values())))
     holds_functions = kind is FunctionType
-    takes_functions = wrap is not None or holds_functions
-    if not name.rpartition(":")[0]:
+    takes_callables = wrap is not None or holds_functions
+    module, _, _ = name.rpartition(":")
+    if not module:
         form = "one of your own as package.module:name"
-        if takes_functions:
+        if takes_callables:
             form = "a function as package.module:function"
         noun = flag.strip("-").removesuffix("s").replace("_", " ")
         raise UserError(
@@ -40,8 +46,8 @@ def find(
     must_be_wrapped = wrap is not None and holds_functions
     if isinstance(entry, kind) and not must_be_wrapped:
         return cast(Entry, entry)
-    if not takes_functions or not callable(entry):
-        wanted = "a function" if takes_functions else kind.__name__
+    if not takes_callables or not callable(entry):
+        wanted = "a function" if takes_callables else kind.__name__
         raise UserError(
             f"{flag} {name}: cannot be imported (TypeError: it is of type {type(entry).__name__},"
             f" not {wanted})"
@@ -68,6 +74,7 @@ def import_object(flag: str, path: str) -> object:
     """The object that `path`, written as `package.module:name`, imports. Raises `UserError` that
     begins with `flag`."""
     module, _, attribute = path.rpartition(":")
+    # `errors` names the line where code of these packages fails.
     if not module.startswith(f"{PACKAGE.name}."):
         USERS_PACKAGES.add(module.partition(".")[0])
     try:

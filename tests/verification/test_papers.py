@@ -120,12 +120,12 @@ def test_a_runs_own_settings_are_compared_first(loss, number):
 def test_a_fault_of_a_runs_own_setting_is_noticed_by_its_line(monkeypatch):
     """A clip at twice the range is no fault of the entries that the other line takes."""
     config = dataclasses.replace(ARGS, loss_type="grpo_clip", cliprange=0.1).update_config
-    real = losses._bounds
+    real = losses._clip_range
 
-    def bounds(config):
+    def clip_range(config):
         return (0.8, 1.2) if config.cliprange == 0.1 else real(config)
 
-    monkeypatch.setattr(losses, "_bounds", bounds)
+    monkeypatch.setattr(losses, "_clip_range", clip_range)
     of_run, of_all, _ = checks_without_model(config)
     assert of_run.quantity() > 1e-3 and of_all.quantity() <= of_all.limit
 

@@ -29,7 +29,7 @@ from alignment.rewards.grading.text import (
 from alignment.system.limited_workers import CallFailed, LimitedWorkers
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong
-CACHED = 100_000  # verdicts kept
+CACHE_SIZE = 100_000  # results that each cache keeps
 
 # What math-verify gets, and its limits.
 FOREIGN_CHARS = 200  # of a text
@@ -62,7 +62,8 @@ class Verdict(NamedTuple):
 def grade(answer: str, ground_truth: str, fast: bool = False) -> bool:
     """Whether `answer` equals `ground_truth`.
 
-    Never raises; what is unread is wrong. `fast` leaves out the last two stages.
+    Never raises; what is unread is wrong. `fast` leaves out the last two stages, "symbolic" and
+    "math-verify".
     """
     return grade_detail(answer, ground_truth, fast).equal
 
@@ -77,17 +78,18 @@ def grade_detail(answer: str, ground_truth: str, fast: bool = False) -> Verdict:
     verdict = _decide(answer, ground_truth, fast)
     if fast or verdict.stage not in ("symbolic", "unread"):
         return verdict
-    # A task with expressions in its answers will have some that only math-verify reads.
+    # A task with such a pair will have others that only math-verify reads. Its workers start now,
+    # also where this pair does not need them.
     WORKERS.warm_up()
     if verdict.stage == "symbolic":
         return verdict
     try:
-        return _ask_once(normalise_answer(answer), normalise_answer(ground_truth))
+        return _ask_math_verify_cached(normalise_answer(answer), normalise_answer(ground_truth))
     except CallFailed as failure:
         return Verdict(False, str(failure))
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=CACHE_SIZE)
 def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     """The stages that run in this process, which are bounded by construction."""
     stated_answer = stated(answer).strip()
@@ -96,15 +98,15 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         return Verdict(False, "bounds")
     if stated_answer == stated_truth:
         return Verdict(True, "literal")
-    answer = normalise_answer(stated_answer)
-    truth = normalise_answer(stated_truth)
-    if max(len(answer), len(truth)) > READ_CHARS:
-        if squeeze(answer) == squeeze(truth):
+    normalised_answer = normalise_answer(stated_answer)
+    normalised_truth = normalise_answer(stated_truth)
+    if max(len(normalised_answer), len(normalised_truth)) > READ_CHARS:
+        if squeeze(normalised_answer) == squeeze(normalised_truth):
             return Verdict(True, "normalised")
         return Verdict(False, "bounds")
     comparison = Comparison(fast)
     try:
-        equal = comparison.compare_texts(answer, truth)
+        equal = comparison.compare_texts(normalised_answer, normalised_truth)
     except Exception:
         # No text is known to come here, but a defect of the grader must not end a run of days.
         return Verdict(False, "error")
@@ -113,7 +115,7 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
     return Verdict(equal, comparison.stage)
 
 
-@lru_cache(maxsize=CACHED)
+@lru_cache(maxsize=CACHE_SIZE)
 def normalise_answer(text: str) -> str:
     """The answer that a text states, in one spelling."""
     return normalise(stated(text))
@@ -150,8 +152,8 @@ _TO_LATEX = _commands_of_signs()
 def ask_math_verify(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two normalised texts, or "unread" for texts that it does not get.
 
-    It gets single expressions: of a chain, a = b = c, every side must equal every side of the
-    other, and lists and other relations it gets never. Raises `CallFailed`.
+    It gets a single expression at a time, never a list or a relation. Of a chain such as a = b = c
+    every side must equal every side of the other text. Raises `CallFailed`.
     """
     answer_sides = _sides(answer)
     truth_sides = _sides(truth)
@@ -168,12 +170,15 @@ def ask_math_verify(answer: str, truth: str) -> Verdict:
     return Verdict(True, "math-verify")
 
 
-# A failure raises, so it is not cached.
-_ask_once = lru_cache(maxsize=CACHED)(ask_math_verify)
+@lru_cache(maxsize=CACHE_SIZE)
+def _ask_math_verify_cached(answer: str, truth: str) -> Verdict:
+    """`ask_math_verify`, with a cache. A failure raises, so it is not cached."""
+    return ask_math_verify(answer, truth)
 
 
 def _sides(text: str) -> list[str]:
-    """The equal sides of a normalised text, without a label before them.
+    """The sides of a normalised text that is an expression or a chain of equations: 5 for "x = 5",
+    where x is a label; 1/2 and 2/4 for "1/2 = 2/4".
 
     [] for a list, another relation, or a long chain.
     """
@@ -188,7 +193,8 @@ def _sides(text: str) -> list[str]:
 def _ask_about_expressions(answer: str, truth: str) -> Verdict:
     """math-verify's verdict on two single expressions.
 
-    Raises `CallFailed`, but for a limit that they would meet again.
+    Raises `CallFailed`, except where the texts take too much work. They would do so again, so that
+    is a verdict.
     """
     if not patterns.FOREIGN.search(f"{answer} {truth}"):
         return Verdict(False, "unread")
@@ -208,8 +214,9 @@ def _is_harmless(text: str) -> bool:
     """Whether a normalised text is short, complete, of known commands, and without words or large
     numbers.
 
-    No equation is: math-verify reads `7 = 5` as 5, and takes unsolvable ones for equal. Nor is a
-    relation of numbers: it is no answer.
+    An equation is not harmless, unless it stands under a sum, product, integral or limit:
+    math-verify reads `7 = 5` as 5, and takes two equations without a solution for equal. A relation
+    of numbers is not, since it is no answer.
     """
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if len(text) > FOREIGN_CHARS or not commands <= _KNOWN_COMMANDS:
@@ -219,15 +226,16 @@ def _is_harmless(text: str) -> bool:
     formula = re.sub(r"\\(?:begin|end) ?\{[pbvB]?matrix\}", "&", text)
     if not _is_bounded(formula):
         return False
-    signs = re.sub(r"\\[A-Za-z]+", " ", formula)
+    without_commands = re.sub(r"\\[A-Za-z]+", " ", formula)
     if r"\int" in formula:
-        signs = re.sub(r"d[a-z](?![A-Za-z])", " x", signs)
-    if patterns.UNCLEAR.search(signs):
+        # A differential such as dx would look like a word.
+        without_commands = re.sub(r"d[a-z](?![A-Za-z])", " x", without_commands)
+    if patterns.UNCLEAR.search(without_commands):
         return False
-    # The only equation is the one under a sum, a product, an integral or a limit.
-    if "=" in signs and not re.search(r"\\(?:sum|prod|int|lim)", formula):
+    has_bounds = re.search(r"\\(?:sum|prod|int|lim)", formula) is not None
+    if "=" in without_commands and not has_bounds:
         return False
-    has_variable = re.search("[A-Za-z]", signs) is not None
+    has_variable = re.search("[A-Za-z]", without_commands) is not None
     return has_variable or not re.search("[<>≤≥≠]", formula)
 
 
@@ -236,17 +244,18 @@ def _is_complete(text: str) -> bool:
     end."""
     begun = re.findall(r"\\begin ?\{(\w+)\}", text)
     ended = re.findall(r"\\end ?\{(\w+)\}", text)
-    return bool(split(text)) and begun == ended and not patterns.INCOMPLETE.search(text)
+    brackets_match = bool(split(text))  # `split` returns [] where they do not.
+    return brackets_match and begun == ended and not patterns.INCOMPLETE.search(text)
 
 
 def _is_bounded(formula: str) -> bool:
-    """Whether numbers and powers are so small that computing with them takes no time."""
+    """Whether numbers and powers are so small that computing with them takes almost no time."""
     powers = len(patterns.POWER.findall(formula))
     small_powers = len(patterns.SMALL_POWER.findall(formula))
     if powers != small_powers or powers > MAX_POWERS or patterns.LARGE.search(formula):
         return False
-    # Powers inside each other multiply their exponents, which C would compute for minutes without a
-    # call that is counted.
+    # Powers inside each other multiply their exponents. Code in C would compute such a number for
+    # minutes, without one of the calls of Python functions that the limit counts.
     exponents = [int(exponent) or 1 for exponent in patterns.EXPONENT.findall(formula)]
     return math.prod(exponents) <= MAX_EXPONENT
 
@@ -254,10 +263,10 @@ def _is_bounded(formula: str) -> bool:
 def math_verify_reading(answer: str, truth: str) -> tuple[bool, str]:
     """math-verify's verdict on two texts in LaTeX, and how it read the answer.
 
-    May take any time and memory; an error means no. Only its LaTeX extraction is safe: the one for
-    plain expressions calls sympy's `parse_expr`, which is `eval`, while the LaTeX grammar gives
-    sympy no text but number tokens. Its time-out by `signal.alarm` is off: the worker limits its
-    work.
+    May take any time and memory; an error means no. Its time-out by `signal.alarm` is off: the
+    worker limits its work. Of math-verify's extractions it uses LaTeX's alone, which is safe: the
+    LaTeX grammar gives sympy no text but number tokens. The extraction of plain expressions calls
+    sympy's `parse_expr`, which is `eval`.
     """
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.core.random import seed

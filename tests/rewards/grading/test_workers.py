@@ -47,7 +47,7 @@ def math_verify_that(monkeypatch, tmp_path):
         (tmp_path / "fake_math_verify.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr(cascade, "WORKERS", workers)
-        cascade._ask_once.cache_clear()
+        cascade._ask_math_verify_cached.cache_clear()
 
     yield start
     workers.close()
@@ -93,7 +93,7 @@ def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_tha
         "answer_reward": 0.0,
         "grading_failed": 1.0,
     }
-    assert cascade._ask_once.cache_info().hits >= 1
+    assert cascade._ask_math_verify_cached.cache_info().hits >= 1
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_verdict_does_not_depend_on_the_machines_load(answer, truth, equal):
     """The process that computes is stopped for longer than it computes, as on a machine that has no
     processor for it."""
     assert ask_math_verify(*MATRIX)[0]  # a worker has started
-    cascade._ask_once.cache_clear()
+    cascade._ask_math_verify_cached.cache_clear()
     workers = [
         psutil.Process(worker.process.pid) for worker in WORKERS.workers.values() if worker.is_open
     ]
