@@ -40,7 +40,7 @@ from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
 from alignment.planning.measured_memory import SPARE
 from alignment.planning.passes import ComputedModel
-from alignment.planning.peak_meter import WHOLE, PeakMeter
+from alignment.planning.peak_meter import WHOLE
 from alignment.planning.peaks import DevicePeak, peak_bytes
 from alignment.planning.phase_work import Engines, PolicySplit, Schedule, Shares, StepWork
 from alignment.planning.placement import Roles
@@ -48,7 +48,7 @@ from alignment.planning.seconds import Hardware, Rates, hardware_of, rates
 from alignment.planning.step_shape import SampledRows, StepShape
 from alignment.planning.work import UnitSeconds, Work
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, Policy, policy_kind
+from alignment.policy.policy import POLICIES, policy_kind
 from alignment.sampling.sampler import engine_name
 from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
@@ -248,28 +248,35 @@ def if_it_fits(run: RLArgs, change: Change, *machine) -> Prediction | None:
     return None
 
 
-def expected_peaks(args: RLArgs, plan: RunPlan, console: Console) -> Callable[[Policy], PeakMeter]:
-    """What measures a run's peaks beside those predicted by its plan, if they can be. Prints a
-    warning where they do not fit here."""
+def warn_of_short_memory(args: RLArgs, console: Console) -> None:
+    """Print a warning where a run does not fit on this machine, if that can be predicted.
 
-    def expected(tokens: int) -> list[DevicePeak]:
-        return []
-
+    It needs no warm start, so that the warning comes before the hours that one may take."""
     with suppress(UserError):  # what is wrong is said where it is loaded
-        prediction = predict_plan(args, plan, PlannedMachines(number=MACHINES))
-        expected = functools.cache(functools.partial(peaks_of_micro_batches, prediction))
+        prediction = predict(args, machines=MACHINES)
         for device in dict.fromkeys(peak.device for peak in prediction.peaks):
-            if (excess := prediction.excess(device)) > 0:
-                missing = (
-                    f"{device} will lack {excess / 1e9:.1f} of"
-                    f" {prediction.capacity(device) / 1e9:.1f} GB"
-                )
-                console.print(
-                    f"warning: {missing} (`alignment.plan` says which flags help)",
-                    style="yellow",
-                    soft_wrap=True,
-                )
-    return functools.partial(PeakMeter, expected=expected)
+            excess = prediction.excess(device)
+            if excess <= 0:
+                continue
+            missing = (
+                f"{device} will lack {excess / 1e9:.1f} of"
+                f" {prediction.capacity(device) / 1e9:.1f} GB"
+            )
+            console.print(
+                f"warning: {missing} (`alignment.plan` says which flags help)",
+                style="yellow",
+                soft_wrap=True,
+            )
+
+
+def expected_peaks(args: RLArgs, plan: RunPlan) -> Callable[[int], list[DevicePeak]]:
+    """A function of the most tokens that a micro-batch has (0: as many as it may have), which
+    predicts a run's peaks by its plan; it returns [] where they cannot be predicted."""
+    try:
+        prediction = predict_plan(args, plan, PlannedMachines(number=MACHINES))
+    except UserError:  # what is wrong is said where it is loaded
+        return lambda tokens: []
+    return functools.cache(functools.partial(peaks_of_micro_batches, prediction))
 
 
 def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePeak]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from alignment.args import RLArgs
 from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.policies import make_policy, ranks_of
-from alignment.builders.prediction import expected_peaks
+from alignment.builders.prediction import expected_peaks, warn_of_short_memory
 from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
 from alignment.builders.warm_start import encode_problems, prepare_warm_start
@@ -21,6 +21,7 @@ from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
 from alignment.model.loading import load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
+from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
 from alignment.rollouts.source import (
     AheadRollouts,
@@ -55,6 +56,7 @@ def build(args: RLArgs, run: Run) -> RunParts:
     """Load and open all that the loop works with. Warns where memory is short.
 
     `run.start` creates the run's folder at the very end, so an error before leaves no folder."""
+    warn_of_short_memory(args, run.console)
     with run.clock("warm_start"):
         base = str(run.checkpoint or prepare_warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -62,7 +64,6 @@ def build(args: RLArgs, run: Run) -> RunParts:
     if args.deterministic:
         make_deterministic()
     plan = plan_run(args, base)
-    measure_memory = expected_peaks(args, plan, run.console)
     engines = Engines(plan, run, load_tokenizer(base))
     evaluation = prepare_evaluation(args, tokenizer)
     source = open_source(args.rollout_config, tokenizer)
@@ -103,7 +104,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
     # check after an evaluation.
     check = None if plan.shares_sampler else check_log_probs
     evaluator = Evaluator(evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check)
-    run.start(policy, tokenizer, rollouts, measure_memory(policy))
+    peak_meter = PeakMeter(policy, expected_peaks(args, plan))
+    run.start(policy, tokenizer, rollouts, peak_meter)
     return RunParts(policy, rollouts, references, evaluator, pad_id)
 
 

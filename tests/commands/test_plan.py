@@ -251,11 +251,15 @@ def test_a_run_that_will_not_fit_is_warned_of(tiny_folder, monkeypatch):
     console = Console(record=True, width=300, file=io.StringIO())
     args = from_preset(RLArgs, "tiny", sft_base=str(tiny_folder))
     monkeypatch.setattr(prediction, "total_bytes", lambda device: int(0.5e9))
-    plan = plan_run(args, str(tiny_folder))
-    assert prediction.expected_peaks(args, plan, console).keywords["expected"](0)[0].name == "cpu"
+    prediction.warn_of_short_memory(args, console)
     assert "warning: cpu will lack" in (said := console.export_text()) and said.count("\n") == 1
+    absent = dataclasses.replace(args, model="/nowhere", sft_base="")
+    prediction.warn_of_short_memory(absent, console)
+    assert console.export_text() == ""
+    plan = plan_run(args, str(tiny_folder))
+    assert prediction.expected_peaks(args, plan)(0)[0].name == "cpu"
     plan = dataclasses.replace(plan, base="/nowhere")
-    assert prediction.expected_peaks(args, plan, console).keywords["expected"](0) == []
+    assert prediction.expected_peaks(args, plan)(0) == []
 
 
 def test_what_was_not_counted_neither_fits_nor_lacks_memory(planned, tmp_path):
