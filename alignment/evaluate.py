@@ -16,21 +16,26 @@ from rich.console import Console
 from alignment.args import Args, EvaluateArgs, parse
 from alignment.builders.checks import (
     check,
+    check_chat_template,
     check_model_path,
     check_rules,
     check_test_split,
+    has_chat_template,
     resolve_model,
     roles_of,
 )
 from alignment.config.settings import flag_values
+from alignment.data.prompts import CHAT
+from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
+from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.planning.placement import Roles
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
-from alignment.system.errors import RunStopped, run_command
+from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import write_json
 from alignment.system.registry import find
 from alignment.system.signals import Interrupted, deferrable_signals
-from alignment.system.terminal import count_parts, make_console
+from alignment.system.terminal import count_parts, make_console, printable
 
 
 def __getattr__(name: str):
@@ -46,16 +51,20 @@ def main() -> None:
     args = parse(EvaluateArgs)
     models = models_of(args)
     tasks = arguments_by_task(args)
+    if args.audit_base:
+        tasks = audited_arguments(tasks, models)
     roles = roles_of(args)
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
     for task_args in tasks.values():
         task = check(task_args)
+        for model in models:
+            check_chat_template(task, model)
         problems = check_test_split(task, args.dataset_path, args.max_problems)
         check_rules(task_args, task, problems)
     console = make_console()
-    if args.reward != EvaluateArgs.reward:
+    if args.reward != EvaluateArgs.reward and not args.audit_base:
         rules = {task_args.evaluation_rule for task_args in tasks.values()}
         for rule in rules - {args.reward}:
             console.print(
@@ -105,6 +114,40 @@ def arguments_by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
     return tasks
 
 
+def audited_arguments(
+    tasks: Mapping[str, EvaluateArgs], models: Sequence[str]
+) -> dict[str, EvaluateArgs]:
+    """The arguments for each task in each format of the audit. Raises `UserError` for a task whose
+    answers do not go into a box.
+
+    Where the model has no chat template, or the task no worked solutions, the format that needs
+    them is left out, which is said."""
+    audited = {}
+    for name, args in tasks.items():
+        task = find_task(args.task, args.data)
+        if "r1_zero" not in task.rules:
+            raise UserError(
+                f"--audit_base: --task {name} is graded by {' or '.join(task.rules)}, so that its"
+                " answers have one format only"
+            )
+        demonstrations = task.demonstrations("train", args.dataset_path, args.seed)
+        for audited_format in AUDITED_FORMATS:
+            if audited_format.prompt == CHAT and False in map(has_chat_template, models):
+                print(f"{name}: not in a chat, since the model has no chat template")
+                continue
+            if audited_format.examples > len(demonstrations):
+                print(f"{name}: not few-shot, since the task has no worked solutions")
+                continue
+            audited[f"{name}, {audited_format.name}"] = dataclasses.replace(
+                args,
+                prompt=audited_format.prompt,
+                reward=audited_format.reward,
+                examples=audited_format.examples,
+                audit_base=False,
+            )
+    return audited
+
+
 def evaluate_and_report(
     args: EvaluateArgs,
     models: Sequence[str],
@@ -119,6 +162,8 @@ def evaluate_and_report(
     if args.compare:
         names = ["compare", *map(label, args.compare)]
     default = "_".join([*names, *tasks])
+    if args.audit_base:
+        default = "_".join(["audit", label(args.model), *(args.eval_tasks or [args.task])])
     run = None
     rows = []
     groups = []
@@ -127,6 +172,8 @@ def evaluate_and_report(
         with closing(evaluate_models(args, models, tasks, roles, console)) as evaluations:
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
+                if args.audit_base:
+                    rows[-1] |= format_facts(task, tasks[task])
                 groups.append(evaluation.groups)
                 # not before there is something to write
                 if run is None:
@@ -135,17 +182,20 @@ def evaluate_and_report(
                         args.output_dir, args.run_name, default, settings, {"all": args.seed}
                     )
                     # evaluations of several tasks make no curve for trackers
-                    trackers = () if args.eval_tasks else args.trackers
+                    trackers = () if args.eval_tasks or args.audit_base else args.trackers
                     run = RunFolder(path, 0, trackers)
                 run.log_eval(rows[-1], groups[-1])
     except (Interrupted, RunStopped, OSError) as error:
         stop = error
-    if rows:
+    if rows and not args.audit_base:
         print_evaluations(args, rows, console)
     has_all_rows = len(rows) == len(models) * len(tasks)
     is_complete = has_all_rows and not any("left_out" in row for row in rows)
-    if is_complete and not isinstance(stop, OSError):
+    if is_complete and not isinstance(stop, OSError) and not args.audit_base:
         write_report(args, tasks, path, rows, groups, console)
+    if run is not None and args.audit_base:
+        table = write_audit(run.path, rows)
+        console.print(printable(table), markup=False, highlight=False, soft_wrap=True)
     if run is not None:
         run.close()
         console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
@@ -170,11 +220,12 @@ def evaluate_models(
     from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
+    other_rules = ("flexible",) if args.audit_base else ()
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
         evaluations = {
-            name: prepare_evaluation(of_task, tokenizer, args.num_samples)
+            name: prepare_evaluation(of_task, tokenizer, args.num_samples, other_rules)
             for name, of_task in tasks.items()
         }
         for evaluation in evaluations.values():
@@ -195,6 +246,17 @@ def evaluate_models(
                     ) as ended:
                         result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
                     yield model, name, result
+
+
+def format_facts(name: str, args: EvaluateArgs) -> dict[str, str]:
+    """The columns of the audit's table that say which of its evaluations a row is."""
+    task, _, format_name = name.rpartition(", ")
+    return {
+        "task": task,
+        "format": format_name,
+        "prompt": args.prompt,
+        "rule": args.evaluation_rule,
+    }
 
 
 def label(model: str) -> str:

@@ -18,7 +18,6 @@ from rich.console import Console
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.builders.checks import check_processes, roles_of
 from alignment.config.settings import flag_values
-from alignment.data.tasks import find_task
 from alignment.planning.placement import place
 from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     args = parse(PlanArgs)
-    find_reward(args.reward, find_task(args.task, args.data).rules, settings=args.reward_settings)
+    find_reward(args.reward, args.task_in_format.rules, settings=args.reward_settings)
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     roles_of(args, hardware.gpus)

@@ -10,8 +10,9 @@ from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Completion, Problem
 from alignment.core.text import ResponseReader, response_token_ids
+from alignment.data.prompts import chosen_prompt
 from alignment.data.row_warnings import is_placeholder
-from alignment.data.tasks import find_task
+from alignment.data.tasks import Task
 from alignment.model.loading import load_end_ids, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
 from alignment.rollouts.config import problems_of_step
@@ -42,7 +43,7 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
     base = resolve_model(model, args.output_dir)
     tokenizer = load_tokenizer(base)
     responses = ResponseReader(tokenizer, load_end_ids(base, tokenizer))
-    stop = find_task(args.task, args.data).stop
+    task = args.task_in_format
     if isinstance(args, RLArgs):
         source = open_source(args.rollout_config, tokenizer)
         problems = problems_of_step(source.problems, args.preview, args.seeds["data"], 1)
@@ -50,6 +51,7 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
     else:
         problems = prepare_evaluation(args, tokenizer).problems[: args.preview]
         reward = Reward(find_rule(args.evaluation_rule, args.reward_timeout))
+    print_format(task, args, tokenizer)
     encoded = encode_problems(problems, base, tokenizer, args.max_new_tokens)
     for problem, ids in zip(problems, encoded, strict=True):
         print(
@@ -66,7 +68,7 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         gold = [shape.format(problem.ground_truth) for shape in SHAPES]
         empty = [shape.format("") for shape in SHAPES]
         texts = [
-            responses.text(token_ids, stop)
+            responses.text(token_ids, task.stop)
             for token_ids in response_token_ids(tokenizer, gold + empty)
         ]
         completions = [Completion((), (), (), text, "stop", 0) for text in texts]
@@ -74,6 +76,13 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         print_rewards(
             texts[: len(SHAPES)], group.scores[: len(SHAPES)], group.scores[len(SHAPES) :]
         )
+
+
+def print_format(task: Task, args: RLArgs | EvaluateArgs, tokenizer) -> None:
+    """Print which prompt, rule and stop strings --task, --prompt and --reward come to."""
+    prompt = chosen_prompt(task.prompt, tokenizer, task.wants_box)
+    stop = ", ".join(map(repr, task.stop)) or "no string"
+    print(f"--prompt {prompt}, graded by the rule {args.evaluation_rule}; {stop} ends a response")
 
 
 def print_rewards(

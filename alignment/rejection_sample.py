@@ -4,7 +4,6 @@ arXiv:2501.12948, section 2.3.3).
 uv run -m alignment.rejection_sample --model checkpoints/tiny_grpo_clip_seed0/final --output
 kept.jsonl"""
 
-import dataclasses
 import json
 import re
 import sys
@@ -18,6 +17,7 @@ from rich.console import Console
 from alignment.args import RejectionArgs, parse
 from alignment.builders.checks import (
     check,
+    check_chat_template,
     check_model_path,
     check_output,
     check_rules,
@@ -26,8 +26,7 @@ from alignment.builders.checks import (
     roles_of,
 )
 from alignment.core.records import Completion, Endless, Group, Problem
-from alignment.data.prompts import prompted, without_repeated_tag
-from alignment.data.tasks import find_task
+from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks.own_data import read_demonstrations
 from alignment.planning.placement import Roles
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
@@ -63,6 +62,7 @@ def main() -> None:
     check_output(output.parent, output.name)
     roles = roles_of(args)
     check_model_path(args.model, "--model")
+    check_chat_template(task, args.model)
     check_rules(args, task, check_training_split(task, args.dataset_path))
     examples: Demonstrations = []
     if args.few_shot:
@@ -103,15 +103,19 @@ def sample_groups(
     from alignment.model.loading import load_tokenizer
     from alignment.sampling.sampler import engine_name
 
-    task = find_task(args.task, args.data)
+    task = args.task_in_format
     path = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(path)
-    template = args.prompt or task.prompt
     chosen = training_problems(
         task.training_problems(args.dataset_path), 0, args.num_problems, tokenizer
     )
     assert not isinstance(chosen, Endless)  # --num_problems is at least 1
-    chosen = with_examples(prompted(chosen, template, tokenizer), examples, template, tokenizer)
+    chosen = task.with_prompts(
+        chosen,
+        tokenizer,
+        read_system_prompt(args.system_prompt),
+        [(problem.question, response) for problem, response in examples],
+    )
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)
@@ -143,17 +147,6 @@ def read_examples(file: str) -> Demonstrations:
             " be one"
         )
     return examples
-
-
-def with_examples(
-    problems: Sequence[Problem], examples: Demonstrations, template: str, tokenizer
-) -> list[Problem]:
-    """The problems with worked examples before their prompts."""
-    prompts = prompted([problem for problem, _ in examples], template, tokenizer)
-    before = ""
-    for problem, (_, response) in zip(prompts, examples, strict=True):
-        before += f"{problem.prompt}{without_repeated_tag(problem.prompt, response)}\n\n"
-    return [dataclasses.replace(problem, prompt=before + problem.prompt) for problem in problems]
 
 
 def select(

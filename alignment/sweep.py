@@ -127,8 +127,8 @@ def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None
         for seed in seeds:
             dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
         refuse_missing_warm_start(arm)
-        task = find_task(arm.task, arm.data)
-        find_reward(arm.reward, task.rules, settings=arm.reward_settings)
+        rules = arm.task_in_format.rules
+        find_reward(arm.reward, rules, settings=arm.reward_settings)
 
 
 def try_users_code(arms: Collection[RLArgs]) -> None:
@@ -147,7 +147,7 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
         if ":" in arm.reward
     }
     for arm in users_rewards.values():
-        task = find_task(arm.task, arm.data)
+        task = arm.task_in_format
         reward = find_reward(arm.reward, task.rules, arm.reward_timeout, arm.reward_settings)
         check_reward(arm, task, reward, task.training_problems(arm.dataset_path)[0])
 

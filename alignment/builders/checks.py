@@ -22,7 +22,7 @@ from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import flag_values, own_flags
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
-from alignment.data.prompts import chat_turns, read_template
+from alignment.data.prompts import CHAT, chat_turns, read_system_prompt, read_template
 from alignment.data.tasks import Split, Task, check_fields, find_task, own_data, try_rows
 from alignment.data.tasks.own_data import Demonstration
 from alignment.planning.placement import Roles, assign_roles
@@ -40,7 +40,7 @@ from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.sampling.sampler import check_sampler_url, find_engine, named_engine
 from alignment.system.errors import UserError, in_words
-from alignment.system.files import try_writing
+from alignment.system.files import read_json, try_writing
 from alignment.system.gpus import has_gpu_files, unusable_driver
 from alignment.system.manifests import MANIFEST, find_damage
 from alignment.system.registry import find
@@ -48,15 +48,24 @@ from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
+EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
+# Files of a tokenizer's chat templates; older ones have them in tokenizer_config.json.
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def check(args: Args) -> Task:
     """The task that --task names. Raises `UserError` for a task, reward, template, sampler, output
     folder or policy that cannot be."""
-    task = find_task(args.task, args.data)
-    check_fields(task)
+    check_fields(find_task(args.task, args.data))
+    task = args.task_in_format
     check_reward_name(args.reward, task.rules, args.reward_timeout)
-    read_template(args.prompt or task.prompt)
+    read_template(task.prompt)
+    read_system_prompt(args.system_prompt)
+    if args.system_prompt and task.prompt not in ("", CHAT):
+        raise UserError(
+            f"--system_prompt goes with --prompt chat, and the prompt is {task.prompt}: leave out"
+            " one of the two"
+        )
     if args.sampler == "vllm_server":
         raise UserError(
             "--sampler vllm_server: give the server's address instead, --sampler_url"
@@ -91,8 +100,10 @@ def check_rl(args: RLArgs) -> None:
         refuse_missing_warm_start(args)
         if args.sft_base:
             check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
+        check_chat_template(task, args.sft_base, "--sft_base")
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
+            check_chat_template(task, args.model)
     check_test_split(task, args.dataset_path, args.max_problems)
     check_reward(args, task, reward, check_training_split(task, args.dataset_path)[0])
     # This comes last, because it may load torch to count the GPUs.
@@ -111,9 +122,8 @@ def check_loss(args: RLArgs) -> None:
 def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> None:
     """Score made-up responses to a problem. Raises `UserError` where a function of the user's own
     cannot."""
-    template = args.prompt or task.prompt
     prompted = dataclasses.replace(
-        problem, prompt=read_template(template), turns=chat_turns(template, problem.question)
+        problem, prompt=read_template(task.prompt), turns=chat_turns(task.prompt, problem.question)
     )
     try_reward(reward, prompted)
     check_rules(args, task, [problem])
@@ -187,6 +197,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
         )
     task = check(args)
     check_model_path(args.model, "--model")
+    check_chat_template(task, args.model)
     if args.resume:
         resumed_run_name(str(target.parent), args.run_name, f"{target.name}_unfinished")
     if not args.preview:
@@ -397,6 +408,30 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
             f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
         )
     return str(folder)
+
+
+def check_chat_template(task: Task, model: str, flag: str = "--model") -> None:
+    """Raise `UserError` where the prompt is `chat` and the model's tokenizer is known to have no
+    chat template."""
+    if task.prompt == CHAT and has_chat_template(model) is False:
+        raise UserError(
+            f"--prompt chat: the tokenizer of {flag} {model} has no chat template; choose"
+            " --prompt boxed, which asks a base model for the same, or another model"
+        )
+
+
+def has_chat_template(model: str) -> bool | None:
+    """Whether the tokenizer of a model has a chat template, read from its files without a library;
+    None where they are not on this machine."""
+    if model in EMBEDDED:
+        return model in EMBEDDED_CHATS
+    folder = Path(model).expanduser()
+    if any((folder / name).exists() for name in TEMPLATE_FILES):
+        return True
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    return bool(read_json(config).get("chat_template"))
 
 
 def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:

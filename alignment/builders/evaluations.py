@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.args import Args, RLArgs
+from alignment.args import Args, EvaluateArgs, RLArgs
 from alignment.core.records import Problem, SamplingConfig, Score
-from alignment.data.prompts import prompted
-from alignment.data.tasks import find_task
+from alignment.data.prompts import read_system_prompt
+from alignment.data.tasks import Task, answer_in_box
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.rewards.rules import find_rule
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
+from alignment.system.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,43 @@ class PreparedEvaluation:
         )
 
 
-def prepare_evaluation(args: Args, tokenizer, n: int = 1) -> PreparedEvaluation:
-    """The evaluation by `n` samples of each test problem, graded by the task's rule."""
-    task = find_task(args.task, args.data)
+def prepare_evaluation(
+    args: Args, tokenizer, n: int = 1, other_rules: Sequence[str] = ()
+) -> PreparedEvaluation:
+    """The evaluation by `n` samples of each test problem, graded by the task's rule. Rewards under
+    `other_rules` are reported beside those under the task's."""
+    task = args.task_in_format
     problems = task.test_problems(args.dataset_path, args.max_problems)
+    examples: Sequence[tuple[str, str]] = ()
+    if isinstance(args, EvaluateArgs):
+        examples = worked_examples(task, args)
     return PreparedEvaluation(
-        problems=prompted(problems, args.prompt or task.prompt, tokenizer),
+        problems=task.with_prompts(
+            problems, tokenizer, read_system_prompt(args.system_prompt), examples
+        ),
         rule=find_rule(args.evaluation_rule, args.reward_timeout),
         sampling=eval_sampling(args, n),
-        rules=task.rules,
+        rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
     )
+
+
+def worked_examples(task: Task, args: EvaluateArgs) -> list[tuple[str, str]]:
+    """--examples (question, response) pairs of the training split, none of which asks a test
+    question. Raises `UserError` where the task has fewer."""
+    if not args.examples:
+        return []
+    demonstrations = task.demonstrations("train", args.dataset_path, args.seed)
+    pairs = []
+    for problem, response in task.untested(demonstrations, args.dataset_path)[: args.examples]:
+        if task.wants_box:
+            response = f" {answer_in_box(response)}"
+        pairs.append((problem.question, response))
+    if len(pairs) < args.examples:
+        raise UserError(
+            f"--examples {args.examples}: --task {args.task} has {len(pairs)} worked solutions to"
+            " show; choose fewer"
+        )
+    return pairs
 
 
 def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
@@ -54,7 +82,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
         args.sampling_top_p,
         args.sampling_top_k,
         evaluation_tokens(args),
-        find_task(args.task, args.data).stop,
+        args.task_in_format.stop,
         args.seed,
     )
 

@@ -33,8 +33,8 @@ from alignment.builders.run_plan import (
     plan_run,
 )
 from alignment.core.text import prompt_token_ids
-from alignment.data.prompts import prompted
-from alignment.data.tasks import TASKS
+from alignment.data.prompts import read_system_prompt
+from alignment.data.tasks import TASKS, Task
 from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
@@ -167,7 +167,8 @@ def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Pred
     run = replace(args, policy_parallelism=policy.kind, policy_ranks=ranks)
     config = load_config(plan.base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
-    prompts = prompts_of(run.task, run.dataset_path, run.prompt, plan.base)
+    task = run.task_in_format
+    prompts = prompts_of(task, run.dataset_path, run.system_prompt, plan.base)
     step = step_shape(
         run,
         roles,
@@ -290,15 +291,15 @@ def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePe
 
 
 @functools.cache
-def prompts_of(task: str, dataset_path: str, prompt: str, base: str) -> Prompts:
+def prompts_of(task: Task, dataset_path: str, system_prompt: str, base: str) -> Prompts:
     """The prompts of the task, where its files and the tokenizer of the model `base` are on this
     machine, or else GSM8K's."""
-    if task not in TASKS or not (Path(base) / "tokenizer.json").is_file():
+    if task.name not in TASKS or not (Path(base) / "tokenizer.json").is_file():
         return GSM8K
     with suppress(UserError):  # the task's files are not here
-        problems = TASKS[task].test_problems(dataset_path)
+        problems = task.test_problems(dataset_path)
         tokenizer = load_tokenizer(base)
-        with_prompts = prompted(problems, prompt or TASKS[task].prompt, tokenizer)
+        with_prompts = task.with_prompts(problems, tokenizer, read_system_prompt(system_prompt))
         prompts = [problem.prompt for problem in with_prompts]
         longest = max(map(len, prompt_token_ids(tokenizer, prompts).ids))
         return Prompts(int(LONGER * longest), len(problems))

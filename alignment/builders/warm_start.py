@@ -28,8 +28,8 @@ from alignment.builders.samplers import make_sampler, stoppable
 from alignment.config.settings import flag_values
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
-from alignment.data.prompts import prompted, trained_response, without_repeated_tag
-from alignment.data.tasks import find_task
+from alignment.data.prompts import read_system_prompt, trained_response, without_repeated_tag
+from alignment.data.tasks import answer_in_box
 from alignment.data.tasks.own_data import Demonstration
 from alignment.evaluation.accuracy import Evaluation
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
@@ -186,11 +186,17 @@ def tokenise_demonstrations(
     Where a response begins with the tag that its prompt ends with, the response loses it; the
     number of such demonstrations is printed. Raises `UserError` for a demonstration of more tokens
     than the `context`."""
-    template = args.prompt or find_task(args.task, args.data).prompt
-    problems = prompted([problem for problem, _ in demonstrations], template, tokenizer)
+    task = args.task_in_format
+    problems = task.with_prompts(
+        [problem for problem, _ in demonstrations],
+        tokenizer,
+        read_system_prompt(args.system_prompt),
+    )
     pairs: list[tuple[str, str]] = []
     repeated = 0
     for problem, (_, response) in zip(problems, demonstrations, strict=True):
+        if task.wants_box and not args.demonstrations:  # whose responses are the user's own
+            response = answer_in_box(response)
         pairs.append((problem.prompt, trained_response(problem, response, tokenizer)))
         if without_repeated_tag(problem.prompt, response) != response:
             repeated += 1

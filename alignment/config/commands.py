@@ -42,7 +42,7 @@ from alignment.config.settings import (
 from alignment.core.advantages import Advantage, AdvantageConfig
 from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
-from alignment.data.tasks import DataConfig, find_task
+from alignment.data.tasks import DataConfig, Task, find_task
 from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.system.errors import UserError
@@ -116,7 +116,13 @@ class Args(
     @property
     def evaluation_rule(self) -> str:
         """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
-        return evaluation_rule(self.reward, find_task(self.task, self.data).rules)
+        return evaluation_rule(self.reward, self.task_in_format.rules)
+
+    @property
+    def task_in_format(self) -> Task:
+        """The task with the prompt, rules and stop strings that --prompt and --reward ask for.
+        Raises `UserError` for an unknown --task."""
+        return find_task(self.task, self.data).in_format(self.prompt, self.reward)
 
 
 @dataclass(frozen=True)
@@ -151,9 +157,17 @@ class EvaluateArgs(Args):
     preview: int = flag(0, group="run", at_least=0, zero="none")
     """Print so many problems as the model would see them, and the rewards of their answers, and
     end; 0: none."""
+    examples: int = flag(0, group="evaluation", at_least=0, zero="none")
+    """Worked examples of the task's training split before each question (few-shot)."""
+    audit_base: bool = flag(False, group="evaluation")
+    """Evaluate the model under each format of prompt and answer, instead of one, and print them
+    best first: what a base model can do before it has learnt a format."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_audit_alone = not (self.compare or self.prompt or self.examples)
+        wanted = "without --prompt, --examples and --compare, since it sets the first two itself"
+        require(self, "audit_base", not self.audit_base or is_audit_alone, wanted)
         are_two_models = len(self.compare) == 2 and not self.eval_tasks
         wanted = "two models, on one --task"
         require(self, "compare", not self.compare or are_two_models, wanted)

@@ -15,7 +15,8 @@ class DataFlags:
     hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = flag("r1_zero", group="data")
     """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one
-    worked-out final answer, or countdown. Or a weighted sum, such as
+    worked-out final answer, boxed, for the last \\boxed{}, which is the default with --prompt chat,
+    flexible, for the last box or number, or countdown. Or a weighted sum, such as
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, signed_format, signed_accuracy, the negative controls random, format_only
     and inverted, and functions of your own, as package.module:function, which are called with a
@@ -23,8 +24,10 @@ class DataFlags:
     reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
     """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = flag("", group="data")
-    """Prompt template r1_zero, tiny, countdown_en or countdown_zh, or a file with {question};
-    empty: its own."""
+    """Prompt template: chat, the question in the model's own chat template; boxed, question or
+    question_answer, for base models; r1_zero, tiny, countdown_en, countdown_zh; or a file with
+    {question}. Empty: the task's own, or with --reward boxed chat where the model has a chat
+    template, else boxed."""
     dataset_path: str = flag("", group="data")
     """Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts
     them."""
@@ -38,6 +41,9 @@ class DataFlags:
     test_split: str = flag("", group="data")
     """File, or split of hf: data, of the test problems; empty: the split test, or one question in
     8."""
+    system_prompt: str = flag("", group="data")
+    """System turn of --prompt chat, as text or as a file that has it; empty: what the model's
+    makers publish, or the chat template's own."""
 
 
 @dataclass(frozen=True)

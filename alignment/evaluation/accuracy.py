@@ -24,8 +24,8 @@ from alignment.core.records import (
     flatten_completions,
     flatten_scores,
 )
-from alignment.rewards.r1_zero import extract_answer
-from alignment.rewards.rules import grading_report, score_groups
+from alignment.rewards.r1_zero import r1_zero_reward_fn
+from alignment.rewards.rules import RewardFn, extracted_answer, grading_report, score_groups
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import (
     OnResponseEnd,
@@ -80,16 +80,21 @@ def evaluate_vllm(
     # Only a signal may leave problems unanswered; `score_groups` refuses any other lack.
     answered = problems[: len(completions)] if received_signal() else problems
     groups = score_groups(answered, completions, reward_fn)
-    evaluation = summarise(groups, time.perf_counter() - start, rules)
+    evaluation = summarise(groups, time.perf_counter() - start, rules, reward_fn)
     left_out = len(problems) - len(answered)
     if left_out:
         return evaluation._replace(record={**evaluation.record, "left_out": left_out})
     return evaluation
 
 
-def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()) -> Evaluation:
-    """Figures, categories, lengths and grading of scored groups, all of one size."""
-    by_metric = figures(groups)
+def summarise(
+    groups: Sequence[Group],
+    seconds: float,
+    rules: Sequence[str] = (),
+    rule: RewardFn = r1_zero_reward_fn,
+) -> Evaluation:
+    """Figures, categories, lengths and grading of groups scored by `rule`, all of one size."""
+    by_metric = figures(groups, rule)
     completions = flatten_completions(groups)
     finished = sum(completion.finish_reason == "stop" for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
@@ -109,9 +114,11 @@ def summarise(groups: Sequence[Group], seconds: float, rules: Sequence[str] = ()
     return Evaluation(tuple(groups), record)
 
 
-def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """The `figure` of each metric, for groups of k samples: `AVERAGES`; avg@k, the mean reward;
-    pass@j for j = 1, 2, 4, ... and j = k; maj@k."""
+def figures(
+    groups: Sequence[Group], rule: RewardFn = r1_zero_reward_fn
+) -> dict[str, dict[str, Any]]:
+    """The `figure` of each metric, for groups of k samples scored by `rule`: `AVERAGES`; avg@k, the
+    mean reward; pass@j for j = 1, 2, 4, ... and j = k; maj@k."""
     k = len(groups[0].completions)
     scores_by_metric = {name: _score_rows(groups, part) for name, part in AVERAGES.items()}
     scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
@@ -121,7 +128,7 @@ def figures(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
     # is repeated k times.
     for j in sorted({k, *powers_of_two}):
         scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, correct, j)] * k for correct in correct_P]
-    scores_by_metric[f"maj@{k}"] = [[majority_share(group)] * k for group in groups]
+    scores_by_metric[f"maj@{k}"] = [[majority_share(group, rule)] * k for group in groups]
     return {metric: figure(scores_PG) for metric, scores_PG in scores_by_metric.items()}
 
 
@@ -165,13 +172,15 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority_share(group: Group) -> float:
-    """1 where the most frequent answer is right, 0 where it is wrong; where several are equally
-    frequent, the share of them that is right.
+def majority_share(group: Group, rule: RewardFn = r1_zero_reward_fn) -> float:
+    """1 where the most frequent answer, as `rule` finds it, is right, 0 where it is wrong; where
+    several are equally frequent, the share of them that is right.
 
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023,
     arXiv:2203.11171)."""
-    answers = [extract_answer(completion.text) for completion in group.completions]
+    answers = [
+        extracted_answer(rule, group.problem, completion.text) for completion in group.completions
+    ]
     leaders = set(multimode(answer for answer in answers if answer is not None))
     if not leaders:
         return 0.0

@@ -20,20 +20,41 @@ from functools import partial
 from typing import NamedTuple, cast
 
 from alignment.core.records import Completion, Group, Problem, Score
+from alignment.rewards.boxed import (
+    boxed_final_answer,
+    boxed_reward_fn,
+    flexible_answer,
+    flexible_reward_fn,
+)
 from alignment.rewards.countdown import countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
-from alignment.rewards.r1_zero import r1_zero_reward_fn, r1_zero_strict_reward_fn
+from alignment.rewards.r1_zero import (
+    extract_answer,
+    r1_zero_reward_fn,
+    r1_zero_strict_reward_fn,
+)
 from alignment.rewards.users import Settings, fields_among, settings_class, users_function
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.registry import find, import_object
 
 RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
+DEFAULT_RULE = "r1_zero"
+"""The default of --reward, in whose place a prompt that asks for a box is graded by `boxed`."""
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
 RULES = {
     "r1_zero": r1_zero_reward_fn,
     "r1_zero_strict": r1_zero_strict_reward_fn,
     "countdown": countdown_reward_fn,
+    "boxed": boxed_reward_fn,
+    "flexible": flexible_reward_fn,
+}
+# Rules that leave thoughts out. They must see the tag with which a prompt opens one.
+_RULES_OF_TURNS = (boxed_reward_fn, flexible_reward_fn)
+# A rule -> the answer that it grades, as text; `extract_answer` for all others.
+_EXTRACTORS: Mapping[RewardFn, Callable[[str], str | None]] = {
+    boxed_reward_fn: boxed_final_answer,
+    flexible_reward_fn: flexible_answer,
 }
 
 
@@ -63,6 +84,19 @@ def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
     That is the reward itself, if it is one of the task's rules; else the first of these.
     """
     return reward if reward in rules else rules[0]
+
+
+def graded_text(rule: RewardFn, problem: Problem, response: str) -> str:
+    """What a rule sees of a response: for those that leave thoughts out, with the tag by which the
+    prompt has opened one."""
+    if rule in _RULES_OF_TURNS:
+        return whole_turn(problem, response)
+    return response
+
+
+def extracted_answer(rule: RewardFn, problem: Problem, response: str) -> str | None:
+    """The answer of a response that a rule grades; None where it has none."""
+    return _EXTRACTORS.get(rule, extract_answer)(graded_text(rule, problem, response))
 
 
 def random_reward(response: str, ground_truth: str) -> float:
@@ -191,6 +225,8 @@ UNFIT = {
     ("signed_accuracy", "countdown"): (
         "it looks for a number that is the answer, which Countdown's are not; use accuracy"
     ),
+    ("tag_count", "boxed"): "it counts tags, and the prompt asks for a box; use format",
+    ("signed_format", "boxed"): "it looks for tags, and the prompt asks for a box; use format",
 }
 # Negative controls: a policy that improves under one of them has not learnt to answer.
 CONTROLS: Mapping[str, PartFn] = {
@@ -273,6 +309,8 @@ def find_reward(
     """
     if name in rules:
         return Reward(find_rule(name, seconds, settings))
+    if name == DEFAULT_RULE and "boxed" in rules:  # the prompt asks for a box
+        return Reward(find_rule(rules[0], seconds, settings))
     if name in RULES:
         raise UserError(
             f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}"
@@ -392,7 +430,9 @@ def graded_ahead(
     threads = ThreadPoolExecutor(GRADING_THREADS)
 
     def start_grading(number: int, response: str) -> Future[Score]:
-        return threads.submit(rule, response, problems[number].ground_truth)
+        problem = problems[number]
+        text = graded_text(rule, problem, response)
+        return threads.submit(rule, text, problem.ground_truth)
 
     try:
         yield start_grading
@@ -407,15 +447,17 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     Verdicts are cached.
     """
     scores: list[Score] = []
-    pairs: list[tuple[str, str]] = []
+    responses: list[tuple[Problem, str]] = []
     for group in groups:
         scores += group.scores
-        truth = group.problem.ground_truth
-        pairs += [(completion.text, truth) for completion in group.completions]
+        responses += [(group.problem, completion.text) for completion in group.completions]
     means: dict[str, float] = {}
     for name in rules:
         rule = find_rule(name)
-        rewards = [rule(*pair)["reward"] for pair in pairs]
+        rewards = [
+            rule(graded_text(rule, problem, text), problem.ground_truth)["reward"]
+            for problem, text in responses
+        ]
         means[f"reward_{name.replace(':', '.')}"] = sum(rewards) / len(rewards)
     for name in _names_of_parts(scores):
         rewards = [score[name] for score in scores if name in score]

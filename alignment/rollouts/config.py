@@ -25,6 +25,7 @@ class RolloutConfig:
     reward_timeout: float = 60.0  # Seconds for one call of the user's reward function
     reward_settings: tuple[tuple[str, object], ...] = ()  # The reward's own settings, by name
     prompt: str = ""  # Prompt template; "": the task's own
+    system_prompt: str = ""  # Of a chat: a text, or the file that has it
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32

@@ -35,7 +35,7 @@ from alignment.core.records import (
     flatten_scores,
 )
 from alignment.core.tokens import collate
-from alignment.data.prompts import prompted
+from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, find_task
 from alignment.policy.policy import Policy
 from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
@@ -111,9 +111,11 @@ class RolloutSource:
 def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or
     no training problem is left, for example after `max_prompt_tokens`."""
-    task = find_task(config.task, config.data)
-    problems = prompted(
-        task.training_problems(config.dataset_path), config.prompt or task.prompt, tokenizer
+    task = find_task(config.task, config.data).in_format(config.prompt, config.reward)
+    problems = task.with_prompts(
+        task.training_problems(config.dataset_path),
+        tokenizer,
+        read_system_prompt(config.system_prompt),
     )
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
     reward = find_reward(config.reward, task.rules, config.reward_timeout, config.reward_settings)

@@ -55,6 +55,9 @@ def test_train_rl_shows_the_prompts_of_its_first_step_and_their_rewards(preview,
     lines = preview(
         train_rl, "--sft_base", "", "--seed", "5", "--reward", "format:0.5,accuracy"
     ).splitlines()
+    assert lines.pop(0) == (
+        "--prompt tiny, graded by the rule r1_zero; '</answer>' ends a response"
+    )
     for problem, start in zip(problems, (0, 7), strict=True):
         head, *rest = lines[start : start + 7]
         assert (

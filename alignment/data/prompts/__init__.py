@@ -1,19 +1,21 @@
 """Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text;
-NAME.chat, the turns of a chat.
+NAME.chat, the turns of a chat. `chat` is the question alone in the model's own chat template.
 
-A chat has `### system`, `### user` and `### assistant`: the model's chat template joins two, the
-last begins the response."""
+A file of a chat has `### system`, `### user` and `### assistant`: the model's chat template joins
+two, the last begins the response."""
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
 from alignment.core.records import Endless, Problem, Problems
 from alignment.core.text import added_ids
 from alignment.system.errors import UserError
-from alignment.system.files import read_text
+from alignment.system.files import read_text, read_toml
 from alignment.system.terminal import say_once
 
 Messages = Sequence[Mapping[str, str]]  # with "role" and "content", as a chat template takes them
@@ -31,16 +33,36 @@ def _read_templates(kind: str) -> dict[str, str]:
 
 PROMPTS = _read_templates("prompt")
 CHATS = _read_templates("chat")
+CHAT = "chat"
+INSTRUCTIONS: Sequence[Mapping] = read_toml(
+    Path(__file__).with_name("instructions.toml"), "--prompt"
+)["instruction"]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a prompt has beside its question."""
+
+    system_prompt: str = ""
+    """The system turn of `chat`; empty: what the model's makers publish, else the chat template's
+    own."""
+    boxed: bool = False
+    """Whether `chat` asks for the final answer in a box."""
+    examples: tuple[tuple[str, str], ...] = ()
+    """(question, response) pairs before the question: as earlier turns of `chat`, else as text."""
 
 
 def read_template(name: str) -> str:
-    """The template `name`, or that file's text less its last line break. Raises `UserError` for
-    neither, or no {question}."""
+    """The template `name`, or that file's text less its last line break; of `chat`, and of "" that
+    leaves the choice to the model, the bare question. Raises `UserError` for neither, or no
+    {question}."""
+    if name in ("", CHAT):
+        return "{question}"
     templates = PROMPTS | CHATS
     if name in templates:
         return templates[name]
     if not Path(name).is_file():
-        choices = ", ".join(sorted(templates))
+        choices = ", ".join(sorted([*templates, CHAT]))
         raise UserError(
             f"--prompt {name}: there is no such template; choose one of {choices}, a file"
         )
@@ -53,37 +75,122 @@ def read_template(name: str) -> str:
     return text
 
 
-@overload
-def prompted(problems: Sequence[Problem], name: str, tokenizer) -> Sequence[Problem]: ...
-@overload
-def prompted(problems: Problems, name: str, tokenizer) -> Problems: ...
+def read_system_prompt(value: str) -> str:
+    """The text of --system_prompt: that of the file of this name, where there is one, else the
+    value itself. Raises `UserError` for a file that is not UTF-8."""
+    with suppress(OSError):  # a long text is no name of a file
+        if value and Path(value).is_file():
+            return read_text(Path(value)).strip()
+    return value
 
 
-def prompted(problems: Problems, name: str, tokenizer) -> Problems:
-    """The problems with prompts by the template `name`; of conversations by the tokenizer's chat
-    template. Those without a question have theirs already.
+def chosen_prompt(name: str, tokenizer, boxed: bool) -> str:
+    """The prompt of that name; of "", which leaves the choice to the model, `chat` where its
+    tokenizer has a chat template, else the one for a base model."""
+    if name:
+        return name
+    if getattr(tokenizer, "chat_template", None):
+        return CHAT
+    return "boxed" if boxed else "question"
+
+
+@overload
+def prompted(
+    problems: Sequence[Problem], name: str, tokenizer, options: ChatOptions = ...
+) -> Sequence[Problem]: ...
+@overload
+def prompted(problems: Problems, name: str, tokenizer, options: ChatOptions = ...) -> Problems: ...
+
+
+def prompted(
+    problems: Problems,
+    name: str,
+    tokenizer,
+    options: ChatOptions = ChatOptions(),  # noqa: B008, it is frozen
+) -> Problems:
+    """The problems with prompts by the template `name` (`chosen_prompt`); of conversations by the
+    tokenizer's chat template. Those without a question have theirs already.
 
     Raises `UserError` for an unknown template, or a chat if the tokenizer has no chat template."""
-    if name in CHATS:
-        *turns, (_, beginning) = chat_turns(name)
-        messages = [{"role": role, "content": text} for role, text in turns]
-        remedy = f"; choose one of {', '.join(PROMPTS)}"
-        template = _render_prompt(f"--prompt {name}", messages, tokenizer, remedy) + beginning
-    else:
-        template = read_template(name)
+    name = chosen_prompt(name, tokenizer, options.boxed)
+    turns_of = _turns_of_prompt(name, tokenizer, options)
+    template = _prompt_template(name, turns_of("{question}"), tokenizer)
+    before = ""
+    if name != CHAT:
+        before = _examples_as_text(template, options.examples)
 
     def fill(problem: Problem) -> Problem:
         if problem.turns:
             prompt = _render_prompt(problem.id, _prompt_messages(problem), tokenizer)
-            return dataclasses.replace(problem, prompt=prompt)
+            return dataclasses.replace(problem, prompt=before + prompt)
         if not problem.question:
-            return problem
-        prompt = template.replace("{question}", problem.question)
-        return dataclasses.replace(problem, prompt=prompt, turns=chat_turns(name, problem.question))
+            return dataclasses.replace(problem, prompt=before + problem.prompt)
+        prompt = before + template.replace("{question}", problem.question)
+        return dataclasses.replace(problem, prompt=prompt, turns=turns_of(problem.question))
 
     if isinstance(problems, Endless):
         return Endless(lambda index: fill(problems[index]))
     return list(map(fill, problems))
+
+
+Turns = tuple[tuple[str, str], ...]  # (role, text) of each
+
+
+def _turns_of_prompt(name: str, tokenizer, options: ChatOptions) -> Callable[[str], Turns]:
+    """A function that gives the turns of a question's prompt; () where the prompt is plain text."""
+    if name != CHAT:
+        return lambda question: chat_turns(name, question)
+    system = options.system_prompt
+    behind_question = ""
+    if options.boxed and r"\boxed" not in system:
+        instruction = _published_instruction(tokenizer)
+        if instruction["turn"] == "system" and not system:
+            system = instruction["text"]
+        else:
+            behind_question = f"\n\n{instruction['text']}"
+
+    def turns_of(question: str) -> Turns:
+        turns: list[tuple[str, str]] = []
+        if system:
+            turns.append(("system", system))
+        for example, response in options.examples:
+            turns += [("user", example + behind_question), ("assistant", response.strip())]
+        turns.append(("user", question + behind_question))
+        return tuple(turns)
+
+    return turns_of
+
+
+def _prompt_template(name: str, turns: Turns, tokenizer) -> str:
+    """The text of a prompt with a place for its question. `turns` are those of a chat, by the
+    tokenizer's chat template; the last of a file of a chat begins the response."""
+    if not turns:
+        return read_template(name)
+    beginning = ""
+    if name in CHATS:
+        (_, beginning) = turns[-1]
+        turns = turns[:-1]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    remedy = f"; choose one of {', '.join(PROMPTS)}"
+    return _render_prompt(f"--prompt {name}", messages, tokenizer, remedy) + beginning
+
+
+def _examples_as_text(template: str, examples: Sequence[tuple[str, str]]) -> str:
+    """Worked examples by a template, each followed by an empty line."""
+    text = ""
+    for question, response in examples:
+        prompt = template.replace("{question}", question)
+        text += f"{prompt}{without_repeated_tag(prompt, response)}\n\n"
+    return text
+
+
+def _published_instruction(tokenizer) -> Mapping:
+    """The entry of `INSTRUCTIONS` for the tokenizer's chat template."""
+    chat_template = str(getattr(tokenizer, "chat_template", None))
+    for instruction in INSTRUCTIONS[:-1]:
+        if any(mark in chat_template for mark in instruction["template_contains"]):
+            return instruction
+    return INSTRUCTIONS[-1]
 
 
 def fill_prompt(name: str, question: str) -> str:
@@ -93,8 +200,10 @@ def fill_prompt(name: str, question: str) -> str:
 
 
 def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str], ...]:
-    """The (role, text) turns of a question's prompt by the chat `name`, the last beginning the
-    response; () if it is plain."""
+    """The (role, text) turns of a question's prompt by the chat `name`, of which that of a file
+    begins the response; () if it is plain."""
+    if name == CHAT:
+        return (("user", question),)
     parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
     texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
     return tuple(zip(parts[::2], texts, strict=True))

@@ -1,11 +1,13 @@
 """Tasks: where problems and worked solutions come from. `TASKS` lists them all."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
+from alignment.data.prompts import ChatOptions, prompted
 from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
@@ -13,6 +15,29 @@ from alignment.system.errors import UserError, in_one_line, place_in_users_code
 from alignment.system.registry import find
 
 Split = Literal["train", "test"]
+
+
+BOXED_RULES = ("boxed", "flexible")
+"""The rules that grade an answer in a box, the one that is demanded first."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """The rules that grade what a prompt asks for, and the strings that end a response to it."""
+
+    rules: tuple[str, ...]
+    stop: tuple[str, ...] = ()
+
+
+BOXED_FORMAT = AnswerFormat(BOXED_RULES)
+# Prompts of mathematical questions that ask for no tags. "" leaves the choice to the model.
+FORMATS: Mapping[str, AnswerFormat] = {
+    "": BOXED_FORMAT,
+    "chat": BOXED_FORMAT,
+    "boxed": BOXED_FORMAT,
+    "question": AnswerFormat(("flexible", "boxed")),
+    "question_answer": AnswerFormat(BOXED_RULES, ("\nQuestion:",)),
+}
 
 
 @dataclass(frozen=True)
@@ -25,8 +50,9 @@ class Task:
     training problems may be `Endless`."""
     demonstrations: Callable[[Split, str, int], list[tuple[Problem, str]]]
     """`demonstrations(split, dataset_path, seed)` returns (problem, response) pairs, for SFT."""
-    prompt: str
-    """The name of the prompt template."""
+    prompt: str = ""
+    """The name of the prompt template; empty: `chat` and a box where the model has a chat template,
+    else a box in plain text."""
     rules: tuple[str, ...] = ("r1_zero", "r1_zero_strict")
     """The rules that can grade a response, each of `RULES` or a function of the user's own,
     package.module:function. Evaluations are by the first."""
@@ -35,6 +61,57 @@ class Task:
     key: Key = question_text
     """Problems with equal `key` ask the same question: evaluations ask it once, and training leaves
     it to the test split."""
+
+    def in_format(self, prompt: str, reward: str) -> "Task":
+        """This task with the prompt, rules and stop strings that --prompt and --reward ask for.
+
+        A prompt of `FORMATS` replaces the tags of `r1_zero` by a box, and so does a rule of
+        `BOXED_RULES`, in a prompt of the model's choice unless one is named. Where neither is
+        given, the task's own format stays. A task that `r1_zero` cannot grade keeps its rules."""
+        is_mathematical = "r1_zero" in self.rules
+        wants_box = is_mathematical and reward in BOXED_RULES
+        name = prompt
+        if not prompt and not wants_box:
+            name = self.prompt
+        if not is_mathematical or not (wants_box or name in FORMATS):
+            return self if name == self.prompt else replace(self, prompt=name)
+        answer_format = FORMATS.get(name, BOXED_FORMAT)
+        return replace(self, prompt=name, rules=answer_format.rules, stop=answer_format.stop)
+
+    @property
+    def wants_box(self) -> bool:
+        """Whether a chat asks for the final answer in a box: the first of the rules grades it."""
+        return self.rules[0] == "boxed"
+
+    @overload
+    def with_prompts(
+        self,
+        problems: Sequence[Problem],
+        tokenizer,
+        system_prompt: str = ...,
+        examples: Sequence[tuple[str, str]] = ...,
+    ) -> Sequence[Problem]: ...
+    @overload
+    def with_prompts(
+        self,
+        problems: Problems,
+        tokenizer,
+        system_prompt: str = ...,
+        examples: Sequence[tuple[str, str]] = ...,
+    ) -> Problems: ...
+
+    def with_prompts(
+        self,
+        problems: Problems,
+        tokenizer,
+        system_prompt: str = "",
+        examples: Sequence[tuple[str, str]] = (),
+    ) -> Problems:
+        """The problems as the prompt puts them, after (question, response) examples.
+
+        Raises `UserError` as `prompted` does."""
+        options = ChatOptions(system_prompt, self.wants_box, tuple(examples))
+        return prompted(problems, self.prompt, tokenizer, options)
 
     def test_split(self, dataset_path: str) -> Sequence[Problem]:
         """The problems of the test split, of which several may ask the same question. Raises
@@ -129,6 +206,22 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
     return find("--task", name, TASKS)
 
 
+# A worked solution, as the tasks' demonstrations have it.
+_IN_TAGS = re.compile(
+    r"\s*(?P<thought>.*?)\s*</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL
+)
+
+
+def answer_in_box(response: str) -> str:
+    r"""A worked solution as a chat gives it: the thought, and the answer in \boxed{}; unchanged
+    where it has no tags."""
+    match = _IN_TAGS.fullmatch(response)
+    if match is None:
+        return response
+    answer = rf"The final answer is \boxed{{{match['answer'].strip()}}}."
+    return f"{match['thought']}\n{answer}".lstrip()
+
+
 def check_fields(task: Task) -> None:
     """Raise `UserError` where the rules or stop strings of a task of the user's own are no texts:
     of one text alone, each letter would be one, and an empty one ends every response."""
@@ -157,7 +250,9 @@ def try_rows(
 
     Raises `UserError` where the user's function fails, and where it returns no list of `Problem`,
     or of (`Problem`, response)."""
-    if TASKS.get(task.name) is task or task.name.startswith(("file:", "hf:")):
+    ours = TASKS.get(task.name)
+    is_ours = ours is not None and ours.problems is task.problems
+    if is_ours or task.name.startswith(("file:", "hf:")):
         return
     try:
         rows = getattr(task, kind)(split, *arguments)

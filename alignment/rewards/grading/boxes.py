@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from alignment.rewards.grading.answers import (
     Answer,
@@ -29,6 +30,8 @@ from alignment.rewards.grading.text import normalise
 # the length.
 READ_CHARS = 400
 _SIGN = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<braced>\{)?|\\.|[{}]", re.DOTALL)
+# The rest of a line or formula. It matches everywhere, so its match is never None.
+_LINE: Any = re.compile(r"[^$\n]*")
 # Group "word": what separates a formula from the sentence around it, which is a word, the end of a
 # sentence or of a line. Commands match too, without the group, so that their names are no words.
 _WORD = re.compile(
@@ -95,7 +98,7 @@ def find_boxes(text: str) -> Boxes:
                 content_starts.append(end)
                 open_boxes += 1
             elif is_outermost:
-                line_end = end + len(text[end:].partition("$")[0].partition("\n")[0])
+                line_end = _LINE.match(text, end).end()
                 contents.append(slice(end, line_end))
         elif match[0] == "{":
             content_starts.append(_PLAIN_BRACE)

@@ -1,0 +1,107 @@
+r"""The audit of a base model: its accuracy under each format of prompt and answer.
+
+A base model that is asked in a format which it does not know scores little, and a run that begins
+from that score gains by teaching the format ("Incorrect Baseline Evaluations Call into Question
+Recent LLM-RL Claims", Chandak, Goel and Prabhu 2025; Liu et al. 2025, arXiv:2503.20783, section
+2.2). The best of these accuracies is the one to improve on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.system.files import read_json, write_atomically, write_json
+
+FILE = "audit_base.json"
+
+
+@dataclass(frozen=True)
+class AuditedFormat:
+    """The flags of one evaluation of the audit."""
+
+    name: str
+    prompt: str
+    reward: str
+    examples: int = 0
+
+
+AUDITED_FORMATS = (
+    AuditedFormat("bare question", "question", "flexible"),
+    AuditedFormat("chat and boxed", "chat", "boxed"),
+    AuditedFormat("r1_zero", "r1_zero", "r1_zero"),
+    AuditedFormat("few-shot", "question_answer", "boxed", examples=4),
+)
+HEADINGS = (
+    "format",
+    "prompt",
+    "rule",
+    "accuracy",
+    "95 % interval",
+    "flexible",
+    "format rate",
+    "finished",
+    "tokens",
+)
+
+
+def best_first(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The evaluations of an audit, the most accurate first; ties stay in their order."""
+    return sorted(rows, key=lambda row: row["avg_all_rewards"], reverse=True)
+
+
+def audit_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The evaluations of one model on one task, best first, as a Markdown table.
+
+    A row has "format", "prompt" and "rule" beside what `evaluate_vllm` records."""
+    lines = [HEADINGS, tuple("---" for _ in HEADINGS)]
+    for row in best_first(rows):
+        low, high = row["avg_all_rewards_ci"]
+        lines.append(
+            (
+                row["format"],
+                f"`{row['prompt']}`",
+                f"`{row['rule']}`",
+                f"{row['avg_all_rewards']:.3f}",
+                f"{low:.3f} .. {high:.3f}",
+                f"{row['reward_flexible']:.3f}",
+                f"{row['avg_format_rewards']:.2f}",
+                f"{row['finished']:.2f}",
+                f"{row['response_length']:.0f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ""
+    for cells in lines:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        text += f"| {' | '.join(padded)} |\n"
+    return text
+
+
+def audit_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the table of `audit_table` is of."""
+    first = rows[0]
+    return f"{first['model']} on {first['task']}: {first['problems']} problems, best format first"
+
+
+def write_audit(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write audit_base.json and audit_base.md to `folder`, and return the latter's text: a table
+    for each model and task."""
+    tables: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        tables.setdefault((row["model"], row["task"]), []).append(row)
+    parts = [f"{audit_title(table)}\n\n{audit_table(table)}" for table in tables.values()]
+    text = "\n".join(parts)
+    write_atomically(folder / "audit_base.md", text)
+    write_json(folder / FILE, {"evaluations": best_first(rows)})
+    return text
+
+
+def best_audited(output_dir: Path, model: str, task: str) -> Mapping[str, Any] | None:
+    """The best evaluation of a model on a task in the audits under `output_dir`; of several audits
+    the last one counts. None where there is none."""
+    for file in sorted(output_dir.glob(f"*/{FILE}"), reverse=True):
+        for row in read_json(file)["evaluations"]:
+            if (row["model"], row["task"]) == (model, task):
+                return row
+    return None

@@ -1,0 +1,144 @@
+r"""Prompts in the tokenizer's own chat template, and which prompt and rule a run comes to."""
+
+import json
+
+import pytest
+import small_tokenizers
+from command_line import exit_code
+
+from alignment import evaluate, rejection_sample, sft, train_rl
+from alignment.args import RLArgs
+from alignment.builders.checks import has_chat_template
+from alignment.core.records import Problem
+from alignment.core.text import prompt_token_ids
+from alignment.data.prompts import ChatOptions, prompted, read_system_prompt
+from alignment.data.tasks import TASKS, Task, answer_in_box
+
+IM_START = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_BOS = "{{ bos_token }}" + IM_START
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+PROBLEM = Problem("1", "What is 2 + {x}?", "", "4")
+
+
+def tokenizer_with(chat_template: str | None, kind=small_tokenizers.byte_level):
+    tokenizer = small_tokenizers.wrapped(kind())
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def turns(text: str) -> list[str]:
+    return [turn.split("<|im_end|>")[0] for turn in text.split("<|im_start|>")[1:]]
+
+
+def test_a_chat_asks_for_a_box_where_the_makers_of_the_model_do():
+    """Qwen2.5-Math has it as the system turn; models without a published one, behind the
+    question."""
+    qwen = tokenizer_with(IM_START + "{# You are Qwen, created by Alibaba Cloud #}")
+    other = tokenizer_with(IM_START)
+    boxed = ChatOptions(boxed=True)
+    [problem] = prompted([PROBLEM], "chat", qwen, boxed)
+    assert turns(problem.prompt) == [f"system\n{BOXED}", "user\nWhat is 2 + {x}?", "assistant\n"]
+    assert problem.turns == (("system", BOXED), ("user", "What is 2 + {x}?"))
+    [problem] = prompted([PROBLEM], "chat", other, boxed)
+    assert turns(problem.prompt) == [f"user\nWhat is 2 + {{x}}?\n\n{BOXED}", "assistant\n"]
+    [problem] = prompted([PROBLEM], "chat", qwen)  # graded otherwise: nothing is asked for
+    assert turns(problem.prompt) == ["user\nWhat is 2 + {x}?", "assistant\n"]
+
+
+def test_a_system_prompt_of_ones_own_moves_the_instruction_and_examples_are_turns(tmp_path):
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    system = read_system_prompt(str(tmp_path / "system.txt"))
+    assert system == "Be brief." and read_system_prompt("so " * 3000) == "so " * 3000
+    qwen = tokenizer_with(IM_START + "{# You are Qwen, created by Alibaba Cloud #}")
+    options = ChatOptions(system, boxed=True, examples=(("1 + 1?", "\\boxed{2}"),))
+    [problem] = prompted([PROBLEM], "chat", qwen, options)
+    assert turns(problem.prompt) == [
+        "system\nBe brief.",
+        f"user\n1 + 1?\n\n{BOXED}",
+        "assistant\n\\boxed{2}",
+        f"user\nWhat is 2 + {{x}}?\n\n{BOXED}",
+        "assistant\n",
+    ]
+    options = ChatOptions("End with \\boxed{}.", boxed=True)
+    [problem] = prompted([PROBLEM], "chat", qwen, options)
+    assert problem.prompt.count("boxed") == 1
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_template_that_spells_bos_out_gives_one_bos(adds_bos):
+    base = small_tokenizers.byte_level()
+    if adds_bos:
+        base = small_tokenizers.adding(base, "<s> $A")
+    tokenizer = tokenizer_with(WITH_BOS, lambda: base)
+    [problem] = prompted([PROBLEM], "chat", tokenizer, ChatOptions(boxed=True))
+    [ids] = prompt_token_ids(tokenizer, [problem.prompt]).ids
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+def test_an_empty_prompt_is_the_models_choice():
+    chat, base = tokenizer_with(IM_START), tokenizer_with(None)
+    boxed = ChatOptions(boxed=True)
+    assert prompted([PROBLEM], "", chat, boxed) == prompted([PROBLEM], "chat", chat, boxed)
+    [problem] = prompted([PROBLEM], "", base, boxed)
+    assert problem.prompt == f"What is 2 + {{x}}?\n{BOXED}\n"
+    [problem] = prompted([PROBLEM], "", base)
+    assert problem.prompt == "What is 2 + {x}?"
+
+
+def format_of(task: Task, prompt: str = "", reward: str = "r1_zero") -> tuple:
+    task = task.in_format(prompt, reward)
+    return task.prompt, task.rules, task.stop
+
+
+def test_prompt_and_rule_choose_each_other_and_defaults_stay():
+    gsm8k = TASKS["gsm8k"]
+    box = ("boxed", "flexible")
+    for task in TASKS.values():
+        assert task.in_format("", "r1_zero") is task.in_format("", "format:0.5,accuracy") is task
+    assert format_of(gsm8k, "chat") == ("chat", box, ())
+    assert format_of(gsm8k, "chat", "format:0.5,accuracy") == ("chat", box, ())
+    assert format_of(gsm8k, "", "boxed") == ("", box, ())
+    assert format_of(gsm8k, "r1_zero", "boxed") == ("r1_zero", box, ())
+    assert format_of(gsm8k, "tiny") == ("tiny", gsm8k.rules, gsm8k.stop)
+    assert format_of(gsm8k, "question")[1] == ("flexible", "boxed")
+    assert format_of(gsm8k, "question_answer")[2] == ("\nQuestion:",)
+    countdown = TASKS["countdown"]
+    assert format_of(countdown, "chat") == ("chat", ("countdown",), countdown.stop)
+    unnamed = Task("mine", gsm8k.problems, gsm8k.demonstrations)
+    assert format_of(unnamed) == ("", box, ())
+    assert RLArgs(task="gsm8k", prompt="chat").evaluation_rule == "boxed"
+    assert RLArgs(task="gsm8k", prompt="chat", reward="flexible").evaluation_rule == "flexible"
+
+
+def test_worked_solutions_of_a_chat_end_in_a_box():
+    response = " 48/2 = 24 </think> <answer> 24 </answer>"
+    assert answer_in_box(response) == "48/2 = 24\nThe final answer is \\boxed{24}."
+    assert answer_in_box("own words") == "own words"
+
+
+@pytest.mark.parametrize("command", [evaluate, rejection_sample, sft, train_rl])
+def test_a_model_without_a_chat_template_is_refused_before_it_loads(
+    command, tmp_path, monkeypatch, capsys
+):
+    flags = {
+        rejection_sample: ["--output", "kept.jsonl"],
+        sft: ["--sft_base", "made"],
+        train_rl: ["--sft_base", ""],
+    }
+    monkeypatch.chdir(tmp_path)
+    words = ["--prompt", "chat", *flags.get(command, [])]
+    assert exit_code(monkeypatch, command.main, command.__name__, *words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --prompt chat: the tokenizer of --model tiny has no chat ")
+
+
+def test_whether_there_is_a_chat_template_is_read_from_files(tmp_path):
+    assert has_chat_template("smollm2") and not has_chat_template("tiny")
+    assert has_chat_template("some/hub-name") is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert has_chat_template(str(tmp_path)) is False
+    (tmp_path / "chat_template.jinja").write_text(IM_START)
+    assert has_chat_template(str(tmp_path)) is True
