@@ -423,7 +423,7 @@ def grpo_microbatch_train_step(
     *,
     reference_log_probs: Tensor | None = None,
     sampler_log_probs: Tensor | None = None,
-    **settings,
+    **config_fields,
 ) -> tuple[Tensor, Sums]:
     """Backward of `micro_batch_loss`; gradients add up over micro-batches.
 
@@ -431,7 +431,7 @@ def grpo_microbatch_train_step(
 
     Without `denominator` the whole step is taken to be `gradient_accumulation_steps` times this
     micro-batch: "sequence_mean" divides by its responses times the steps, "token_mean" by its
-    response tokens times the steps, and "constant" raises ValueError. `settings` are further
+    response tokens times the steps, and "constant" raises ValueError. `config_fields` are further
     fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
     correction_cap.
     """
@@ -444,7 +444,7 @@ def grpo_microbatch_train_step(
     else:
         divisor = denominator
     config = LossConfig(
-        LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **settings
+        LOSSES[loss_type], cliprange, loss_normalization=loss_normalization, **config_fields
     )
     inputs = LossInputs(
         config,
