@@ -121,8 +121,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         self.model.train(self.policy_config.dropout)
         # Without rows there may be no micro-batch, which would leave the gradient None, not zeros.
         if not rows:
-            for parameter in (p for p in self.model.parameters() if p.requires_grad):
-                parameter.grad = torch.zeros_like(parameter)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
         for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
             tokens = packed_tokens([split[i] for i in piece])

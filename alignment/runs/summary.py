@@ -118,13 +118,18 @@ def print_seconds(metrics: Sequence[Record], console: Console) -> None:
 
 
 def print_first_change(run: Path, evals: Sequence[Record], console: Console) -> None:
-    """Print the two completions that `first_change` returns, of the run in the folder `run`."""
+    """Print the first problem whose reward changed between the first and the last evaluation of the
+    run in the folder `run`, with both completions; where none did, that there is none."""
     before, after = first_change(run, evals)
+    if before["score"]["reward"] == after["score"]["reward"]:
+        console.print("no problem's outcome changed")
+        return
     question = printable(before["question"])
     console.print(f"the first problem whose outcome changed: {question}", markup=False)
+    # A prompt may begin the answer, as R1's does with "<think>"; that is not of the completion.
     for label, record in (("before", before), ("after", after)):
         text = printable(record["text"])
-        console.print(f"  {label}: <think>{text}", markup=False, highlight=False)
+        console.print(f"  {label}: {text}", markup=False, highlight=False)
 
 
 def write_card(folder: Path, run: Path, reproducibility: str) -> None:

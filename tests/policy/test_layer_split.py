@@ -193,6 +193,17 @@ def test_without_rows_the_gradient_is_zeros(saved):
     assert all(map(torch.equal, before, parameters))
 
 
+def test_without_rows_an_earlier_gradient_stays(saved):
+    """`accumulate` adds to the gradient that is there."""
+    policy = open_policy("layer_split", PolicyConfig(saved, ("cpu", "cpu:0"), "float32"))
+    rollout = made_up_rollout()
+    objective = rollout_objective(rollout, range(16), ARGS.update_config)
+    list(policy.accumulate(rollout.batch, range(2), objective))
+    gradient = policy.gradient().clone()
+    list(policy.accumulate(rollout.batch, [], objective))
+    assert gradient.any() and torch.equal(policy.gradient(), gradient)
+
+
 def test_the_counter_sees_a_wait():
     with HostReads() as counter:
         float(torch.ones(1) + 1)
