@@ -25,6 +25,7 @@ from alignment.builders.checks import (
     roles_of,
 )
 from alignment.config.settings import flag_values
+from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
@@ -32,7 +33,7 @@ from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.planning.placement import Roles
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import write_json
+from alignment.system.files import write_json, write_jsonl
 from alignment.system.registry import find
 from alignment.system.signals import Interrupted, deferrable_signals
 from alignment.system.terminal import count_parts, make_console, printable
@@ -312,6 +313,11 @@ def write_report(
         names = [label(model) for model in args.compare]
         accuracy.write_comparison(comparison, names, path, console)
         return
+    if args.num_samples > 1:
+        lines: list[dict] = []
+        for row, groups_of_row in zip(rows, groups, strict=True):
+            lines += pass_rate_rows(groups_of_row, row["task"], row["model"])
+        write_jsonl(path / "pass_rates.jsonl", lines)
     summary = {"evaluations": rows} if len(rows) > 1 else rows[0]
     write_json(path / "summary.json", summary)
     settings = {

@@ -26,13 +26,14 @@ from alignment.builders.checks import (
     roles_of,
 )
 from alignment.core.records import Completion, Endless, Group, Problem
+from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks.own_data import read_demonstrations
 from alignment.planning.placement import Roles
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
-from alignment.system.files import write_atomically
+from alignment.system.files import write_atomically, write_jsonl
 from alignment.system.signals import received_signal
 from alignment.system.terminal import count_parts, make_console, make_table
 
@@ -56,8 +57,12 @@ def main() -> None:
     output = Path(args.output)
     if not args.output:
         raise UserError("--output: name the file to write, such as --output kept.jsonl")
-    if output.exists():
-        raise UserError(f"--output {output} exists already: delete it, or name another file")
+    written_files = [output]
+    if args.num_samples > 1:
+        written_files.append(rates_file(output))
+    for file in written_files:
+        if file.exists():
+            raise UserError(f"--output {file} exists already: delete it, or name another file")
     task = check(args)
     check_output(output.parent, output.name)
     roles = roles_of(args)
@@ -79,6 +84,8 @@ def main() -> None:
         raise UserError(f"nothing was kept of {answers} answers: {reasons}; nothing is written")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    if args.num_samples > 1:
+        write_jsonl(rates_file(output), pass_rate_rows(groups, args.task, args.model))
     title = f"{len(groups)} problems x {args.num_samples} answers of {args.model}"
     counts = [("kept", str(len(rows)))]
     counts += [(f"rejected: {reason}", str(rejected[reason])) for reason in REASONS]
@@ -89,6 +96,13 @@ def main() -> None:
         markup=False,
         soft_wrap=True,
     )
+    if args.num_samples > 1:
+        console.print(f"pass rates: {rates_file(output)}", markup=False, soft_wrap=True)
+
+
+def rates_file(output: Path) -> Path:
+    """The file of all problems' pass rates, beside that of the kept answers."""
+    return output.with_name(f"{output.stem}.pass_rates.jsonl")
 
 
 def sample_groups(

@@ -37,7 +37,8 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.builders.checks import check_loss, check_output, check_reward
+from alignment.builders.checks import check_loss, check_output, check_pass_rates, check_reward
+from alignment.config.data import ALL_PASS_RATES
 from alignment.data.tasks import find_task, try_rows
 from alignment.planning.seconds import hardware_of
 from alignment.rewards.rules import find_reward
@@ -133,7 +134,8 @@ def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None
 
 def try_users_code(arms: Collection[RLArgs]) -> None:
     """Try the arms' losses and rewards that are the user's own on made-up responses, and read the
-    problems of their tasks. Raises `UserError` where a run of an arm could only fail."""
+    problems of their tasks and their pass rates. Raises `UserError` where a run of an arm could
+    only fail."""
     for arm in arms:
         check_loss(arm)
     # arms mostly share a task and a reward, and each is tried once
@@ -141,6 +143,10 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
     for (name, data), dataset_path in tasks.items():
         for split in ("test", "train"):
             try_rows(find_task(name, data), "problems", split, dataset_path)
+    for arm in arms:
+        if arm.pass_rates or arm.pass_rate_band != ALL_PASS_RATES:
+            task = find_task(arm.task, arm.data)
+            check_pass_rates(arm, task.training_problems(arm.dataset_path))
     users_rewards = {
         (arm.task, arm.data, arm.prompt, arm.reward, arm.reward_settings): arm
         for arm in arms

@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "rewards.rules",
         "sampling.sampler",
         "data.tasks",
+        "data.pass_rates",
         "runs.trackers",
     ),
     "args": ("system", "config", "data.tasks", "rewards.rules"),

@@ -234,11 +234,12 @@ def _type_objection(name: str, value: object, hint: Any) -> str:
 
 def _label(key: str, value: object) -> str:
     """The part of an arm's name for one argument, fit for the name of a folder: `grpo_clip`,
-    `group_size4`, `no_normalize_by_std`."""
+    `group_size4`, `pass_rate_band0.2-0.8`, `no_normalize_by_std`."""
     if isinstance(value, bool):
         return key if value else f"no_{key}"
     text = str(value).replace("/", "-").replace(":", ".")
-    if isinstance(value, str) and value:
+    says_what_it_is = re.fullmatch(r"[\d.-]*", text) is None  # A band of numbers does not.
+    if isinstance(value, str) and says_what_it_is:
         return text
     return f"{key}{text}"
 

@@ -18,10 +18,12 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
+from alignment.config.data import ALL_PASS_RATES
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import flag_values, own_flags
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
+from alignment.data.pass_rates import PassRates, problems_in_band, read_band, read_pass_rates
 from alignment.data.prompts import CHAT, chat_turns, read_system_prompt, read_template
 from alignment.data.tasks import Split, Task, check_fields, find_task, own_data, try_rows
 from alignment.data.tasks.own_data import Demonstration
@@ -42,7 +44,7 @@ from alignment.sampling.sampler import check_sampler_url, find_engine, named_eng
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import read_json, try_writing
 from alignment.system.gpus import has_gpu_files, unusable_driver
-from alignment.system.manifests import MANIFEST, find_damage
+from alignment.system.manifests import MANIFEST, find_damage, sha256
 from alignment.system.registry import find
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
@@ -105,7 +107,8 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.model, "--model")
             check_chat_template(task, args.model)
     check_test_split(task, args.dataset_path, args.max_problems)
-    check_reward(args, task, reward, check_training_split(task, args.dataset_path)[0])
+    training = check_pass_rates(args, check_training_split(task, args.dataset_path))
+    check_reward(args, task, reward, training[0])
     # This comes last, because it may load torch to count the GPUs.
     check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
 
@@ -169,6 +172,56 @@ def check_training_split(task: Task, dataset_path: str) -> Problems:
     if not isinstance(problems, Endless) and not isinstance(kept, Endless):
         _print_left_out(len(problems), len(kept), "training problems")
     return kept
+
+
+def check_pass_rates(args: RLArgs, problems: Problems) -> Problems:
+    """Those of a task's training problems that --pass_rate_band keeps; prints how many they are,
+    and where the file is of another task or model. Raises `UserError` for a file that is not there
+    or damaged, and where no problem is kept."""
+    if not args.pass_rates:
+        if args.pass_rate_band != ALL_PASS_RATES:
+            raise UserError(
+                f"--pass_rate_band {args.pass_rate_band}: needs --pass_rates FILE, which"
+                " `rejection_sample` and `evaluate` write with several samples a problem"
+            )
+        return problems
+    band = read_band(args.pass_rate_band)
+    assert band is not None  # The arguments are checked when they are made.
+    rates = read_pass_rates(args.pass_rates)
+    selection = problems_in_band(problems, rates, band)
+    _print_other_source(args, rates)
+    number = len(selection.kept) + len(selection.outside) + selection.unmeasured
+    left_out = []
+    if selection.outside:
+        least, most = min(selection.outside), max(selection.outside)
+        left_out.append(f"{len(selection.outside)} have other rates, {least:.2f} .. {most:.2f}")
+    if selection.unmeasured:
+        left_out.append(f"{selection.unmeasured} are not in {args.pass_rates}")
+    kept = len(selection.kept) or "none"
+    reasons = "".join(f"; {reason}" for reason in left_out)
+    line = f"--pass_rate_band {args.pass_rate_band} keeps {kept} of {number} training problems"
+    if not selection.kept:
+        raise UserError(f"{line}{reasons}: choose another band, or measure this --task's problems")
+    print(f"{line}{reasons}", file=sys.stderr)
+    return selection.kept
+
+
+def _print_other_source(args: RLArgs, rates: PassRates) -> None:
+    """Print where pass rates were measured on another task, or of another model than the run starts
+    from."""
+    start = args.sft_base or args.model
+    if rates.tasks and args.task not in rates.tasks:
+        print(
+            f"--pass_rates {args.pass_rates}: measured on --task {', '.join(rates.tasks)}, and this"
+            f" run's is {args.task}",
+            file=sys.stderr,
+        )
+    if rates.model and Path(rates.model) != Path(start):
+        print(
+            f"--pass_rates {args.pass_rates}: measured of {rates.model}, and this run starts from"
+            f" {start}",
+            file=sys.stderr,
+        )
 
 
 def _print_left_out(number: int, kept: int, noun: str) -> None:
@@ -243,12 +296,16 @@ def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
     own = own_flags(args)
     changeable_settings = {name for name, flag in own.items() if flag.facts.changeable}
+    arguments = flag_values(args)
+    if args.pass_rates:
+        # A file of other pass rates selects other problems, so a run cannot go on with it.
+        arguments["sha256_of_pass_rates"] = sha256(Path(args.pass_rates))
     return configuration(
         RunConfig,
         args,
         default_name=default_run_name(args),
         command="train_rl",
-        arguments=flag_values(args),
+        arguments=arguments,
         changeable=CHANGEABLE_ON_RESUME | changeable_settings,
         setting=REPRODUCIBILITY_SETTING,
         defaults=defaults_of_flags(RLArgs) | {name: own.default for name, own in own.items()},

@@ -42,6 +42,7 @@ from alignment.config.settings import (
 from alignment.core.advantages import Advantage, AdvantageConfig
 from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
+from alignment.data.pass_rates import read_band
 from alignment.data.tasks import DataConfig, Task, find_task
 from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
@@ -262,6 +263,9 @@ class RLArgs(
         fits = 0 <= self.overlong_buffer <= self.max_new_tokens
         require(self, "overlong_buffer", fits, "from 0 (none) to --max_new_tokens")
         self._check_staleness()
+        is_band = read_band(self.pass_rate_band) is not None
+        wanted = "LOW-HIGH with 0 <= LOW <= HIGH <= 1, such as 0.2-0.8"
+        require(self, "pass_rate_band", is_band, wanted)
         wanted = (
             f"none with --max_staleness {self.staleness} and --old_log_probs {self.old_log_probs}:"
             f" the ratio of --loss_type {self.loss_type} is to the sampler's log-probs already"

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from alignment.config.flag import flag
 
+ALL_PASS_RATES = "0-1"
+
 
 @dataclass(frozen=True)
 class DataFlags:
@@ -55,3 +57,9 @@ class TrainingDataFlags:
     max_prompt_tokens: int = flag(0, group="data", at_least=0, zero="any length")
     """Longest prompt, in tokens; problems with longer ones are left out of training. 0: any
     length."""
+    pass_rates: str = flag("", group="data")
+    """File of training problems' measured pass rates, which `rejection_sample` and `evaluate` write
+    with several samples a problem; training takes those in --pass_rate_band. Empty: none."""
+    pass_rate_band: str = flag(ALL_PASS_RATES, group="data")
+    """Pass rates LOW-HIGH, both included, of the problems to train on, such as 0.2-0.8; problems
+    that are not in the file are left out."""

@@ -40,6 +40,8 @@ class RolloutConfig:
     seed: int = 0
     data_seed: int = 0
     sampling_seed: int = 0
+    pass_rates: str = ""  # File of measured pass rates; "": none
+    pass_rate_band: str = "0-1"  # Those of the problems that are trained on
 
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
         """The sampling settings of a step's completions, with a seed for this step and refill (0:

@@ -35,6 +35,7 @@ from alignment.core.records import (
     flatten_scores,
 )
 from alignment.core.tokens import collate
+from alignment.data.pass_rates import banded
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, find_task
 from alignment.policy.policy import Policy
@@ -112,8 +113,11 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or
     no training problem is left, for example after `max_prompt_tokens`."""
     task = find_task(config.task, config.data).in_format(config.prompt, config.reward)
+    kept = banded(
+        task.training_problems(config.dataset_path), config.pass_rates, config.pass_rate_band
+    )
     problems = task.with_prompts(
-        task.training_problems(config.dataset_path),
+        kept,
         tokenizer,
         read_system_prompt(config.system_prompt),
     )

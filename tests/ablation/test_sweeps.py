@@ -18,8 +18,10 @@ from alignment.ablation.schedule import (
 )
 from alignment.ablation.statistics import Comparison
 from alignment.args import Resources, SweepArgs, SweepOptions, parse
+from alignment.data.tasks import arithmetic
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
+from alignment.system.files import write_jsonl
 from alignment.system.locks import lock_run_folder
 from alignment.system.processes import start_command
 from tests.command_line import exit_code
@@ -229,3 +231,23 @@ def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path):
         lock_run_folder(tmp_path),
     ):
         pass
+
+
+def test_a_sweep_over_bands_of_pass_rates_checks_and_names_each_arm(tmp_path, capsys):
+    """Two of the three problems have a rate of 0.5, and one of 1."""
+    (tmp_path / "sft").mkdir()
+    problems = arithmetic.problems("train")[:3]
+    file = tmp_path / "rates.jsonl"
+    rows = [
+        {"question": problem.question, "samples": 2, "correct": correct}
+        for problem, correct in zip(problems, (1, 2, 1), strict=True)
+    ]
+    write_jsonl(file, rows)
+    flags = ["--pass_rates", str(file), "--seed", "0", "1"]
+    design = make_design(arguments(tmp_path, *flags, "--pass_rate_band", "0-1", "0.2-0.8"))
+    assert list(design.arms) == ["pass_rate_band0-1", "pass_rate_band0.2-0.8"]
+    all_problems, banded_problems = capsys.readouterr().err.splitlines()
+    assert "--pass_rate_band 0-1 keeps 3 of " in all_problems
+    assert "--pass_rate_band 0.2-0.8 keeps 2 of " in banded_problems
+    with pytest.raises(UserError, match="--pass_rate_band 0.6-0.8 keeps none of "):
+        make_design(arguments(tmp_path, *flags, "--pass_rate_band", "0-1", "0.6-0.8"))

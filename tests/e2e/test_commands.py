@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment import evaluate, gradients, sft, train_rl
+from alignment import evaluate, gradients, rejection_sample, sft, train_rl
 from alignment.core.losses import LOSSES
 from alignment.data.tasks import arithmetic
 from alignment.rewards.rules import RULES
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 MAIN = {
     "evaluate": evaluate.main,
     "gradients": gradients.main,
+    "rejection_sample": rejection_sample.main,
     "sft": sft.main,
     "train_rl": train_rl.main,
 }
@@ -478,3 +479,29 @@ def test_two_commands_never_share_a_folder(tmp_path):
 
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[2Jb\n\x07[red]") == "a\\x1b[2Jb\n\\x07[red]"
+
+
+def test_training_takes_the_problems_of_a_band_of_measured_pass_rates(
+    warm, tmp_path, made_up_reward, monkeypatch, capsys
+):
+    """`rejection_sample` measures, `train_rl` selects; with other rates the run does not go on."""
+    monkeypatch.chdir(tmp_path)
+    sampling = ["--num_problems", "24", "--num_samples", "4", "--min_consistency", "0"]
+    model = ["--model", str(warm / "sft")]
+    assert run(monkeypatch, "rejection_sample", *model, *sampling, "--output", "kept.jsonl") == 0
+    rows = read_jsonl(Path("kept.pass_rates.jsonl"))
+    assert len(rows) == 24 and {row["samples"] for row in rows} == {4}
+    banded = {row["id"] for row in rows if row["correct"] in (1, 2)}
+    assert 0 < len(banded) < 24
+    flags = rl_flags(warm, tmp_path, "--num_steps", "2", "--run_name", "banded")
+    flags += ["--pass_rates", "kept.pass_rates.jsonl", "--pass_rate_band", "0.25-0.5"]
+    capsys.readouterr()
+    assert run(monkeypatch, "train_rl", *flags) == 0
+    assert f"0.25-0.5 keeps {len(banded)} of " in capsys.readouterr().err
+    rollouts = [Path(f"banded/completions/rollout_{step:06d}.jsonl") for step in (1, 2)]
+    trained = {line["problem"] for file in rollouts for line in read_jsonl(file)}
+    assert trained and trained <= banded
+    Path("kept.pass_rates.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    wider = [*flags, "--pass_rate_band", "0-1", "--resume"]
+    assert run(monkeypatch, "train_rl", *wider) == 2
+    assert "--sha256_of_pass_rates was" in capsys.readouterr().err
