@@ -21,6 +21,7 @@ from alignment.args import (
 from alignment.config.data import ALL_PASS_RATES
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import flag_values, own_flags
+from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.pass_rates import PassRates, problems_in_band, read_band, read_pass_rates
@@ -114,8 +115,12 @@ def check_rl(args: RLArgs) -> None:
 
 
 def check_loss(args: RLArgs) -> None:
-    """Try a loss of the user's own on made-up responses. Raises `UserError` where no update can be
-    made of what it gives."""
+    """Try a loss and an advantage of the user's own on made-up responses. Raises `UserError` where
+    no update can be made of what they give."""
+    if args.estimator not in ADVANTAGES.values():
+        from alignment.training.trial import try_advantage  # Here, because it loads torch.
+
+        try_advantage(args.advantage, args.update_config.advantage)
     if args.loss not in LOSSES.values():
         from alignment.training.trial import try_loss  # Here, because it loads torch.
 

@@ -279,11 +279,14 @@ class RLArgs(
         advantage, and for an unknown one."""
         takes_raw_rewards = self.loss.weight == "raw_rewards"
         estimator = self.estimator
-        is_enough = self.group_size >= estimator.smallest_group or takes_raw_rewards
-        wanted = (
-            f"at least {estimator.smallest_group}: with one sample a prompt the group's mean is the"
-            " reward itself and its std is undefined (only --loss_type no_baseline works with 1)"
-        )
+        fewest = estimator.fewest_responses(settings_of(self, "advantage"))
+        is_enough = self.group_size >= fewest or takes_raw_rewards
+        wanted = f"at least {fewest}, as --advantage {self.advantage} needs"
+        if fewest == 2:
+            wanted = (
+                "at least 2: with one sample a prompt the group's mean is the reward itself and its"
+                " std is undefined (only --loss_type no_baseline works with 1)"
+            )
         require(self, "group_size", is_enough, wanted)
         learner = ""
         if takes_raw_rewards:

@@ -9,10 +9,13 @@ Axes: P prompts, G samples of a prompt (the group), B = P * G responses.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from alignment.core.flag import flag
 from alignment.core.records import Score
 
 if TYPE_CHECKING:
@@ -70,8 +73,15 @@ class Advantage:
     silent_groups: bool = False
     """Whether a group whose counted rewards are all equal may have advantages other than 0. Such
     groups are then worth training on, and no refill may replace them."""
-    smallest_group: int = 2
-    """The fewest responses of a group that it works with."""
+    smallest_group: int | str = 2
+    """The fewest responses of a group that it works with, or the name of the setting that says
+    so."""
+
+    def fewest_responses(self, settings: Any) -> int:
+        """`smallest_group`, given the estimator's own settings or None."""
+        if isinstance(self.smallest_group, str):
+            return getattr(settings_or_defaults(self.settings, settings), self.smallest_group)
+        return self.smallest_group
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,11 @@ class AdvantageConfig:
     estimator: Advantage = field(default_factory=lambda: ADVANTAGES["group_baseline"])
     settings: Any = None
     """The estimator's own settings, an instance of `Advantage.settings`; None: their defaults."""
+
+    @property
+    def smallest_group(self) -> int:
+        """The fewest responses of a group that the estimator works with."""
+        return self.estimator.fewest_responses(self.settings)
 
 
 def settings_or_defaults(settings_class: type | None, settings: Any) -> Any:
@@ -168,9 +183,185 @@ def _counted_mean(inputs: AdvantageInputs) -> Tensor:
     return sum_P1 / number_P1.clamp(min=1)
 
 
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = (r - mean of the group) / (std of these differences over the batch + eps).
+
+    REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262). The batch's mean of the
+    differences, which the paper subtracts too, is 0, since they sum to 0 in each group. The std is
+    unbiased and over responses, each of which weighs the same. Responses that do not count enter no
+    mean and not the std.
+    """
+    centred_PG = (inputs.rewards_PG - _counted_mean(inputs)).where(inputs.counted_PG, 0)
+    number = inputs.counted_PG.sum()
+    std = (centred_PG.square().sum() / (number - 1).clamp(min=1)).sqrt()
+    return centred_PG / (std + inputs.config.advantage_eps), None
+
+
+def optimal_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = r - b, where b is the mean of the group's rewards weighted by length: sum(l * r) /
+    sum(l).
+
+    OPO (Hao et al. 2025, arXiv:2505.23585): the baseline of least variance, where the squared norm
+    of a response's gradient is taken to be proportional to its length l. Nothing divides by a std.
+    Responses that do not count have the weight 0.
+    """
+    weights_PG = inputs.lengths_PG.double().where(inputs.counted_PG, 0)
+    total_P1 = weights_PG.sum(dim=1, keepdim=True)
+    # Differences from the group's mean, so that equal rewards have exactly 0.
+    centred_PG = (inputs.rewards_PG - _counted_mean(inputs)).where(inputs.counted_PG, 0)
+    shift_P1 = (weights_PG * centred_PG).sum(dim=1, keepdim=True) / total_P1.clamp(min=1)
+    return centred_PG - shift_P1, None
+
+
+@dataclass(frozen=True)
+class PositiveOnlySettings:
+    """The settings of `positive_only`."""
+
+    negative_weight: float = flag(0.0, at_least=0)
+    """Weight of wrong responses; 0: they are not trained on."""
+    threshold: float = 0.5
+    """A response is right where its reward is above."""
+
+
+def positive_only(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = 1 for right responses and -negative_weight for wrong ones, without a baseline.
+
+    Positive sample reinforcement (Zhu et al. 2025, arXiv:2506.01347, PSR). No response moves
+    another's advantage.
+    """
+    settings = inputs.settings
+    return _signed(inputs, 1.0, settings.negative_weight, settings.threshold), None
+
+
+@dataclass(frozen=True)
+class NegativeOnlySettings:
+    """The settings of `negative_only`."""
+
+    positive_weight: float = flag(0.0, at_least=0)
+    """Weight of right responses; 0: they are not trained on. W-REINFORCE has 0.1."""
+    threshold: float = 0.5
+    """A response is right where its reward is above."""
+
+
+def negative_only(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = -1 for wrong responses and positive_weight for right ones, without a baseline.
+
+    Negative sample reinforcement (Zhu et al. 2025, arXiv:2506.01347, NSR), and with a
+    positive_weight W-REINFORCE. No response moves another's advantage.
+    """
+    settings = inputs.settings
+    return _signed(inputs, settings.positive_weight, 1.0, settings.threshold), None
+
+
+def _signed(inputs: AdvantageInputs, positive: float, negative: float, threshold: float) -> Tensor:
+    """`positive` for right responses, -`negative` for the others [P, G]."""
+    is_right_PG = inputs.rewards_PG > threshold
+    return inputs.rewards_PG.new_full(is_right_PG.shape, positive).where(is_right_PG, -negative)
+
+
+@dataclass(frozen=True)
+class PassAtKSettings:
+    """The settings of `pass_at_k`."""
+
+    k: int = flag(4, at_least=1)
+    """Responses of which one must be right; at most --group_size."""
+    threshold: float = 0.5
+    """A response is right where its reward is above."""
+
+
+def pass_at_k(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """The advantages of a reward that k responses share, 1 where any of them is right.
+
+    With m = 1 - C(W, k) / C(N, k), the mean over all sets of k of the group's N responses, W of
+    them wrong, and s = sqrt(m (1 - m)): A = (1 - m) / s for right ones and A = (1 - m - C(W - 1, k
+    - 1) / C(N - 1, k - 1)) / s for wrong ones (Chen et al. 2025, arXiv:2508.10751, analytical
+    derivation). A is 0 where s is: where all are wrong, or fewer than k. Responses that do not
+    count are in no set; with fewer than k left, A is 0.
+    """
+    k = inputs.settings.k
+    is_right_PG = inputs.rewards_PG > inputs.settings.threshold
+    advantages_PG = inputs.rewards_PG.new_zeros(is_right_PG.shape)
+    for row, (is_right_G, counted_G) in enumerate(zip(is_right_PG, inputs.counted_PG, strict=True)):
+        number = int(counted_G.sum())
+        wrong = int((counted_G & ~is_right_G).sum())
+        if wrong < k or wrong == number:
+            continue
+        mean = 1 - math.comb(wrong, k) / math.comb(number, k)
+        std = math.sqrt(mean * (1 - mean))
+        # The share of a wrong response's sets in which all others are wrong, too.
+        failing = math.comb(wrong - 1, k - 1) / math.comb(number - 1, k - 1)
+        advantages_PG[row] = (1 - mean - failing) / std
+        advantages_PG[row, is_right_G] = (1 - mean) / std
+    return advantages_PG, None
+
+
+def maximum_likelihood(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = (r - mean of the group) / mean of the group; 0 where that mean is not above 0.
+
+    MaxRL (Tajwar et al. 2026, arXiv:2602.02710): the mean of right responses' gradients, with the
+    mean of all as control variate, for rewards of 0 and 1. Responses that do not count enter no
+    mean.
+    """
+    mean_P1 = _counted_mean(inputs)
+    has_success_P1 = mean_P1 > 0
+    ratio_PG = (inputs.rewards_PG - mean_P1) / mean_P1.where(has_success_P1, 1)
+    return ratio_PG.where(has_success_P1, 0), None
+
+
+@dataclass(frozen=True)
+class ProblemAverageSettings:
+    """The settings of `problem_average`."""
+
+    decay: float = flag(0.9, at_least=0, below=1)
+    """Share of a problem's average that stays when it is asked again."""
+
+
+def problem_average(
+    inputs: AdvantageInputs, state: dict[str, float] | None
+) -> tuple[Tensor, dict[str, float]]:
+    """A = r - b, where b is the moving average of the problem's mean rewards in earlier steps, b <-
+    decay * b + (1 - decay) * mean (reinforcement comparison, Sutton 1984; Williams 1992, section
+    5).
+
+    A problem that is asked for the first time has its group's mean as the baseline. The state has
+    the average of each problem by its key. A problem that a step asks twice has the average before
+    the step both times. Responses that do not count enter no mean; a group without any leaves the
+    average as it is.
+    """
+    averages = dict(state or {})
+    means = _counted_mean(inputs)[:, 0].tolist()
+    numbers = inputs.counted_PG.sum(dim=1).tolist()
+    baseline_P1 = inputs.rewards_PG.new_tensor(
+        [
+            [averages.get(problem, mean)]
+            for problem, mean in zip(inputs.problems, means, strict=True)
+        ]
+    )
+    decay = inputs.settings.decay
+    for problem, mean, number in zip(inputs.problems, means, numbers, strict=True):
+        if number:
+            averages[problem] = decay * averages.get(problem, mean) + (1 - decay) * mean
+    return inputs.rewards_PG - baseline_P1, averages
+
+
 # --advantage -> the estimator.
 ADVANTAGES: Mapping[str, Advantage] = {
     "group_baseline": Advantage(group_baseline, arguments=ADVANTAGE_ARGUMENTS - {"advantage"}),
+    "reinforce_plus_plus_baseline": Advantage(
+        reinforce_plus_plus_baseline, arguments=frozenset({"advantage_eps"})
+    ),
+    "opo": Advantage(optimal_baseline),
+    "positive_only": Advantage(
+        positive_only, settings=PositiveOnlySettings, silent_groups=True, smallest_group=1
+    ),
+    "negative_only": Advantage(
+        negative_only, settings=NegativeOnlySettings, silent_groups=True, smallest_group=1
+    ),
+    "pass_at_k": Advantage(pass_at_k, settings=PassAtKSettings, smallest_group="k"),
+    "maxrl": Advantage(maximum_likelihood),
+    "problem_average": Advantage(
+        problem_average, settings=ProblemAverageSettings, silent_groups=True, smallest_group=1
+    ),
 }
 
 
@@ -178,13 +369,14 @@ def compute_advantages(inputs: AdvantageInputs, state: Any) -> tuple[Tensor, Any
     """The advantages [P, G] that the config's estimator gives, 0 for responses that do not count,
     and its next state. Raises ValueError for groups smaller than the estimator works with."""
     config = inputs.config
-    if config.group_size < config.estimator.smallest_group:
+    if config.group_size < config.smallest_group:
         raise ValueError(
-            f"a group baseline needs at least {config.estimator.smallest_group} samples a prompt,"
-            f" not {config.group_size}"
+            f"a group baseline needs at least {config.smallest_group} samples a prompt, not"
+            f" {config.group_size}"
         )
-    advantages_PG, state = config.estimator.function(inputs, state)
-    return advantages_PG.where(inputs.counted_PG, 0), state
+    # A copy, since a step that is interrupted must leave the state as it was.
+    advantages_PG, next_state = config.estimator.function(inputs, copy.deepcopy(state))
+    return advantages_PG.where(inputs.counted_PG, 0), next_state
 
 
 def group_advantages(

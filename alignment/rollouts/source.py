@@ -240,7 +240,7 @@ def with_advantages(
     """The rollout with `advantages_B1`, by an estimator that has `state` of the steps before, and
     the `advantage_state` after it; unchanged where groups are smaller than the estimator needs, as
     those of one response, which has no advantage over others."""
-    if config.group_size < config.estimator.smallest_group:
+    if config.group_size < config.smallest_group:
         return rollout
     rewards_B1 = rollout.raw_rewards_B1
     inputs = advantage_inputs(

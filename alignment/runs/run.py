@@ -91,6 +91,7 @@ class Run:
         self.closing = ExitStack()  # Closes samplers, processes and locks when the run ends.
         self.clock = Clock()
         self.last_step = 0  # The last finished step.
+        self.advantage_state: object = None  # Of the estimator of advantages, after that step.
         self.resumed_at = 0
         # Whether it is between `start` and `finish`, so that there is something to save.
         self.is_under_way = False
@@ -151,6 +152,8 @@ class Run:
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.last_step = step
         self.resumed_at = step
+        if self.checkpoint:
+            self.advantage_state = run_folder.load_advantage_state(self.checkpoint)
 
     def _refuse_if_done(self, step: int, at: int) -> None:
         """Raise `UserError` if the run has done `step` steps and that is `at` or more."""
@@ -295,7 +298,11 @@ class Run:
             sampled_ahead = self.started.rollouts.sampled_ahead(self.last_step)
         folder = run_folder.checkpoint_folder(self.path, self.last_step)
         run_folder.save_checkpoint(
-            folder, self.started.policy, self.started.tokenizer, sampled_ahead
+            folder,
+            self.started.policy,
+            self.started.tokenizer,
+            sampled_ahead,
+            self.advantage_state,
         )
         run_folder.drop_old_checkpoints(
             self.path, self.config.keep_checkpoints, spared=self.resumed_at

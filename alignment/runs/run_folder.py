@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.core.state_tree import join_tensors, split_tensors
 from alignment.runs.metric_names import with_current_names
 from alignment.runs.state import STATE
 from alignment.runs.trackers import Trackers
 from alignment.system import files
-from alignment.system.errors import UserError
+from alignment.system.errors import RunStopped, UserError
 from alignment.system.manifests import find_damage, write_manifest
 from alignment.system.terminal import printable
 
@@ -40,6 +41,9 @@ LOGS = {
 # loaders take every *.safetensors file there for weights.
 TRAINER = "trainer"
 ROLLOUTS = Path(TRAINER) / "rollouts.jsonl"
+# The state of the estimator of advantages: JSON, and its tensors.
+ADVANTAGE_STATE = Path(TRAINER) / "advantage" / "state.json"
+ADVANTAGE_TENSORS = ADVANTAGE_STATE.with_name("tensors.safetensors")
 MOST_BYTES = 150  # Of a folder's name that is made here; file systems take 255, with suffixes.
 # What kinds of arguments a run has.
 
@@ -376,16 +380,52 @@ def put_aside(run: Path, after: int) -> None:
 
 
 def save_checkpoint(
-    folder: Path, policy, tokenizer, sampled_ahead: Sequence[SampledStep] = ()
+    folder: Path,
+    policy,
+    tokenizer,
+    sampled_ahead: Sequence[SampledStep] = (),
+    advantage_state: object = None,
 ) -> None:
-    """Write policy, optimiser, tokenizer and rollouts sampled ahead to `folder`, which appears once
-    all is on the disk."""
+    """Write policy, optimiser, tokenizer, rollouts sampled ahead and the state of the estimator of
+    advantages to `folder`, which appears once all is on the disk."""
     with files.atomic_folder(folder) as building, write_manifest(building):
         policy.save(building, tokenizer)
         (building / TRAINER).mkdir()
         policy.save_optimizer(building / TRAINER)
         if sampled_ahead:
             files.write_jsonl(building / ROLLOUTS, map(asdict, sampled_ahead))
+        if advantage_state is not None:
+            _save_advantage_state(building, advantage_state)
+
+
+def _save_advantage_state(folder: Path, state: object) -> None:
+    """Write the state of the estimator of advantages to a checkpoint. Raises `RunStopped` for one
+    that it cannot hold."""
+    from safetensors.torch import save_file  # imported here, because it loads torch
+
+    tensors: dict[str, Any] = {}
+    try:
+        tree = split_tensors(state, tensors)
+    except TypeError as error:
+        raise RunStopped(f"--advantage: {error}") from None
+    (folder / ADVANTAGE_STATE).parent.mkdir()
+    files.write_json(folder / ADVANTAGE_STATE, {"state": tree})
+    if tensors:
+        file = folder / ADVANTAGE_TENSORS
+        with files.guard_library_write(file):
+            save_file(tensors, file)
+
+
+def load_advantage_state(folder: Path) -> Any:
+    """The state of the estimator of advantages in a whole checkpoint; None where it has none."""
+    if not (folder / ADVANTAGE_STATE).exists():
+        return None
+    tensors: dict[str, Any] = {}
+    if (folder / ADVANTAGE_TENSORS).exists():
+        from safetensors.torch import load_file
+
+        tensors = load_file(folder / ADVANTAGE_TENSORS)
+    return join_tensors(files.read_json(folder / ADVANTAGE_STATE)["state"], tensors)
 
 
 def load_rollouts(folder: Path) -> list[SampledStep]:

@@ -1,5 +1,6 @@
-"""A loss of the user's own, tried on made-up responses before anything loads."""
+"""A loss and an advantage of the user's own, tried on made-up responses before anything loads."""
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from typing import Any
 
 import torch
 
+from alignment.core.advantages import AdvantageConfig, AdvantageInputs, advantage_inputs
 from alignment.core.losses import LOSSES, LossConfig, LossInputs, micro_batch_loss
+from alignment.core.state_tree import split_tensors
 from alignment.system.errors import UserError, in_one_line
 
 WEIGHTS = ("advantages", "raw_rewards", None)
@@ -64,6 +67,80 @@ def try_loss(name: str, config: LossConfig) -> None:
                 f"--loss_type {name}: {fault}. This was for {trial.description}, made up;"
                 " docs/extending.md says what a loss returns"
             )
+
+
+def try_advantage(name: str, config: AdvantageConfig) -> None:
+    """Compute the advantages that --advantage `name` names of two made-up steps. Raises
+    `UserError`, with the line of the user's file where there is one, if it raises an exception or
+    returns what no update or checkpoint can be made of."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            fault = next(faults_of_advantage(config), "")
+        if fault:
+            fault += definition(config.estimator.function)
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        fault = in_one_line(error)
+    if fault:
+        raise UserError(
+            f"--advantage {name}: {fault}. This was for made-up rewards; docs/extending_settings.md"
+            " says what an advantage returns"
+        )
+
+
+def faults_of_advantage(config: AdvantageConfig) -> Iterator[str]:
+    """What is wrong with the advantages of made-up rewards, as words that follow its name; only the
+    first is meant to be read."""
+    state: Any = None
+    for step in (1, 2):
+        inputs = made_up_advantage_inputs(config, step)
+        before = inputs.rewards_PG.clone()
+        returned = config.estimator.function(inputs, copy.deepcopy(state))
+        if not torch.equal(before, inputs.rewards_PG):
+            yield "it writes into its inputs (rewards_PG): give its result a tensor of its own"
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            yield f"it returns {described(returned)}, not (advantages, state)"
+        advantages_PG, next_state = returned
+        shape = tuple(before.shape)
+        if not has_shape(advantages_PG, shape) or not advantages_PG.is_floating_point():
+            yield (
+                f"its advantages are {described(advantages_PG)}, and must be a tensor of"
+                f" {list(shape)}, a number for every response of every problem"
+            )
+        counted_PG = inputs.counted_PG
+        if not torch.isfinite(advantages_PG[counted_PG]).all():
+            yield "its advantages are not finite"
+        silent_G = advantages_PG[0][counted_PG[0]]
+        if silent_G.any() and not config.estimator.silent_groups:
+            yield (
+                "a group of equal rewards has other advantages than 0: set silent_groups=True in"
+                " its Advantage"
+            )
+        try:
+            split_tensors(next_state, {})
+        except TypeError as error:
+            yield str(error)
+        state = next_state
+
+
+def made_up_advantage_inputs(config: AdvantageConfig, step: int) -> AdvantageInputs:
+    """Three groups: one of equal rewards, one of rewards 1 and 0 in turn, one whose last response
+    does not count."""
+    place_G = torch.arange(config.group_size)
+    alternating_G = (place_G % 2 == 0).float()
+    rewards_PG = torch.stack([torch.ones_like(alternating_G), alternating_G, 1 - alternating_G])
+    counted_PG = torch.ones_like(rewards_PG, dtype=torch.bool)
+    counted_PG[2, -1] = False
+    problems: list[str] = []
+    for problem in ("a", "b", "c"):
+        problems += [problem] * config.group_size
+    return advantage_inputs(
+        rewards_PG.reshape(-1, 1),
+        counted_PG.reshape(-1, 1),
+        config,
+        lengths=(place_G.repeat(3) + 1).tolist(),
+        problems=problems,
+        step=step,
+    )
 
 
 def faults(config: LossConfig, trial: MadeUp) -> Iterator[str]:

@@ -15,10 +15,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from alignment.core.advantages import (
+    ADVANTAGES,
     BASELINES,
     DEVIATIONS,
     AdvantageConfig,
-    group_advantages,
+    PassAtKSettings,
+    advantage_inputs,
+    compute_advantages,
     settings_or_defaults,
 )
 from alignment.core.losses import (
@@ -104,10 +107,12 @@ class Check:
 
 
 class PaperSetting(NamedTuple):
-    """The name of a loss, and the settings that it and its advantages are computed with."""
+    """The names of a loss and of an estimator of advantages, and the settings that they are
+    computed with."""
 
     name: str
     loss: LossConfig
+    estimator: str
     advantage: AdvantageConfig
 
 
@@ -118,6 +123,13 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
         product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)
     )
     turns = cycle(random.Random(seed).sample(others, len(others)))
+    # Every second setting has the default estimator, whose own choices take turns, too.
+    estimators: list[tuple[str, AdvantageConfig]] = []
+    for estimator_name, estimator in ADVANTAGES.items():
+        settings = PassAtKSettings(k=2) if estimator_name == "pass_at_k" else None
+        own = AdvantageConfig(GROUP, estimator=estimator, settings=settings)
+        estimators += [("group_baseline", AdvantageConfig(GROUP)), (estimator_name, own)]
+    turns_of_estimators = cycle(estimators)
     for name, normalization, correction in product(LOSSES, NORMALIZATIONS, CORRECTIONS):
         cliprange_high, dual_clip, kl_estimator, baseline, normalize_by_std, std_of = next(turns)
         loss = LossConfig(
@@ -131,10 +143,14 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
             sampler_correction=correction,
             correction_cap=1.1,
         )
-        advantage = AdvantageConfig(
-            GROUP, baseline=baseline, normalize_by_std=normalize_by_std, std_of=std_of
+        estimator_name, advantage = next(turns_of_estimators)
+        advantage = dataclasses.replace(
+            advantage,
+            baseline=baseline,
+            normalize_by_std=normalize_by_std,
+            std_of=std_of,
         )
-        yield PaperSetting(name, loss, advantage)
+        yield PaperSetting(name, loss, estimator_name, advantage)
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,10 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
     policy_BT, old_BT, reference_BT, sampler_BT = padded
     mask_BT = policy_BT != 0
     rewards_B1 = double(responses.rewards)[:, None]
-    advantages_B1 = group_advantages(rewards_B1, setting.advantage)
+    counted_B1 = torch.ones_like(rewards_B1, dtype=torch.bool)
+    inputs_of_step = advantage_inputs(rewards_B1, counted_B1, setting.advantage, responses.lengths)
+    advantages_PG, _ = compute_advantages(inputs_of_step, None)
+    advantages_B1 = advantages_PG.reshape(-1, 1)
     denominator = loss_denominator(setting.loss.loss_normalization, responses.lengths, LONGEST)
 
     def compute_loss(log_probs_BT: torch.Tensor) -> torch.Tensor:
@@ -211,6 +230,9 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
         flags = {**vars(setting.loss), **vars(setting.advantage)}
         flags |= {"loss": setting.name, "max_new_tokens": LONGEST}
         flags |= own_values("loss", setting.loss.loss.settings, setting.loss.settings)
+        estimator = setting.advantage.estimator
+        flags |= own_values("advantage", estimator.settings, setting.advantage.settings)
+        flags["advantage"] = setting.estimator
         expected = paper_values(flags, responses.rewards, *responses.policies)
         computed = training_values(setting, responses)
         difference = computed - torch.tensor(expected, dtype=torch.float64)
@@ -231,9 +253,14 @@ def wrong_rewards() -> int:
 def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     """The checks that are the same for all models: of a run's own loss, unless it is a function of
     the user's; of all; and of the grader."""
-    advantage = dataclasses.replace(config.advantage, group_size=GROUP)
+    estimator_name = "group_baseline"
+    advantage = AdvantageConfig(GROUP)
+    for name, estimator in ADVANTAGES.items():
+        if estimator is config.advantage.estimator and config.advantage.smallest_group <= GROUP:
+            estimator_name = name
+            advantage = dataclasses.replace(config.advantage, group_size=GROUP)
     run_settings = [
-        PaperSetting(name, config.loss, advantage)
+        PaperSetting(name, config.loss, estimator_name, advantage)
         for name, loss in LOSSES.items()
         if loss == config.loss.loss
     ]

@@ -9,9 +9,10 @@ the derivative; where a paper stops the gradient, the code takes the real part."
 
 import cmath
 import operator
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from alignment.verification.paper_advantages import paper_advantages
 
 STEP = 1e-30  # the h above, in nats
 LogProbs = Sequence[Sequence[complex]]  # [B][t]
@@ -50,7 +51,7 @@ def paper_values(
     """The advantage of each response, then the loss of one optimiser step on all responses, then
     the derivatives of this loss by the policy's log-probs, one response after another. The last
     four arguments are log-probs under the policy, the old policy, the reference and the sampler."""
-    advantages = [paper_advantage(setting, index, rewards) for index in range(len(rewards))]
+    advantages = paper_advantages(setting, rewards, [len(row) for row in policy])
 
     def loss_of(log_probs: LogProbs) -> complex:
         every_policy = PaperLogProbs(log_probs, old, reference, sampler)
@@ -65,27 +66,6 @@ def paper_values(
     for index, row in enumerate(policy):
         gradient += [derivative(index, position) for position in range(len(row))]
     return [*advantages, loss_of(policy).real, *gradient]
-
-
-def paper_advantage(setting: Mapping, index: int, rewards: Sequence[float]) -> float:
-    """The advantage of response `index`: its reward minus the mean reward of its group (GRPO,
-    arXiv:2402.03300, section 4.1.2) or of the group's other responses (RLOO, arXiv:2402.14740,
-    eq. 8). This is divided by the std of the group's rewards or of all rewards (arXiv:2508.08221),
-    or by nothing (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
-    start = index - index % setting["group_size"]
-    end = start + setting["group_size"]
-    group = rewards[start:end]
-    others = [*rewards[start:index], *rewards[index + 1 : end]]
-    averaged = {"group_mean": group, "leave_one_out": others}
-    centred = rewards[index] - statistics.fmean(averaged[setting["baseline"]])
-    if not setting["normalize_by_std"]:
-        return centred
-    stds = {
-        "group": statistics.stdev(group),
-        "group_population": statistics.pstdev(group),
-        "batch": statistics.stdev(rewards),
-    }
-    return centred / (stds[setting["std_of"]] + setting["advantage_eps"])
 
 
 class PaperLogProbs(NamedTuple):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from my_package_helpers import design_of, refusal_of
 
-from alignment import sweep
 from alignment.ablation.design import canonical, named_arms
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, as_command, as_toml, command_line, parse
 from alignment.config import presets
@@ -37,31 +37,25 @@ def test_sapo():
     torch.testing.assert_close(loss, torch.tensor(expected))
 
 
-def refusal(*flags: str, command: type = RLArgs) -> str:
-    with pytest.raises(UserError) as refused:
-        parse(command, list(flags))
-    return str(refused.value)
-
-
 def test_a_setting_is_a_flag_of_its_loss_alone():
     args = parse(RLArgs, [*SAPO, "--loss.positive", "2", "--loss.negative=3.5"])
     assert args.update_config.loss.settings.positive == 2.0
     assert args.update_config.loss.settings.negative == 3.5
     assert parse(RLArgs, [*SAPO]).update_config.loss.settings.negative == 1.05
-    assert refusal(*SAPO, "--loss.positve", "1") == (
+    assert refusal_of(*SAPO, "--loss.positve", "1") == (
         "--loss.positve: there is no such flag; --loss_type my_package.sapo:entry has"
         " --loss.positive --loss.negative (did you mean --loss.positive?)"
     )
-    assert refusal("--loss.positive", "1").endswith(
+    assert refusal_of("--loss.positive", "1").endswith(
         "--loss_type grpo_clip has no settings of its own"
     )
-    assert refusal(*SAPO, "--loss.positive", "much") == "--loss.positive much: must be a number"
-    assert refusal(*SAPO, "--loss.positive") == "--loss.positive (no value): must be a number"
-    assert refusal(*SAPO, "--loss.positive", "1", "2") == "--loss.positive 1 2: takes one value"
-    assert refusal(*SAPO, "--loss.positive", "0") == (
+    assert refusal_of(*SAPO, "--loss.positive", "much") == "--loss.positive much: must be a number"
+    assert refusal_of(*SAPO, "--loss.positive") == "--loss.positive (no value): must be a number"
+    assert refusal_of(*SAPO, "--loss.positive", "1", "2") == "--loss.positive 1 2: takes one value"
+    assert refusal_of(*SAPO, "--loss.positive", "0") == (
         "--loss.positive 0.0: must be a number above 0"
     )
-    assert "there is no such flag" in refusal("--loss.positive", "1", command=EvaluateArgs)
+    assert "there is no such flag" in refusal_of("--loss.positive", "1", command=EvaluateArgs)
     with pytest.raises(UserError, match="must be a number"):
         RLArgs(loss_type=SAPO[1], own_settings=(("loss.positive", "x"),))
 
@@ -95,15 +89,8 @@ def test_a_run_s_words_and_toml_give_it_again(capsys, tmp_path, monkeypatch):
     assert as_command(SFTArgs, from_file).own_settings == ()
 
 
-def designed(*flags: str):
-    from alignment.args import SweepArgs
-
-    args = parse(SweepArgs, ["--seed", "0", "1", "--sft_base", "", *flags])
-    return sweep.make_design(args)
-
-
 def test_a_sweep_makes_arms_of_a_setting():
-    design = designed(*SAPO, "--loss.positive", "0.5", "1", "2")
+    design = design_of(*SAPO, "--loss.positive", "0.5", "1", "2")
     assert list(design.arms) == ["loss.positive0.5", "loss.positive1.0", "loss.positive2.0"]
     arms = design.arms.values()
     assert [arm.update_config.loss.settings.positive for arm in arms] == [0.5, 1, 2]
@@ -111,22 +98,22 @@ def test_a_sweep_makes_arms_of_a_setting():
     assert design.facts()["arms"]["loss.positive0.5"]["loss.negative"] == 1.05
     assert not design.warnings
     # Another loss is one arm, whatever the values.
-    design = designed("--loss_type", "grpo_clip", SAPO[1], "--loss.positive", "0.5", "2")
+    design = design_of("--loss_type", "grpo_clip", SAPO[1], "--loss.positive", "0.5", "2")
     assert list(design.arms) == [
         "grpo_clip",
         "my_package.sapo.entry_loss.positive0.5",
         "my_package.sapo.entry_loss.positive2.0",
     ]
     with pytest.raises(UserError, match="--loss_type my_package.sapo:entry has --loss.positive"):
-        designed(*SAPO, "--loss.beta", "1", "2")
+        design_of(*SAPO, "--loss.beta", "1", "2")
     with pytest.raises(UserError, match="--loss.positive -1.0: must be a number above 0"):
-        designed(*SAPO, "--loss.positive", "-1", "2")
+        design_of(*SAPO, "--loss.positive", "-1", "2")
 
 
 def test_the_linter_knows_where_a_setting_plays_no_part():
     # With one update a rollout the ratio is 1.
     flags = (*SAPO, "--loss.positive", "0.5", "2", "--train_mini_batch_size", "0")
-    [warning] = designed(*flags).warnings
+    [warning] = design_of(*flags).warnings
     assert warning.startswith("loss.positive0.5, loss.positive2.0: mathematically the same")
     args = parse(RLArgs, [*SAPO, "--loss.positive", "2"])
     assert canonical(args)["loss.positive"] == 2.0
@@ -178,5 +165,5 @@ def test_settings_that_cannot_be_flags_are_refused(tmp_path, monkeypatch):
         ("lists", "its setting a is of type <class 'list'>"),
         ("required", "its setting a needs a default"),
     ):
-        assert fault in refusal("--loss_type", f"bad_settings:{name}", "--loss.a", "1")
+        assert fault in refusal_of("--loss_type", f"bad_settings:{name}", "--loss.a", "1")
     del sys.modules["bad_settings"]

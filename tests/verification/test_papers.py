@@ -8,16 +8,16 @@ import pytest
 from rollout_helpers import ARGS
 
 from alignment.core import advantages, losses
-from alignment.core.advantages import BASELINES, DEVIATIONS
+from alignment.core.advantages import ADVANTAGES, BASELINES, DEVIATIONS
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS
 from alignment.verification.checks import (
     checks_without_model,
     difference_from_papers,
     paper_settings,
 )
+from alignment.verification.paper_advantages import paper_advantages
 from alignment.verification.papers import (
     PaperLogProbs,
-    paper_advantage,
     paper_loss,
     paper_values,
 )
@@ -28,6 +28,7 @@ ADVANTAGE = {
     "normalize_by_std": True,
     "std_of": "group",
     "advantage_eps": 0.0,
+    "advantage": "group_baseline",
 }
 LOSS = {
     "loss": "grpo_clip",
@@ -58,7 +59,7 @@ def test_training_computes_what_the_papers_say(seed):
 def test_every_choice_is_compared(seed):
     chosen = [
         vars(config) | vars(advantage) | {"loss": name}
-        for name, config, advantage in paper_settings(seed)
+        for name, config, _, advantage in paper_settings(seed)
     ]
 
     def values(name):
@@ -70,6 +71,7 @@ def test_every_choice_is_compared(seed):
         True,
         False,
     }
+    assert len({id(setting["estimator"]) for setting in chosen}) == len(ADVANTAGES)
     assert values("baseline") == set(BASELINES) and values("std_of") == set(DEVIATIONS)
     assert values("dual_clip") == {0.0, 1.5} and values("cliprange_high") == {None, 0.28}
     assert (
@@ -87,6 +89,14 @@ def test_another_seed_makes_other_numbers(monkeypatch):
 def test_a_biased_deviation_is_noticed(monkeypatch):
     monkeypatch.setitem(advantages.DEVIATIONS, "group", advantages.DEVIATIONS["group_population"])
     assert difference() > 0.1
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_another_estimator_in_an_entrys_place_is_noticed(name, monkeypatch):
+    other = "opo" if name != "opo" else "maxrl"
+    entry = dataclasses.replace(ADVANTAGES[name], function=ADVANTAGES[other].function)
+    monkeypatch.setitem(ADVANTAGES, name, entry)
+    assert difference() > 0.01
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -132,10 +142,20 @@ def test_a_fault_of_a_runs_own_setting_is_noticed_by_its_line(monkeypatch):
 
 def test_advantages_by_hand():
     """Two of four responses right: mean 1/2, unbiased deviation 1/sqrt(3)."""
-    of_all = [paper_advantage(ADVANTAGE, place, [1.0, 1.0, 0.0, 0.0]) for place in range(4)]
+    of_all = paper_advantages(ADVANTAGE, [1.0, 1.0, 0.0, 0.0], [1] * 4)
     assert of_all == pytest.approx([3**0.5 / 2] * 2 + [-(3**0.5) / 2] * 2)
     loo = ADVANTAGE | {"group_size": 2, "baseline": "leave_one_out", "normalize_by_std": False}
-    assert [paper_advantage(loo, place, [1.0, 0.0]) for place in range(2)] == [1.0, -1.0]
+    assert paper_advantages(loo, [1.0, 0.0], [1, 1]) == [1.0, -1.0]
+    other = {"group_size": 3, "advantage_eps": 0.0, "advantage.threshold": 0.5}
+    # One of three is right; two of the three pairs have it, so that m = 2/3 and s = sqrt(2)/3.
+    pairs = other | {"advantage": "pass_at_k", "advantage.k": 2}
+    assert paper_advantages(pairs, [1.0, 0.0, 0.0], [1, 1, 1]) == pytest.approx(
+        [0.5**0.5, -(0.5**0.5) / 2, -(0.5**0.5) / 2]
+    )
+    opo = other | {"advantage": "opo"}
+    assert paper_advantages(opo, [1.0, 0.0, 0.0], [3, 1, 2]) == [0.5, -0.5, -0.5]
+    maxrl = other | {"advantage": "maxrl"}
+    assert paper_advantages(maxrl, [1.0, 0.0, 0.0], [3, 1, 2]) == pytest.approx([2, -1, -1])
 
 
 def test_losses_by_hand():

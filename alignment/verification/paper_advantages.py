@@ -1,0 +1,134 @@
+"""Estimators of advantages as the papers write them, one response at a time, in Python's own
+numbers, without any of the code that trains. A `setting` maps the name of a flag to its value."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class PaperResponse(NamedTuple):
+    """A response of a group, and all responses of the step."""
+
+    setting: Mapping
+    index: int  # In its group.
+    rewards: Sequence[float]  # Of its group.
+    lengths: Sequence[int]  # Of its group.
+    groups: Sequence[Sequence[float]]  # Rewards of the step's groups.
+
+    @property
+    def reward(self) -> float:
+        return self.rewards[self.index]
+
+    @property
+    def centred(self) -> float:
+        return self.reward - statistics.fmean(self.rewards)
+
+
+def _group_baseline(response: PaperResponse) -> float:
+    """The reward minus the mean reward of its group (GRPO, arXiv:2402.03300, section 4.1.2) or of
+    the group's other responses (RLOO, arXiv:2402.14740, eq. 8). This is divided by the std of the
+    group's rewards or of all rewards (arXiv:2508.08221), or by nothing (Dr. GRPO, arXiv:2503.20783,
+    section 3.2)."""
+    setting, index, group, _, groups = response
+    others = [*group[:index], *group[index + 1 :]]
+    averaged = {"group_mean": group, "leave_one_out": others}
+    centred = group[index] - statistics.fmean(averaged[setting["baseline"]])
+    if not setting["normalize_by_std"]:
+        return centred
+    stds = {
+        "group": statistics.stdev(group),
+        "group_population": statistics.pstdev(group),
+        "batch": statistics.stdev(itertools.chain.from_iterable(groups)),
+    }
+    return centred / (stds[setting["std_of"]] + setting["advantage_eps"])
+
+
+def _reinforce_plus_plus(response: PaperResponse) -> float:
+    """arXiv:2501.03262: rewards minus their group's mean, normalised over the batch."""
+    differences = []
+    for group in response.groups:
+        mean = statistics.fmean(group)
+        differences += [reward - mean for reward in group]
+    numerator = response.centred - statistics.fmean(differences)
+    return numerator / (statistics.stdev(differences) + response.setting["advantage_eps"])
+
+
+def _opo(response: PaperResponse) -> float:
+    """arXiv:2505.23585: the baseline is the mean reward weighted by lengths."""
+    pairs = zip(response.rewards, response.lengths, strict=True)
+    weighted = sum(reward * length for reward, length in pairs)
+    return response.reward - weighted / sum(response.lengths)
+
+
+def _positive_only(response: PaperResponse) -> float:
+    """arXiv:2506.01347, PSR."""
+    is_right = response.reward > response.setting["advantage.threshold"]
+    return 1.0 if is_right else -response.setting["advantage.negative_weight"]
+
+
+def _negative_only(response: PaperResponse) -> float:
+    """arXiv:2506.01347, NSR and W-REINFORCE."""
+    is_right = response.reward > response.setting["advantage.threshold"]
+    return response.setting["advantage.positive_weight"] if is_right else -1.0
+
+
+def _pass_at_k(response: PaperResponse) -> float:
+    """arXiv:2508.10751, by enumeration of all sets of k responses: the reward of a set is 1 where
+    any of it is right; a response's advantage is the mean of those of the sets that it is in, each
+    normalised by mean and std over all sets."""
+    k = response.setting["advantage.k"]
+    is_right = [reward > response.setting["advantage.threshold"] for reward in response.rewards]
+    sets = list(itertools.combinations(range(len(is_right)), k))
+    rewards = [float(any(is_right[member] for member in members)) for members in sets]
+    mean = statistics.fmean(rewards)
+    std = statistics.pstdev(rewards)
+    if std == 0:
+        return 0.0
+    own = []
+    for members, reward in zip(sets, rewards, strict=True):
+        if response.index in members:
+            own.append((reward - mean) / std)
+    return statistics.fmean(own)
+
+
+def _maxrl(response: PaperResponse) -> float:
+    """arXiv:2602.02710: r_i / K - 1 / N, times N, where K of N responses are right."""
+    number = len(response.rewards)
+    successes = sum(response.rewards)
+    if successes <= 0:
+        return 0.0
+    return number * (response.reward / successes - 1 / number)
+
+
+def _problem_average(response: PaperResponse) -> float:
+    """Williams 1992, section 5, in the first step, whose baseline is the group's mean."""
+    return response.centred
+
+
+ESTIMATORS: Mapping[str, Callable[[PaperResponse], float]] = {
+    "group_baseline": _group_baseline,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus,
+    "opo": _opo,
+    "positive_only": _positive_only,
+    "negative_only": _negative_only,
+    "pass_at_k": _pass_at_k,
+    "maxrl": _maxrl,
+    "problem_average": _problem_average,
+}
+
+
+def paper_advantages(
+    setting: Mapping, rewards: Sequence[float], lengths: Sequence[int]
+) -> list[float]:
+    """The advantage of each response of a step, group after group, all of which count."""
+    size = setting["group_size"]
+    starts = range(0, len(rewards), size)
+    groups = [rewards[start : start + size] for start in starts]
+    advantages = []
+    for start, group in zip(starts, groups, strict=True):
+        own_lengths = lengths[start : start + size]
+        for index in range(size):
+            response = PaperResponse(setting, index, group, own_lengths, groups)
+            advantages.append(ESTIMATORS[setting["advantage"]](response))
+    return advantages

@@ -1,0 +1,68 @@
+"""The gradient that each estimator of advantages gives the tiny model, against the papers' formulas
+and transformers' own model in float64, however the batch is cut."""
+
+import dataclasses
+
+import pytest
+import torch
+from rollout_helpers import ARGS, open_tiny, sample_rollout
+from transformers import AutoModelForCausalLM
+
+from alignment.config.settings import replaced
+from alignment.core.advantages import ADVANTAGES
+from alignment.rollouts.source import with_advantages
+from alignment.training.microscope import compute_gradient
+from alignment.training.update import rollout_objective
+from alignment.verification.paper_advantages import paper_advantages
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_folder):
+    """The tiny model, as policies that cut a batch in different ways."""
+    return [open_tiny(tiny_folder, micro_batch_tokens=tokens) for tokens in (0, 1, 60)]
+
+
+@pytest.fixture
+def rollout(sampler):
+    """Four prompts with four responses each; in some of the groups rewards differ."""
+    return sample_rollout(sampler)
+
+
+def oracle_gradient(folder, rollout, advantages):
+    """The gradient of -mean over responses of A * (mean over tokens of log pi), in float64, by the
+    names of the weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    batch = rollout.batch
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, advantage in enumerate(advantages):
+        mask_T = batch.response_mask[row]
+        width = int(mask_T.nonzero().max()) + 1
+        logits_TV = model(batch.input_ids[row : row + 1, :width]).logits[0]
+        labels_T = batch.labels[row, :width]
+        log_probs_T = logits_TV.log_softmax(dim=-1).gather(1, labels_T[:, None])[:, 0]
+        loss = loss - advantage * log_probs_T[mask_T[:width]].mean() / len(advantages)
+    loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_gradient_is_the_papers_however_the_batch_is_cut(name, policies, rollout, tiny_folder):
+    args = replaced(ARGS, advantage=name, loss_type="reinforce_with_baseline")
+    if name == "pass_at_k":  # With sets of all four, every group has one reward.
+        args = replaced(args, **{"advantage.k": 2})
+    config = args.update_config
+    settings = {"group_size": 4, "advantage": name, **vars(config.advantage)}
+    own = config.advantage.settings
+    if own is not None:
+        settings |= {f"advantage.{field}": value for field, value in vars(own).items()}
+    advantages = paper_advantages(settings, rollout.raw_rewards_B1[:, 0].tolist(), rollout.lengths)
+    expected = oracle_gradient(tiny_folder, rollout, advantages)
+    rollout = with_advantages(dataclasses.replace(rollout, advantages_B1=None), config.advantage)
+    rows = rollout.trained_rows
+    for policy in policies:
+        objective = rollout_objective(rollout, rows, config)
+        gradient_D = compute_gradient(policy, rollout.batch, rows, objective)
+        names = [weight_name for weight_name, _ in policy.weights()]
+        expected_D = torch.cat([expected[weight_name].flatten() for weight_name in names])
+        assert expected_D.norm() > 0.01
+        torch.testing.assert_close(gradient_D.double(), expected_D, atol=1e-6, rtol=0)
