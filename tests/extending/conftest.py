@@ -9,7 +9,7 @@ import pytest
 from alignment import train_rl
 from alignment.args import RLArgs, parse
 from alignment.builders.checks import check_rl
-from alignment.rollouts.source import SyncRollouts
+from alignment.rollouts.source import AheadRollouts, SyncRollouts
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import make_console
 
@@ -70,15 +70,17 @@ def train_in_two_parts(train, monkeypatch):
     """As `train`, but stopped after the first step, and resumed."""
 
     def training(*flags: str) -> Path:
-        sample = SyncRollouts.next
+        def failing(sample):
+            def fail_at_the_second(self, step: int):
+                if step == 2:
+                    raise RunStopped("as if the sampler were lost")
+                return sample(self, step)
 
-        def fail_at_the_second(self, step: int):
-            if step == 2:
-                raise RunStopped("as if the sampler were lost")
-            return sample(self, step)
+            return fail_at_the_second
 
         with monkeypatch.context() as patched, pytest.raises(RunStopped):
-            patched.setattr(SyncRollouts, "next", fail_at_the_second)
+            for kind in (SyncRollouts, AheadRollouts):
+                patched.setattr(kind, "next", failing(kind.next))
             train(*flags)
         return train(*flags, "--resume")
 
