@@ -11,9 +11,14 @@ from my_package_helpers import design_of, refusal_of
 
 from alignment.ablation.design import canonical, named_arms
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, as_command, as_toml, command_line, parse
+from alignment.builders.checks import roles_of
+from alignment.builders.run_plan import plan_engine
 from alignment.config import presets
 from alignment.config.settings import flag_values, replaced
 from alignment.core.losses import LossConfig, LossInputs
+from alignment.core.records import Completion, Problem
+from alignment.rewards.rules import find_reward
+from alignment.rewards.users import close_functions
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 
@@ -167,3 +172,80 @@ def test_settings_that_cannot_be_flags_are_refused(tmp_path, monkeypatch):
     ):
         assert fault in refusal_of("--loss_type", f"bad_settings:{name}", "--loss.a", "1")
     del sys.modules["bad_settings"]
+
+
+REWARDS = """from dataclasses import dataclass
+from alignment.core.flag import flag
+
+
+@dataclass(frozen=True)
+class Limit:
+    letters: int = flag(10, above=0)
+    bonus: float = 0.5
+
+
+def short(response, ground_truth, settings: Limit):
+    return settings.bonus if len(response) <= settings.letters else 0.0
+
+
+def columns(completions, settings: Limit, **kwargs):
+    return [settings.bonus * len(kwargs) for _ in completions]
+
+
+def open_engine(config, tokenizer, policy):
+    raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def own_reward(tmp_path, monkeypatch):
+    (tmp_path / "own_reward.py").write_text(
+        f"{REWARDS}\n\nfrom alignment.sampling.sampler import SamplerEngine\n"
+        "engine = SamplerEngine(open_engine, settings=Limit)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    yield
+    close_functions()
+    del sys.modules["own_reward"]
+
+
+def test_a_reward_gets_its_settings_in_its_own_process(own_reward):
+    flags = ("--reward", "own_reward:short:2,accuracy", "--reward.letters", "3")
+    args = parse(RLArgs, list(flags))
+    assert args.rollout_config.reward_settings == (("letters", 3), ("bonus", 0.5))
+    completions = [Completion((0,), (0,), (0.0,), text, "stop", 0) for text in ("abc", "abcd")]
+    rewards = {}
+    for letters in (3, 4):
+        own = replaced(args, **{"reward.letters": letters})
+        reward = find_reward(own.reward, ("r1_zero",), 60.0, own.reward_settings)
+        [group] = reward.score([Problem("p", "q", "", "1")], [completions])
+        rewards[letters] = [score["part_own_reward.short"] for score in group.scores]
+    assert rewards == {3: [0.5, 0.0], 4: [0.5, 0.5]}
+    assert "--reward own_reward:short has --reward.letters --reward.bonus" in refusal_of(
+        "--reward", "own_reward:short", "--reward.length", "3"
+    )
+    assert refusal_of("--reward", "own_reward:short", "--reward.letters", "1.5") == (
+        "--reward.letters 1.5: must be a whole number"
+    )
+    assert "two of its parts have a setting" in refusal_of(
+        "--reward", "own_reward:short,own_reward:columns", "--reward.letters", "3"
+    )
+    # Evaluations take the command, too.
+    assert parse(EvaluateArgs, list(flags)).reward_settings[0] == ("letters", 3)
+    assert as_command(SFTArgs, args).own_settings == (("reward.letters", 3),)
+    arms = design_of("--reward", "own_reward:short", "--reward.letters", "3", "4").arms
+    assert list(arms) == ["reward.letters3", "reward.letters4"]
+
+
+def test_an_engine_gets_its_settings(own_reward):
+    args = parse(RLArgs, ["--sampler", "own_reward:engine", "--sampler.letters", "5"])
+    assert dataclasses.astuple(args.sampler_settings) == (5, 0.5)
+    plan = plan_engine(args, roles_of(args, 0), "no_model", ("cpu",))
+    assert plan.config.settings == args.sampler_settings
+    assert flag_values(args)["sampler.bonus"] == 0.5
+    assert (
+        flag_values(replaced(args, sampler="transformers"))
+        .keys()
+        .isdisjoint({"sampler.letters", "sampler.bonus"})
+    )
