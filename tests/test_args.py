@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import tomllib
+from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ from alignment.args import (
     swept_values,
 )
 from alignment.config import presets
-from alignment.config.command_line import GROUPS
+from alignment.config.command_line import GROUPS, args_of_run
 from alignment.config.flag import Flag, flags_of_class, hints_of_flags
 from alignment.config.words import OTHER_NAMES
 from alignment.system.errors import UserError
@@ -371,7 +372,7 @@ def test_printed_arguments_are_a_preset(command, tmp_path, monkeypatch, capsys):
     assert not stop.value.code and printed == as_toml(given) + "\n"
     (tmp_path / "mine.toml").write_text(printed)
     monkeypatch.setattr(presets, "PRESETS", tmp_path)
-    assert from_preset(cls, "mine", preset=given.preset) == given
+    assert dataclasses.replace(from_preset(cls, "mine"), preset=given.preset) == given
 
 
 def test_other_commands_with_presets_print_their_arguments_too(capsys):
@@ -388,3 +389,71 @@ def test_other_commands_with_presets_print_their_arguments_too(capsys):
         )
     with pytest.raises(UserError, match="--print_config: there is no such flag"):
         parse(PipelineArgs, ["--file", "x", "--print_config"])
+
+
+@pytest.mark.parametrize("cls", [EvaluateArgs, SFTArgs, RLArgs, VerifyArgs])
+def test_arguments_made_in_python_are_those_of_the_command_line(cls):
+    assert cls() == parse(cls, [])
+    name = "countdown_tiny"
+    assert cls(preset=name, seed=3) == parse(cls, ["--preset", name, "--seed", "3"])
+    assert cls(preset=name, seed=3) == from_preset(cls, name, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"group_sise": 4}, "--group_sise: there is no such flag (did you mean --group_size?)"),
+        ({"num_generations": 4}, "--num_generations: there is no such flag; write --group_size"),
+        ({"no_normalize_by_std": True}, "write normalize_by_std=False"),
+        ({"preset": "tny"}, "(did you mean tiny?)"),
+        ({"num_steps": "5"}, "--num_steps '5': must be a whole number"),
+        ({"num_steps": True}, "--num_steps True: must be a whole number"),
+        ({"num_steps": None}, "--num_steps None: must be a whole number"),
+        ({"max_staleness": 0.5}, "--max_staleness 0.5: must be a whole number"),
+        ({"learning_rate": "1e-3"}, "--learning_rate '1e-3': must be a number"),
+        ({"auto_sft": 1}, "--auto_sft 1: must be true or false"),
+        ({"trackers": ["wandb"]}, "--trackers ['wandb']: must be a tuple, such as ('wandb',)"),
+        ({"trackers": (1,)}, "--trackers 1: must be a text"),
+        ({"rollouts": "asink"}, "choose one of sync, async (did you mean async?)"),
+        ({"output_dir": PurePosixPath("a/b")}, "must be a text, such as 'a/b'"),
+        ({"num_steps": 0}, "--num_steps 0: must be a whole number above 0"),
+    ],
+    ids=str,
+)
+def test_what_python_code_gives_wrongly_is_refused_as_on_the_command_line(given, words):
+    with pytest.raises(UserError) as refused:
+        RLArgs(**given)
+    assert words in str(refused.value)
+
+
+def test_an_int_is_a_number_and_arguments_have_names():
+    assert RLArgs(learning_rate=1).learning_rate == 1
+    with pytest.raises(UserError, match="by name"):
+        RLArgs("tiny")
+
+
+def test_a_replaced_argument_leaves_the_others_as_they_are():
+    """Even those that differ from the preset."""
+    args = RLArgs(num_steps=3)
+    assert dataclasses.replace(args, seed=1) == RLArgs(num_steps=3, seed=1)
+
+
+def test_a_run_resumes_with_its_own_arguments_whatever_the_preset_says_today(tmp_path):
+    """What args.json lacks, of an older version, had the field's default then."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    began = RLArgs(num_steps=3, trackers=())
+    recorded = {name: value for name, value in vars(began).items() if name != "eval_interval"}
+    (folder / "args.json").write_text(json.dumps({"args": recorded}))
+    resumed = args_of_run(RLArgs, folder, num_steps=5)
+    assert resumed == dataclasses.replace(
+        began,
+        num_steps=5,
+        resume=True,
+        output_dir=str(tmp_path),
+        run_name="run",
+        eval_interval=RLArgs.eval_interval,
+    )
+    assert RLArgs().eval_interval != RLArgs.eval_interval, "the preset tells them apart"
+    with pytest.raises(UserError, match="must be a run's folder"):
+        args_of_run(RLArgs, tmp_path)

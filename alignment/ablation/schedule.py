@@ -32,7 +32,8 @@ from alignment.args import (
     as_command,
     command_line,
 )
-from alignment.config.settings import flag_values, is_own
+from alignment.config.flag import defaults_of_flags
+from alignment.config.settings import is_own
 from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
@@ -95,7 +96,7 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
     The arms may change those arguments that a resumed run may change, but not their number of
     steps. Arguments that are newer than the file get their defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
-    fixed = {name: value for name, value in flag_values(RLArgs()).items() if name not in free}
+    fixed = {name: value for name, value in defaults_of_flags(RLArgs).items() if name not in free}
     defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
     arms: dict[str, dict[str, Any]] = {}
     for arm, args in facts.get("arms", {}).items():

@@ -32,6 +32,7 @@ from alignment.builders.run_plan import (
     keeps_old_policy,
     plan_run,
 )
+from alignment.config.flag import defaults_of_flags
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import TASKS, Task
@@ -496,9 +497,9 @@ def read_finished_run(path: Path, itemsize: int) -> FinishedRun:
 def arguments_of(run: Run, path: Path, micro_batch_tokens: int) -> RLArgs:
     """A finished run's arguments, with the folder of its own weights and the micro-batches that it
     chose. Flags that this version has not are left out."""
-    args: dict[str, Any] = {}
+    args = defaults_of_flags(RLArgs)
     for name, value in run.args.items():
-        if hasattr(RLArgs, name):
+        if name in args:
             args[name] = tuple(value) if isinstance(value, list) else value
     args["sft_base"] = str(path / "final")
     args["micro_batch_tokens"] = micro_batch_tokens

@@ -7,13 +7,14 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import tyro
 
 from alignment.config.commands import Args
-from alignment.config.flag import DataclassInstance, flags_of_class
+from alignment.config.flag import DataclassInstance, defaults_of_flags, flags_of_class
 from alignment.config.presets import from_preset, preset_tables
 from alignment.config.settings import (
     arguments_of,
@@ -239,18 +240,25 @@ def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:
     after = words[place + 1 : place + 2]
     if not after or after[0].startswith("--"):
         return words
-    folder = Path(after[0])
-    file = folder / "args.json"
+    resumed = args_of_run(cls, after[0])
+    return [*command_line(resumed), *words[:place], *words[place + 2 :]]
+
+
+def args_of_run(cls: type[CommandType], folder: str | PathLike[str], **changes) -> CommandType:
+    """The arguments that resume the run of a folder, with `changes`: those of its args.json, and
+    for what is newer than that file the fields' own defaults, as the run had them. Raises
+    `UserError` if it has no args.json."""
+    path = Path(folder)
+    file = path / "args.json"
     given = read_json(file).get("args") if file.is_file() else None
     if not isinstance(given, dict):
-        raise UserError(f"--resume {folder}: must be a run's folder, which has an args.json")
-    values: dict[str, Any] = {}
-    own_names = {name for name in given if is_own(name)}
-    for name in flags_of_class(cls).keys() & given.keys() | own_names:
-        value = given[name]
-        values[name] = tuple(value) if isinstance(value, list) else value
-    values |= {"output_dir": str(folder.parent), "run_name": folder.name, "resume": True}
-    return [*command_line(arguments_of(cls, values)), *words[:place], *words[place + 2 :]]
+        raise UserError(f"--resume {path}: must be a run's folder, which has an args.json")
+    values = defaults_of_flags(cls)
+    for name, value in given.items():
+        if name in values or is_own(name):
+            values[name] = tuple(value) if isinstance(value, list) else value
+    values |= {"output_dir": str(path.parent), "run_name": path.name, "resume": True}
+    return arguments_of(cls, changed_values(cls, values, changes))
 
 
 def as_command(cls: type[CommandType], other: Args) -> CommandType:

@@ -30,6 +30,7 @@ from alignment.config.optimisation import (
     StepFlags,
     WeightLimitFlags,
 )
+from alignment.config.presets import PresetArguments
 from alignment.config.run import CheckpointFlags, PresetFlags, RLRunFlags, RunFlags
 from alignment.config.sampling import EngineFlags, RolloutSizeFlags, SamplingFlags, StalenessFlags
 from alignment.config.settings import (
@@ -81,6 +82,7 @@ class Args(
     ModelFlags,
     DataFlags,
     PresetFlags,
+    metaclass=PresetArguments,
 ):
     """What every command shares."""
 

@@ -9,10 +9,13 @@ command, and also where Python code makes the arguments.
 """
 
 import dataclasses
+import functools
+import os
+import types
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from alignment.core.flag import Extra, Flag, flag
 from alignment.system.errors import UserError
@@ -23,6 +26,7 @@ __all__ = [
     "Extra",
     "Flag",
     "LARGEST_SEED",
+    "NOUNS",
     "OWN_SETTINGS",
     "check_choices",
     "check_flag",
@@ -43,6 +47,8 @@ LARGEST_SEED = 2**31 - 1  # the largest that all libraries with random numbers t
 # The field that holds the values of flags which only some losses, advantages, rewards or samplers
 # have (`alignment.config.settings`). It is no flag itself.
 OWN_SETTINGS = "own_settings"
+NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+"""Type of a flag's value -> what an error calls it."""
 
 
 class DataclassInstance(Protocol):
@@ -62,6 +68,7 @@ def flags_of_class(arguments: Any) -> dict[str, Flag]:
     return {field.name: field.metadata.get("flag", Flag()) for field in fields_of_flags(arguments)}
 
 
+@functools.cache
 def hints_of_flags(arguments: type) -> dict[str, Any]:
     """The types of all flags of a class of arguments, by name."""
     hints = get_type_hints(arguments)
@@ -102,10 +109,49 @@ def refused(name: str, value: object, wanted: str) -> UserError:
 
 
 def check_flags(arguments: Any) -> None:
-    """Raise `UserError` for a value that is not one of its flag's choices, or out of its bounds. A
-    tuple of numbers, which only a sweep has, is not checked here: each arm checks its number."""
+    """Raise `UserError` for a value that is of another type than its flag, not one of its choices,
+    or out of its bounds. A tuple of numbers, which only a sweep has, is not checked for bounds
+    here: each arm checks its number."""
+    hints = hints_of_flags(type(arguments))
     for name, facts in flags_of_class(arguments).items():
-        check_flag(name, facts, getattr(arguments, name))
+        value = getattr(arguments, name)
+        check_kind(name, hints[name], value)
+        check_flag(name, facts, value)
+
+
+def check_kind(name: str, hint: Any, value: object) -> None:
+    """Raise `UserError` for a value that is not of its flag's type, as Python code may give one: a
+    text for a number, a list for a tuple. An int is taken for a float."""
+    if get_origin(hint) is tuple:
+        _check_tuple(name, get_args(hint)[0], value)
+        return
+    members = (hint,)
+    if get_origin(hint) in (Union, types.UnionType):
+        members = get_args(hint)
+    if value is None and type(None) in members:
+        return
+    kind = members[0]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            check_choices(name, [value], [str(choice) for choice in get_args(kind)])
+        return
+    accepted = (int, float) if kind is float else (kind,)
+    # by `type`, since isinstance(True, int) holds
+    if type(value) in accepted:
+        return
+    example = ""
+    if isinstance(value, os.PathLike):
+        example = f", such as {os.fspath(value)!r}"
+    raise UserError(f"--{name} {value!r}: must be {NOUNS[kind]}{example}")
+
+
+def _check_tuple(name: str, part: Any, value: object) -> None:
+    """Raise `UserError` for what is no tuple whose elements are all of the type `part`."""
+    if not isinstance(value, tuple):
+        elements = value if isinstance(value, list | set) else (value,)
+        raise UserError(f"--{name} {value!r}: must be a tuple, such as {tuple(elements)!r}")
+    for element in value:
+        check_kind(name, part, element)
 
 
 def check_flag(name: str, facts: Flag, value: Any) -> None:

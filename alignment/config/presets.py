@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alignment.config.flag import flags_of_class
+from alignment.config.flag import OWN_SETTINGS, defaults_of_flags, flags_of_class
 from alignment.config.settings import arguments_of, changed_values, chooser, is_own
+from alignment.config.words import refuse_unknown_argument
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
@@ -12,6 +13,30 @@ from alignment.system.registry import did_you_mean
 Config = TypeVar("Config")
 PRESETS = Path(__file__).parents[1] / "presets"
 CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*.toml"))}
+
+
+class PresetArguments(type):
+    """The type of classes of arguments that begin from a preset. Where Python code makes one, as
+    `RLArgs(preset="tiny", num_steps=5)`, what it does not name has the preset's value, as on the
+    command line: a field's own default counts only where the preset is silent."""
+
+    def __call__(cls, *positional, **given):
+        # unannotated, so that type checkers take the parameters of the dataclass
+        if positional:
+            raise UserError(f"{cls.__name__} takes its arguments by name: {cls.__name__}(task=...)")
+        arguments_class: Any = cls
+        values = {**given, **dict(given.get(OWN_SETTINGS, ()))}
+        values.pop(OWN_SETTINGS, None)
+        for name in values:
+            if not is_own(name):
+                refuse_unknown_argument(arguments_class, name)
+        names_own = any(is_own(name) for name in given)
+        names_all = flags_of_class(arguments_class).keys() <= given.keys()
+        # as `dataclasses.replace` and `arguments_of` do
+        if names_all and not names_own:
+            return super().__call__(**given)
+        preset = values.get("preset", arguments_class.preset)
+        return from_preset(arguments_class, preset, **values)
 
 
 def from_preset(cls: type[Config], name: str, **overrides) -> Config:
@@ -27,15 +52,20 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
     values: dict[str, Any] = {"preset": name}
     for key, value in content.items():
         if not isinstance(value, dict):
-            values[key] = tuple(value) if isinstance(value, list) else value
+            values[key] = value
     for table in preset_tables(cls):
         values |= content.get(table, {})
+    # TOML has lists alone
+    for key, value in values.items():
+        if isinstance(value, list):
+            values[key] = tuple(value)
     declared = flags_of_class(cls)
     # Of the settings at the file's top a command has those that it has the flag for.
     values = {
         key: value for key, value in values.items() if not is_own(key) or chooser(key) in declared
     }
-    return arguments_of(cls, changed_values(cls, values, overrides))
+    defaults = defaults_of_flags(cls)
+    return arguments_of(cls, {**defaults, **changed_values(cls, values, overrides)})
 
 
 def preset_tables(cls: type) -> list[str]:

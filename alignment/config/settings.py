@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from alignment.config.flag import (
+    NOUNS,
     OWN_SETTINGS,
     Flag,
     check_choices,
@@ -181,9 +182,6 @@ def _is_supported(hint: Any) -> bool:
     return kind in (bool, int, float, str)
 
 
-_NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
 def read_value(name: str, own: OwnFlag, given: object) -> Any:
     """The value of a setting, which a command line gives as text. Raises `UserError` for one of
     another type, or out of its bounds."""
@@ -194,10 +192,10 @@ def read_value(name: str, own: OwnFlag, given: object) -> Any:
         check_choices(name, [given], get_args(kind))
         return given
     if given is True and kind is not bool:
-        raise refused(name, "(no value)", _NOUNS[kind])
+        raise refused(name, "(no value)", NOUNS[kind])
     value = _converted(kind, given)
     if value is None:
-        raise refused(name, given, _NOUNS[kind])
+        raise refused(name, given, NOUNS[kind])
     check_flag(name, own.facts, value)
     return value
 

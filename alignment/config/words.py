@@ -133,6 +133,21 @@ def names_by_spelling(cls: type[DataclassInstance], hints: Mapping[str, Any]) ->
     return names
 
 
+def refuse_unknown_argument(cls: type[DataclassInstance], name: str) -> None:
+    """Raise `UserError` for a keyword of Python code that is no field of these arguments, with the
+    hint that the command line gives for such a flag."""
+    hints = hints_of_flags(cls)
+    if name in hints:
+        return
+    field = names_by_spelling(cls, hints).get(f"--{name}")
+    if field is None:
+        raise UserError(_unknown_flag(cls, f"--{name}"))
+    written = f"{field}=..."
+    if name == f"no_{field}":
+        written = f"{field}=False"
+    raise UserError(f"{cls.__name__}({name}=...): write {written}")
+
+
 def _most_values(hint: Any) -> int | None:
     """How many values a flag takes at most; None: any number."""
     if hint is bool:

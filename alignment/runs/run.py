@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import psutil
 from rich.console import Console
 
 from alignment.core.records import Rollout, SampledStep
@@ -19,6 +18,7 @@ from alignment.runs.health import Health
 from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
+from alignment.system.command import current_command
 from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
 from alignment.system.files import atomic_folder, read_json, read_jsonl
 from alignment.system.locks import lock_run_folder
@@ -322,9 +322,9 @@ class Run:
         if self.clock.meter:
             self.clock.meter.take()
             peak_bytes = self.clock.meter.run
-        seconds_of_process = time.time() - psutil.Process().create_time()
+        seconds_of_command = time.time() - current_command().began
         facts = {
-            "seconds_beside_steps": seconds_of_process - self._step_seconds,
+            "seconds_beside_steps": seconds_of_command - self._step_seconds,
             "reproducibility": reproducibility,
             "peak_bytes": peak_bytes,
         }

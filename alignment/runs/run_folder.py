@@ -26,6 +26,7 @@ from alignment.runs.metric_names import with_current_names
 from alignment.runs.state import STATE
 from alignment.runs.trackers import Trackers
 from alignment.system import files
+from alignment.system.command import current_command
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.manifests import find_damage, write_manifest
 from alignment.system.terminal import printable
@@ -262,7 +263,7 @@ def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> Non
     record = {
         "args": dict(arguments),
         "seeds": dict(seeds),
-        "command": [Path(sys.executable).name, *sys.argv],
+        "command": list(current_command().words),
         "versions": versions(),
         "machine": f"{platform.node()}: {platform.platform()}, {os.cpu_count()} processors",
     }

@@ -110,43 +110,45 @@ def in_words(error: BaseException) -> str:
     return str(error)
 
 
-def exit_for_users_code(error: BaseException) -> None:
-    """Print one line and exit where code of the user's own has raised `error`; else do nothing."""
-    failure = failure_of_users_code(error)
-    if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
-        sys.exit(failure.code)
+def error_for_user(error: BaseException) -> UserError | None:
+    """What a user is told of an error: itself if it is a `UserError`; one that says what an OSError
+    (such as a full disk, which is the user's to correct), memory that runs out or the user's own
+    code has raised, its sys.exit included; None for a fault of ours."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):
+        return UserError(in_words(error))
+    if is_out_of_memory(error):
+        two_sentences = ". ".join(str(error).split(". ")[:2])
+        return RunStopped(f"{two_sentences}: docs/devices.md says what to do when memory is short")
+    return failure_of_users_code(error)
+
+
+def signal_behind(error: BaseException) -> Interrupted | None:
+    """The signal that has ended a command by `error`, if one has. A library may have made another
+    exception of a signal's."""
+    if isinstance(error, Interrupted):
+        return error
+    if isinstance(error, UserError | OSError | SystemExit):
+        return None
+    return received_signal()
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`. `UserError` and OSError become one line on stderr and exit code 2,
-    `RunStopped` exit code 1; Ctrl-C exits with 130, SIGTERM with 143. An OSError (such as a full
-    disk) is the user's to correct: it names the path. So is an error that code of the user's own
-    raises, and its sys.exit: it names the line."""
+    """Run a command's `main`. What `error_for_user` has words for becomes one line on stderr, with
+    exit code 2, or 1 for `RunStopped`; Ctrl-C exits with 130, SIGTERM with 143."""
     try:
         with interruptible():
             main()
             deliver_signals()  # in case `main` caught the exception of a signal
-    except (UserError, OSError) as error:
-        one_line = " ".join(in_words(error).split())
-        print(f"error: {one_line}", file=sys.stderr)
-        code = error.code if isinstance(error, UserError) else 2
-        sys.exit(code)
-    except SystemExit as error:
-        exit_for_users_code(error)
-        raise
-    except (Interrupted, Exception) as error:
-        # A library may have made another exception of a signal's.
-        stop = error if isinstance(error, Interrupted) else received_signal()
-        if stop is None and is_out_of_memory(error):
-            two_sentences = ". ".join(str(error).split(". ")[:2])
-            print(
-                f"error: {two_sentences}: docs/devices.md says what to do when memory is short",
-                file=sys.stderr,
-            )
-            sys.exit(1)
-        if stop is None:
-            exit_for_users_code(error)
+    except (Interrupted, SystemExit, Exception) as error:
+        stop = signal_behind(error)
+        if stop is not None:
+            print(f"interrupted by {stop}", file=sys.stderr)
+            sys.exit(128 + stop.signum)
+        mistake = error_for_user(error)
+        if mistake is None:
             raise
-        print(f"interrupted by {stop}", file=sys.stderr)
-        sys.exit(128 + stop.signum)
+        one_line = " ".join(str(mistake).split())
+        print(f"error: {one_line}", file=sys.stderr)
+        sys.exit(mistake.code)

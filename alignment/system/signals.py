@@ -24,6 +24,7 @@ class _State:
     grace: float | None = None  # For how many seconds one is held back at most; None: for ever.
     timer: threading.Timer | None = None  # Ends that time.
     is_overdue: bool = False  # Whether that time is over, so that it is delivered.
+    ends_process: bool = True  # Whether a second signal ends the process, or is delivered at once.
 
 
 _state = _State()
@@ -39,13 +40,31 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second
-    one ends the process."""
+def interruptible_call() -> Iterator[None]:
+    """As `interruptible`, in a program of the user's: a second signal raises `Interrupted` at once,
+    deferred or not, and nothing is remembered after the block. Outside the main thread, where
+    Python delivers no signals, the block runs undisturbed."""
+    try:
+        with interruptible(ends_process=False):
+            yield
+    finally:
+        _forget_signals()
+
+
+def _forget_signals() -> None:
+    """Hold back no signal, and remember none."""
     _state.deferred = False
     _state.received = None
     _state.grace = None
     _state.is_overdue = False
+
+
+@contextmanager
+def interruptible(ends_process: bool = True) -> Iterator[None]:
+    """Within the block a first signal raises `Interrupted`, if need be after a deferral; a second
+    one ends the process, or with `ends_process` False the deferral."""
+    _forget_signals()
+    _state.ends_process = ends_process
     previous = {}
     with suppress(ValueError):  # raised outside the main thread, which alone may set handlers
         previous = {number: signal.signal(number, _on_signal) for number in SIGNALS}
@@ -132,7 +151,9 @@ def _on_signal(number: int, frame) -> None:
         return
     if _state.received is not None:
         if time.monotonic() - _state.received_at > REPEAT_SECONDS:
-            os._exit(128 + number)
+            if _state.ends_process:
+                os._exit(128 + number)
+            raise Interrupted(number)
         return
     _state.received = number
     _state.received_at = time.monotonic()
