@@ -39,8 +39,11 @@ def completion_files(location: str) -> list[Path]:
     path = Path(location)
     if path.is_file():
         return [path]
-    folder = path / "completions" if (path / "completions").is_dir() else path
-    if not (files := sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))):
+    folder = path
+    if (path / "completions").is_dir():
+        folder = path / "completions"
+    files = sorted(folder.glob("eval_*.jsonl")) + sorted(folder.glob("rollout_*.jsonl"))
+    if not files:
         raise UserError(
             f"--completions {location}: no eval_*.jsonl or rollout_*.jsonl there; name a run's"
             " folder"
@@ -81,30 +84,54 @@ def grade_all(pairs: Sequence[Pair], ended: Callable[[], None] = lambda: None) -
     from alignment.rewards.grading.cascade import WORKERS, grade_detail
     from benchmarks.reference_grader import reference_verdict
 
-    graders = (grade_detail, math_verify_detail, reference_verdict)
-    counts, graded = Counter(pairs), []
-    with ThreadPoolExecutor(
-        WORKERS.size
-    ) as threads:  # each waits for a worker that runs math-verify
-        all_grades = threads.map(lambda pair: [grader(*pair) for grader in graders], counts)
-        for (pair, count), grades in zip(counts.items(), all_grades, strict=True):
-            verdicts, reasons = (
-                dict(zip(GRADERS, column, strict=True)) for column in zip(*grades, strict=True)
-            )
-            facts = {"count": count, "verdicts": verdicts, "reasons": reasons}
-            graded.append({"answer": pair[0], "ground_truth": pair[1], **facts})
+    graders = dict(zip(GRADERS, (grade_detail, math_verify_detail, reference_verdict), strict=True))
+
+    def grade(pair: Pair) -> dict:
+        answer, truth = pair
+        verdicts = {}
+        reasons = {}
+        for name, grader in graders.items():
+            verdicts[name], reasons[name] = grader(answer, truth)
+        return {"verdicts": verdicts, "reasons": reasons}
+
+    counts = Counter(pairs)
+    graded = []
+    # each thread waits for a worker that runs math-verify
+    with ThreadPoolExecutor(WORKERS.size) as threads:
+        all_grades = threads.map(grade, counts)
+        for ((answer, truth), count), grades in zip(counts.items(), all_grades, strict=True):
+            graded.append({"answer": answer, "ground_truth": truth, "count": count, **grades})
             ended()
     return graded
 
 
-def error_rates(labelled: Sequence[Mapping]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Each grader's false accepts of pairs labelled wrong, (3, 10), and false rejects of right
-    ones; a pair counts once."""
+@dataclass(frozen=True)
+class ErrorRate:
+    """How often a grader is wrong about pairs with one label."""
+
+    errors: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class ErrorRates:
+    """How often a grader is wrong; a pair counts once."""
+
+    false_accepts: ErrorRate
+    """Of pairs that are labelled wrong."""
+    false_rejects: ErrorRate
+    """Of pairs that are labelled right."""
+
+
+def error_rates(labelled: Sequence[Mapping]) -> dict[str, ErrorRates]:
+    """Each grader's errors by its name."""
     rates = {}
     for grader in GRADERS:
-        n = Counter((row["verdicts"][grader], row["label"]) for row in labelled)
-        rates[grader] = tuple(
-            (n[not label, label], n[True, label] + n[False, label]) for label in (False, True)
+        of_wrong = [row["verdicts"][grader] for row in labelled if not row["label"]]
+        of_right = [row["verdicts"][grader] for row in labelled if row["label"]]
+        rates[grader] = ErrorRates(
+            false_accepts=ErrorRate(of_wrong.count(True), len(of_wrong)),
+            false_rejects=ErrorRate(of_right.count(False), len(of_right)),
         )
     return rates
 
@@ -114,7 +141,8 @@ def read_labels(file: Path) -> dict[Pair, bool]:
     malformed line."""
     labels = {}
     for location, row in read_rows(file, "answer", "ground_truth"):
-        if (label := row.get("label")) not in (True, False, None):
+        label = row.get("label")
+        if label not in (True, False, None):
             raise UserError(f'{location}: "label" must be true, false or null')
         if label is not None:
             labels[row["answer"], row["ground_truth"]] = bool(label)
@@ -127,88 +155,104 @@ def audit(args: AuditArgs, console: Console) -> Path:
     from alignment.rewards.r1_zero import extract_answer
 
     files = completion_files(args.completions)
-    answers = {
-        file: [(extract_answer(text), truth) for text, truth in read_completions(file)]
-        for file in files
-    }
-    run_folder = (
-        files[0].parent.parent if files[0].parent.name == "completions" else files[0].parent
-    )
-    labels_file = Path(args.labels) if args.labels else run_folder / "grader_disagreements.jsonl"
+    answers: dict[Path, list[tuple[str | None, str]]] = {}
+    for file in files:
+        completions = read_completions(file)
+        answers[file] = [(extract_answer(text), truth) for text, truth in completions]
+    labels_file = _labels_file(args, files[0])
     if args.labels and not labels_file.is_file():
         raise UserError(f"--labels {args.labels}: there is no such file")
     if not any(answers.values()):
         raise UserError(f"--completions {args.completions}: the files there are empty")
-    labels = read_labels(labels_file) if labels_file.exists() else {}
-    pairs = [
-        (answer, truth) for file in files for answer, truth in answers[file] if answer is not None
-    ]
-    with count_parts(
-        f"grading {len(pairs)} answers", len(set(pairs)), console, "distinct one"
-    ) as ended:
+    labels = {}
+    if labels_file.exists():
+        labels = read_labels(labels_file)
+
+    pairs: list[Pair] = []
+    for pairs_of_file in answers.values():
+        pairs += [(answer, truth) for answer, truth in pairs_of_file if answer is not None]
+    distinct = len(set(pairs))
+    with count_parts(f"grading {len(pairs)} answers", distinct, console, "distinct one") as ended:
         graded = {(row["answer"], row["ground_truth"]): row for row in grade_all(pairs, ended)}
-    disputed = (
-        (pair, row) for pair, row in graded.items() if len(set(row["verdicts"].values())) > 1
-    )
-    rows = sorted(
-        ({**row, "label": labels.pop(pair, None)} for pair, row in disputed),
-        key=lambda row: -row["count"],
-    )
+
+    disputed = []
+    for pair, row in graded.items():
+        if len(set(row["verdicts"].values())) > 1:
+            disputed.append({**row, "label": labels.pop(pair, None)})
+    disputed.sort(key=lambda row: -row["count"])
     # A label is a person's work: the file keeps it, even for a pair that is no longer disputed or
     # not in this audit.
-    kept = [
-        {"answer": answer, "ground_truth": truth, "label": label}
-        for (answer, truth), label in labels.items()
-    ]
-    write_jsonl(labels_file, [*rows, *kept])
+    kept = []
+    for (answer, truth), label in labels.items():
+        kept.append({"answer": answer, "ground_truth": truth, "label": label})
+    write_jsonl(labels_file, [*disputed, *kept])
     _print_accuracy(answers, graded, console)
-    _print_disagreements(rows, console)
-    _print_rates([row for row in rows if row["label"] is not None], console)
-    note = (
-        f'{len(rows)} disagreements: {labels_file}; set "label" to true or false there and run this'
-        " again"
-    )
-    console.print(
-        note if rows else "the three graders agree on every answer", markup=False, soft_wrap=True
-    )
+    _print_disagreements(disputed, console)
+    _print_rates([row for row in disputed if row["label"] is not None], console)
+    note = "the three graders agree on every answer"
+    if disputed:
+        note = (
+            f'{len(disputed)} disagreements: {labels_file}; set "label" to true or false there and'
+            " run this again"
+        )
+    console.print(note, markup=False, soft_wrap=True)
     return labels_file
+
+
+def _labels_file(args: AuditArgs, completions: Path) -> Path:
+    """The file of disagreements: --labels, or that in the folder of the run whose file of
+    completions this is."""
+    if args.labels:
+        return Path(args.labels)
+    folder = completions.parent
+    if folder.name == "completions":
+        folder = folder.parent
+    return folder / "grader_disagreements.jsonl"
 
 
 def _print_accuracy(
     answers: Mapping[Path, list], graded: Mapping[Pair, Mapping], console: Console
 ) -> None:
     """Print each grader's accuracy for each evaluation, and for all rollouts together."""
-    groups = {file.stem: pairs for file, pairs in answers.items() if file.stem.startswith("eval")}
-    others = [pair for file, pairs in answers.items() if file.stem not in groups for pair in pairs]
-    groups |= {"rollouts" if groups else "completions": others} if others else {}
+    groups = {}
+    others = []
+    for file, pairs in answers.items():
+        if file.stem.startswith("eval"):
+            groups[file.stem] = pairs
+        else:
+            others += pairs
+    if others and groups:
+        groups["rollouts"] = others
+    elif others:
+        groups["completions"] = others
     rows = []
     for name, pairs in groups.items():
-        accepted = [
-            sum(pair[0] is not None and graded[pair]["verdicts"][grader] for pair in pairs)
-            for grader in GRADERS
-        ]
-        rows.append(
-            (name, str(len(pairs)), *(f"{count / max(1, len(pairs)):.4f}" for count in accepted))
-        )
+        row = [name, str(len(pairs))]
+        for grader in GRADERS:
+            accepted = 0
+            for answer, truth in pairs:
+                if answer is not None and graded[answer, truth]["verdicts"][grader]:
+                    accepted += 1
+            row.append(f"{accepted / max(1, len(pairs)):.4f}")
+        rows.append(row)
     columns = ("completions", *GRADERS)
-    console.print(
-        make_table("accuracy as each grader reads it", ("", *columns), rows, numbers=columns)
-    )
+    title = "accuracy as each grader reads it"
+    console.print(make_table(title, ("", *columns), rows, numbers=columns))
 
 
 def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
+    """Print the most frequent disagreements."""
     cells = []
     for row in rows[:MAX_PRINTED]:
-        verdicts = (
-            f"{'right' if row['verdicts'][grader] else 'wrong'} ({row['reasons'][grader]})"
-            for grader in GRADERS
-        )
-        texts = (
-            printable(row["answer"])[:60],
-            printable(row["ground_truth"])[:60],
-            str(row["count"]),
-            *verdicts,
-        )
+        answer = printable(row["answer"])[:60]
+        truth = printable(row["ground_truth"])[:60]
+        texts = [answer, truth, str(row["count"])]
+        for grader in GRADERS:
+            verdict = "wrong"
+            if row["verdicts"][grader]:
+                verdict = "right"
+            texts.append(f"{verdict} ({row['reasons'][grader]})")
+        # which the console would read as markup
         cells.append([text.replace("[", r"\[") for text in texts])
     if rows:
         title = f"disagreements, the most frequent {len(cells)} of {len(rows)}"
@@ -216,20 +260,21 @@ def _print_disagreements(rows: Sequence[Mapping], console: Console) -> None:
 
 
 def _print_rates(labelled: Sequence[Mapping], console: Console) -> None:
-    columns, rows = ("false accepts", "false rejects"), []
+    """Print each grader's errors on disagreements that a person has labelled."""
+    rows = []
     for grader, rates in error_rates(labelled).items():
-        rows.append(
-            (
-                grader,
-                *(
-                    f"{n} of {total} ({n / total:.0%})" if total else "no such label"
-                    for n, total in rates
-                ),
-            )
-        )
+        accepts = _format_rate(rates.false_accepts)
+        rows.append((grader, accepts, _format_rate(rates.false_rejects)))
     if labelled:
+        columns = ("false accepts", "false rejects")
         title = f"errors on {len(labelled)} labelled disagreements"
         console.print(make_table(title, ("grader", *columns), rows, numbers=columns))
+
+
+def _format_rate(rate: ErrorRate) -> str:
+    if not rate.pairs:
+        return "no such label"
+    return f"{rate.errors} of {rate.pairs} ({rate.errors / rate.pairs:.0%})"
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from rich.console import Console
 from alignment.system.errors import UserError
 from benchmarks.audit_grader import (
     AuditArgs,
+    ErrorRate,
+    ErrorRates,
     audit,
     completion_files,
     error_rates,
@@ -91,10 +93,7 @@ def test_error_rates():
         "ours"
     ]
     # false accepts of the wrong answers, false rejects of the right ones
-    assert rates == (
-        (1, 2),
-        (1, 2),
-    )
+    assert rates == ErrorRates(false_accepts=ErrorRate(1, 2), false_rejects=ErrorRate(1, 2))
 
 
 def test_one_file_alone_and_no_disagreement(run):
