@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignment.system.files import read_json, write_atomically, write_json
+from alignment.system.files import write_atomically, write_json
 
-FILE = "audit_base.json"
+FILE = "audit_base.json"  # read by the summary of a run
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,3 @@ def write_audit(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     write_atomically(folder / "audit_base.md", text)
     write_json(folder / FILE, {"evaluations": best_first(rows)})
     return text
-
-
-def best_audited(output_dir: Path, model: str, task: str) -> Mapping[str, Any] | None:
-    """The best evaluation of a model on a task in the audits under `output_dir`; of several audits
-    the last one counts. None where there is none."""
-    for file in sorted(output_dir.glob(f"*/{FILE}"), reverse=True):
-        for row in read_json(file)["evaluations"]:
-            if (row["model"], row["task"]) == (model, task):
-                return row
-    return None

@@ -26,6 +26,10 @@ def write_summary(run: Path, sampling: str, console: Console, facts: Mapping[str
     metrics = read_jsonl(run / "metrics.jsonl")
     plot_learning_curve(run / "learning_curve.png", metrics, evals, run.name)
     print_before_and_after(run.name, sampling, metrics, evals, console)
+    console.print(
+        f"gains count from the accuracy before the first step, {accuracy_with_interval(evals[0])}"
+    )
+    print_audit(run, console)
     print_peaks(facts["peak_bytes"], console)
     print_seconds(metrics, console)
     print_first_change(run, evals, console)
@@ -75,6 +79,28 @@ def print_before_and_after(
     heading = f"{name}: {evals[-1]['problems']} held-out problems, {sampling}"
     columns = ("before", "after")
     console.print(make_table(heading, ("", *columns), rows, numbers=columns))
+
+
+def print_audit(run: Path, console: Console) -> None:
+    """Print what the run's base model does in its best format, where `evaluate --audit_base` has
+    measured that on the same task."""
+    arguments = read_json(run / "args.json")["args"]
+    audit = best_audit(run.parent, arguments["model"], arguments["task"])
+    if audit:
+        console.print(audit, markup=False, soft_wrap=True)
+
+
+def best_audit(output_dir: Path, model: str, task: str) -> str:
+    """What a model does on a task in its best format, by the last audit of both under `output_dir`;
+    "" where there is none."""
+    for file in sorted(output_dir.glob("*/audit_base.json"), reverse=True):
+        for row in read_json(file)["evaluations"]:
+            if (row["model"], row["task"]) == (model, task):
+                return (
+                    f"{model}, before any training, in its best format of {file.parent.name}"
+                    f" ({row['format']}): {accuracy_with_interval(row)}"
+                )
+    return ""
 
 
 def accuracy_with_interval(evaluation: Record) -> str:
@@ -181,6 +207,8 @@ def plot_learning_curve(
         capsize=3,
         label="held-out accuracy (95 %)",
     )
+    baseline = f"baseline {accuracies[0]:.3f}, before the first step"
+    top.axhline(accuracies[0], color="tab:blue", linestyle="--", label=baseline, **faint)
     top.set(ylim=(0, 1), title=title)
     top.legend(loc="best")
     top.grid(alpha=0.3)
