@@ -74,28 +74,25 @@ def test_the_best_answer_to_every_labelled_truth_is_right():
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "hostile",
-    [
-        "\\boxed\n" * 100_000,
-        r"\boxed{" * 100_000,
-        r"\boxed{1}" * 100_000,
-        "<think>" * 100_000 + "</think>" * 100_000,
-        "<think></think>" * 100_000 + r"\boxed{" + "9" * 100_000 + "}",
-        "1," * 400_000,
-    ],
+    "piece",
+    ["\\boxed\n", r"\boxed{", r"\boxed{1}", "<think></think>", "1,"],
 )
-def test_a_hostile_response_costs_time_in_proportion_to_its_length(hostile):
-    """Twice the length took four times as long where a scan began again at every box."""
-    honest = "x{}" * (len(hostile) // 3)
+def test_a_hostile_response_costs_time_in_proportion_to_its_length(piece):
+    """Where a scan began again at every piece, four times the length would cost 16 times the
+    time."""
 
-    def cpu_seconds(text: str) -> float:
+    def cpu_seconds(pieces: int) -> float:
+        text = piece * pieces
         start = time.process_time()
         boxed_reward_fn(text, "1")
         flexible_reward_fn(text, "1")
         return time.process_time() - start
 
-    assert cpu_seconds(hostile) < 40 * cpu_seconds(honest) + 0.1
+    shorter = min(cpu_seconds(50_000) for _ in range(3))
+    longer = min(cpu_seconds(200_000) for _ in range(2))
+    assert longer < 9 * shorter
 
 
 def test_a_thought_that_the_prompt_opens_must_close():
