@@ -393,7 +393,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
     if not loss.uses_ratio or args.staleness > 0:
         idle |= {"old_log_probs"}
     if facts["sampler_correction"] == "none":
-        idle |= {"correction_cap"}
+        idle |= {"correction_cap", "correction_floor"}
     if facts["lora_rank"] == 0:
         idle |= {"lora_alpha", "lora_targets"}
     if facts["sft_base"]:

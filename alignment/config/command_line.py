@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -45,6 +46,7 @@ GROUPS = (
     "run",
 )
 """The sections of --help, after what matters first."""
+LONGEST_LIST = 65  # characters of a list of choices in one line of --help
 
 
 def command_line(args: Args) -> list[str]:
@@ -200,8 +202,11 @@ def _help_sections(cls: type, shown: Sequence[str]) -> dict[str, list[str]]:
 
 def _choices_in_help(metavar: str, choices: Sequence[str]) -> str:
     """The values of a flag as --help shows them. tyro writes STR for one and [STR [STR ...]] for
-    several."""
+    several. A long list goes on in a further line."""
     listed = "{" + ",".join(choices) + "}"
+    if len(listed) > LONGEST_LIST:
+        lines = textwrap.wrap("{" + ", ".join(choices) + "}", LONGEST_LIST)
+        listed = "\n      ".join(line.replace(", ", ",") for line in lines)
     if metavar.startswith("[STR"):
         return f"[{listed} [...]]"
     return metavar.replace("STR", listed)

@@ -275,6 +275,8 @@ class RLArgs(
         # The correction is pi_old / pi_sampler, which is 1 where pi_old is the sampler's.
         is_valid = self.sampler_correction == "none" or not self.trusts_sampler
         require(self, "sampler_correction", is_valid, wanted)
+        is_valid = self.correction_floor < self.correction_cap
+        require(self, "correction_floor", is_valid, f"below --correction_cap {self.correction_cap}")
 
     def _check_groups(self) -> None:
         """Raise `UserError` for a --group_size or --max_refills that does not suit the loss or the

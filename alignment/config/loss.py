@@ -48,8 +48,9 @@ class LossFlags:
     pass before the first of them, or the sampler's, which spares it. Stale rollouts always take the
     sampler's."""
     sampler_correction: str = flag("none", group="algorithm", choices=tuple(CORRECTIONS))
-    """Weigh tokens, or whole responses, by trainer's over sampler's probability, truncated to, or
-    left out above, a cap."""
+    """Weigh tokens, or whole responses (sequence: the product of their tokens' weights, geometric:
+    its mean a token), by trainer's over sampler's probability, truncated to, or left out beyond, a
+    cap and a floor."""
     correction_cap: float = flag(2.0, group="algorithm", above=0)
     """That cap."""
     max_refills: int = flag(0, group="algorithm", at_least=0, zero="never")
@@ -68,3 +69,6 @@ class LossFlags:
     advantage: str = flag("group_baseline", group="algorithm")
     """What makes advantages of a step's rewards. group_baseline: --baseline, --normalize_by_std;
     or your package.module:name; docs/recipes.md has the others."""
+    correction_floor: float = flag(0.0, group="algorithm", at_least=0, zero="none")
+    """The least weight of --sampler_correction; 0: only the cap bounds it. IcePop: token_mask with
+    0.5 and a cap of 5."""

@@ -143,6 +143,7 @@ class LossConfig:
     correction_cap: float = 2.0
     settings: Any = None
     """The loss's own settings, an instance of `Loss.settings`; None: their defaults."""
+    correction_floor: float = 0.0
 
 
 def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
@@ -335,35 +336,61 @@ def kl_penalty(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator:
     return KL_ESTIMATORS[estimator](reference_log_probs - policy_log_probs)
 
 
-# Ways to bound an importance weight by a cap.
-WEIGHT_BOUNDS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
-    "truncate": lambda weight_BT, cap: weight_BT.clamp(max=cap),
-    "mask": lambda weight_BT, cap: weight_BT.where(weight_BT <= cap, 0),
+# Ways to bound an importance weight from below and from above, (weights, floor, cap) -> weights.
+WEIGHT_BOUNDS: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
+    "truncate": lambda weight_BT, floor, cap: weight_BT.clamp(min=floor, max=cap),
+    "mask": lambda weight_BT, floor, cap: weight_BT.where(
+        (weight_BT >= floor) & (weight_BT <= cap), 0
+    ),
 }
-# Values of --sampler_correction, other than "none": the level, a token's weight or the whole
-# response's, and the name of the bound.
+
+
+def _product_of_response(log_weight_BT: Tensor, mask: Tensor) -> Tensor:
+    return log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
+
+
+def _geometric_mean_of_response(log_weight_BT: Tensor, mask: Tensor) -> Tensor:
+    tokens_B1 = mask.sum(dim=1, keepdim=True)
+    return (log_weight_BT.sum(dim=1, keepdim=True) / tokens_B1).expand_as(log_weight_BT)
+
+
+# Of what an importance weight is, (log-weights of tokens, 0 outside the mask; mask) -> log-weights.
+WEIGHT_LEVELS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda log_weight_BT, mask: log_weight_BT,
+    "sequence": _product_of_response,
+    "geometric": _geometric_mean_of_response,
+}
+# --sampler_correction: the level of the importance weight, and its bound.
 CORRECTIONS = (
     "none",
     *(f"token_{bound}" for bound in WEIGHT_BOUNDS),
     *(f"sequence_{bound}" for bound in WEIGHT_BOUNDS),
+    *(f"geometric_{bound}" for bound in WEIGHT_BOUNDS),
 )
 
 
 def sampler_weights(
-    old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, correction: str, cap: float
+    old_log_probs: Tensor,
+    sampler_log_probs: Tensor,
+    mask: Tensor,
+    correction: str,
+    cap: float,
+    floor: float = 0.0,
 ) -> Tensor:
     """Importance weights [batch, sequence], without gradient, that correct for samples drawn from
     the sampler's distribution instead of the trainer's policy.
 
     "token": w = pi_old / pi_sampler of each token; "sequence": the product of these over the
-    response. "truncate": min(w, cap) (Ionides 2008; V-trace, Espeholt et al. 2018,
-    arXiv:1802.01561, eq. 1); "mask": w where it is at most cap, else 0.
+    response; "geometric": their geometric mean over the response, which does not grow with its
+    length (GSPO's s, arXiv:2507.18071, eq. 7, between trainer and sampler). "truncate":
+    max(floor, min(w, cap)) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1,
+    from above); "mask": w where it is from floor to cap, else 0 (IcePop's M, of tokens, in Ring-1T,
+    arXiv:2510.18855).
     """
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
-    if level == "sequence":
-        log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
-    return WEIGHT_BOUNDS[bound](log_weight_BT.exp(), cap)
+    log_weight_BT = WEIGHT_LEVELS[level](log_weight_BT, mask)
+    return WEIGHT_BOUNDS[bound](log_weight_BT.exp(), floor, cap)
 
 
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
@@ -382,7 +409,12 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[T
     if config.sampler_correction != "none":
         old_log_probs, sampler_log_probs = inputs.require("old_log_probs", "sampler_log_probs")
         weight_BT = sampler_weights(
-            old_log_probs, sampler_log_probs, mask, config.sampler_correction, config.correction_cap
+            old_log_probs,
+            sampler_log_probs,
+            mask,
+            config.sampler_correction,
+            config.correction_cap,
+            config.correction_floor,
         )
         loss_BT = loss_BT * weight_BT
         per_token["weight"] = weight_BT
@@ -433,7 +465,7 @@ def grpo_microbatch_train_step(
     micro-batch: "sequence_mean" divides by its responses times the steps, "token_mean" by its
     response tokens times the steps, and "constant" raises ValueError. `config_fields` are further
     fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
-    correction_cap.
+    correction_cap, correction_floor.
     """
     divisor: float | Tensor
     if denominator is None:

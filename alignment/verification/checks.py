@@ -120,7 +120,15 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
     """Every loss with every normalisation and correction; the other choices take turns, in an order
     by chance."""
     others = list(
-        product((None, 0.28), (0.0, 1.5), KL_ESTIMATORS, BASELINES, (True, False), DEVIATIONS)
+        product(
+            (None, 0.28),
+            (0.0, 1.5),
+            KL_ESTIMATORS,
+            BASELINES,
+            (True, False),
+            DEVIATIONS,
+            (0.0, 0.9),
+        )
     )
     turns = cycle(random.Random(seed).sample(others, len(others)))
     # Every second setting has the default estimator, whose own choices take turns, too.
@@ -131,7 +139,8 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
         estimators += [("group_baseline", AdvantageConfig(GROUP)), (estimator_name, own)]
     turns_of_estimators = cycle(estimators)
     for name, normalization, correction in product(LOSSES, NORMALIZATIONS, CORRECTIONS):
-        cliprange_high, dual_clip, kl_estimator, baseline, normalize_by_std, std_of = next(turns)
+        choices = next(turns)
+        cliprange_high, dual_clip, kl_estimator, baseline, normalize_by_std, std_of, floor = choices
         loss = LossConfig(
             LOSSES[name],
             cliprange=0.2,
@@ -142,6 +151,7 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
             loss_normalization=normalization,
             sampler_correction=correction,
             correction_cap=1.1,
+            correction_floor=floor,
         )
         estimator_name, advantage = next(turns_of_estimators)
         advantage = dataclasses.replace(

@@ -152,20 +152,28 @@ def paper_surrogate(setting: Mapping, ratio: complex, advantage: float) -> compl
 
 def paper_weight(setting: Mapping, response: Response, token: Token) -> float:
     """The importance weight that corrects for the sampler: the probability of the token, or of its
-    whole response, under the old policy over that under the sampler. A weight above the cap becomes
-    the cap (V-trace, arXiv:1802.01561, eq. 1), or 0, which leaves the token out."""
-    # "none", or a level and what is done above the cap, such as "token_truncate".
+    whole response, under the old policy over that under the sampler, or the geometric mean of its
+    tokens' weights (as in GSPO, arXiv:2507.18071, eq. 7). A weight beyond the cap or the floor
+    becomes that bound (V-trace, arXiv:1802.01561, eq. 1, has the cap), or 0, which leaves the token
+    out (IcePop, arXiv:2510.18855)."""
+    # "none", or a level and what is done beyond the bounds, such as "token_truncate".
     level, _, bound = setting["sampler_correction"].partition("_")
     log_ratios = {
         "none": 0.0,
         "token": token.old - token.sampler,
         "sequence": response.old - response.sampler,
+        "geometric": (response.old - response.sampler) / response.length,
     }
     weight = cmath.exp(log_ratios[level]).real
-    cap = setting["correction_cap"]
-    if weight <= cap:
+    if level == "none":
         return weight
-    return cap if bound == "truncate" else 0.0
+    floor = setting["correction_floor"]
+    cap = setting["correction_cap"]
+    if floor <= weight <= cap:
+        return weight
+    if bound == "mask":
+        return 0.0
+    return cap if weight > cap else floor
 
 
 def paper_kl(setting: Mapping, token: Token) -> complex:

@@ -312,6 +312,8 @@ def test_k1_and_k3_average_to_the_divergence_and_k2_has_its_gradient():
         ("token_mask", [0, 0.5, 1]),
         ("sequence_truncate", [1.5, 1.5, 1.5]),
         ("sequence_mask", [1.5, 1.5, 1.5]),
+        ("geometric_truncate", [math.sqrt(1.5)] * 3),
+        ("geometric_mask", [math.sqrt(1.5)] * 3),
     ],
 )
 def test_importance_weights_of_the_samplers_distribution(correction, expected):
@@ -322,6 +324,39 @@ def test_importance_weights_of_the_samplers_distribution(correction, expected):
     cut = {"sequence_truncate": 1.2, "sequence_mask": 0.0}
     if correction in cut:
         close(sampler_weights(old, sampler, mask, correction, 1.2), [[cut[correction]] * 3])
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    # Weights 3, 1/2 and 1; their product is 1.5, their geometric mean the cube root of that, 1.145.
+    [
+        ("token_truncate", [2, 0.8, 1]),
+        ("token_mask", [0, 0, 1]),
+        ("sequence_truncate", [1.5] * 3),
+        ("geometric_mask", [1.5 ** (1 / 3)] * 3),
+    ],
+)
+def test_importance_weights_are_bounded_from_below_too(correction, expected):
+    old = torch.tensor([[0.6, 0.1, 0.9]], dtype=torch.float64).log()
+    sampler = torch.tensor([[0.2, 0.2, 0.9]], dtype=torch.float64).log()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    close(sampler_weights(old, sampler, mask, correction, 2.0, 0.8), [expected])
+    # Above every weight of a response: the floor itself, or nothing.
+    beyond = {
+        "sequence_truncate": [[1.6] * 3],
+        "geometric_mask": [[0.0] * 3],
+    }
+    if correction in beyond:
+        close(sampler_weights(old, sampler, mask, correction, 2.0, 1.6), beyond[correction])
+
+
+def test_the_two_sided_mask_keeps_its_bounds():
+    """IcePop's interval is closed: weights of exactly 1/2 and 2 stay, and both gradients with
+    them."""
+    old = torch.tensor([[0.25, 0.5, 0.125]], dtype=torch.float64).log()
+    sampler = torch.tensor([[0.5, 0.25, 0.5]], dtype=torch.float64).log()
+    weights = sampler_weights(old, sampler, torch.ones(1, 3).bool(), "token_mask", 2.0, 0.5)
+    close(weights, [[0.5, 2.0, 0.0]])
 
 
 def test_weights_and_divergence_enter_the_step():

@@ -182,6 +182,11 @@ CASES = [
     ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
     (
         "train_rl",
+        ["--correction_floor", "2"],
+        "--correction_floor 2.0: must be below --correction_cap 2.0",
+    ),
+    (
+        "train_rl",
         ["--sft_base", "{world}/whole", "--eval_max_new_tokens", "250"],
         "do not fit in the model's context of 256",
     ),

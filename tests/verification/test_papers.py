@@ -42,6 +42,7 @@ LOSS |= {
     "dual_clip": 0.0,
     "beta": 0.0,
     "correction_cap": 2.0,
+    "correction_floor": 0.0,
     "max_new_tokens": 4,
 }
 
@@ -74,6 +75,7 @@ def test_every_choice_is_compared(seed):
     assert len({id(setting["estimator"]) for setting in chosen}) == len(ADVANTAGES)
     assert values("baseline") == set(BASELINES) and values("std_of") == set(DEVIATIONS)
     assert values("dual_clip") == {0.0, 1.5} and values("cliprange_high") == {None, 0.28}
+    assert values("correction_floor") == {0.0, 0.9}
     assert (
         values("beta") == {0.1}
         and values("correction_cap") == {1.1}
