@@ -301,6 +301,9 @@ def run_config(args: RLArgs) -> RunConfig:
     """The folder and schedule of the run, and the contents of its args.json."""
     own = own_flags(args)
     changeable_settings = {name for name, flag in own.items() if flag.facts.changeable}
+    changeable = CHANGEABLE_ON_RESUME | changeable_settings
+    if args.lr_schedule != "constant":  # The learning rate depends on the number of steps.
+        changeable -= {"num_steps"}
     arguments = flag_values(args)
     if args.pass_rates:
         # A file of other pass rates selects other problems, so a run cannot go on with it.
@@ -311,7 +314,7 @@ def run_config(args: RLArgs) -> RunConfig:
         default_name=default_run_name(args),
         command="train_rl",
         arguments=arguments,
-        changeable=CHANGEABLE_ON_RESUME | changeable_settings,
+        changeable=changeable,
         setting=REPRODUCIBILITY_SETTING,
         defaults=defaults_of_flags(RLArgs) | {name: own.default for name, own in own.items()},
     )

@@ -376,6 +376,11 @@ class RLArgs(
         return self.epochs_per_rollout * math.ceil(self.rollout_size / mini_batch_size)
 
     @property
+    def num_updates(self) -> int:
+        """Optimiser updates of the whole run."""
+        return self.num_steps * self.updates_per_rollout
+
+    @property
     def sampling(self) -> SamplingConfig:
         """How rollouts are drawn. A step's seed and a task's stop strings are added later."""
         return SamplingConfig(

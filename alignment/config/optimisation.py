@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from alignment.config.flag import Extra, flag
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class LearningRateFlags:
     learning_rate: float = flag(2e-4, group="optimisation", at_least=0, zero="trains nothing")
     """Peak learning rate (AdamW: betas 0.9, 0.95)."""
     warmup_steps: int = flag(5, group="optimisation", at_least=0)
-    """Updates of linear rise of the learning rate, constant after."""
+    """Updates of linear rise of the learning rate."""
+    lr_schedule: str = flag("constant", group="optimisation", choices=tuple(SCHEDULES))
+    """The learning rate after that: constant, or a linear or cosine fall to a tenth of it at the
+    last update, for which a resumed run may not change --num_steps."""
 
 
 @dataclass(frozen=True)
@@ -83,4 +87,7 @@ class SFTLearningRateFlags:
     learning_rate: float = flag(3e-3, group="optimisation", at_least=0, zero="trains nothing")
     """Peak learning rate."""
     warmup_steps: int = flag(50, group="optimisation", at_least=0)
-    """Steps of linear rise of the learning rate, before a linear fall to a tenth of it."""
+    """Steps of linear rise of the learning rate."""
+    lr_schedule: str = flag("linear", group="optimisation", choices=tuple(SCHEDULES))
+    """The learning rate after that: constant, or a linear or cosine fall to a tenth of it at the
+    last step."""

@@ -93,6 +93,9 @@ class UpdateConfig:
     max_new_tokens: int = 256
     learning_rate: float = 2e-4
     warmup_steps: int = 5
+    lr_schedule: str = "constant"
+    num_updates: int = 1
+    """All updates of the run."""
     max_grad_norm: float = 1.0
     max_sampler_mismatch: float = 0.1
     seed: int = 0

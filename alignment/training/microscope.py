@@ -96,6 +96,7 @@ def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
         epochs_per_rollout=1,
         train_mini_batch_size=0,
         warmup_steps=0,
+        lr_schedule="constant",
         old_log_probs="ratio_one",
         max_sampler_mismatch=math.inf,
     )

@@ -15,6 +15,7 @@ from alignment.core.records import Batch, Distribution
 from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
+from alignment.policy.schedules import LearningRate
 from alignment.rollouts.config import derived_seed
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
@@ -35,6 +36,7 @@ class SFTConfig:
     max_grad_norm: float
     eval_interval: int
     seed: int
+    lr_schedule: str = "linear"
 
 
 class SFTData(NamedTuple):
@@ -94,12 +96,11 @@ def fine_tune(
 
 
 def learning_rate(config: SFTConfig, step: int) -> float:
-    """The learning rate of a step, where the first is 1. It rises linearly over `warmup_steps`
-    steps to `config.learning_rate`, then falls linearly to a tenth of that at the last step."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * (step / config.warmup_steps)
-    falling_steps = max(1, config.num_steps - config.warmup_steps)
-    return config.learning_rate * (1 - 0.9 * (step - config.warmup_steps) / falling_steps)
+    """The learning rate of a step, of which the first is number 1."""
+    rate = LearningRate(
+        config.learning_rate, config.warmup_steps, config.lr_schedule, config.num_steps
+    )
+    return rate.of_update(step)
 
 
 def collate_examples(examples: Sequence[Example], pad_token_id: int) -> Batch:

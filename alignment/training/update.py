@@ -15,6 +15,7 @@ from alignment.core.records import Batch, Distribution, Rollout
 from alignment.model.frozen import FrozenModel
 from alignment.model.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
+from alignment.policy.schedules import LearningRate
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
@@ -184,8 +185,11 @@ def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
 
 
 def learning_rate(config: UpdateConfig, update_number: int) -> float:
-    """Linear warm-up over `warmup_steps` updates, then constant. `update_number` starts at 1."""
-    return config.learning_rate * min(1.0, update_number / max(1, config.warmup_steps))
+    """The learning rate of an update of the run, of which the first is number 1."""
+    rate = LearningRate(
+        config.learning_rate, config.warmup_steps, config.lr_schedule, config.num_updates
+    )
+    return rate.of_update(update_number)
 
 
 def first_log_probs(computed: Sequence[MicroBatchResult], rollout: Rollout) -> torch.Tensor:
