@@ -20,8 +20,9 @@ def train(args: RLArgs, console: Console) -> Path:
         from alignment.training.update import update
 
         parts = build(args, run)
+        parts = build(args, run, expected_peaks(args, console))  # warns where memory is short
         policy = parts.policy
-        config = args.update_config
+        config = parts.update_config
         parts.evaluator.run_if_due(run.last_step)
         for step in run.steps():
             with run.step(step) as defer_signals:
@@ -33,6 +34,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 rollout = parts.references.annotate(rollout, policy, step)  # their log-probs
                 with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
                     result = update(policy, rollout, config, step, sampled.staleness, defer_signals)
+                config = result.config  # --entropy_target adapts it
                 defer_signals()  # until the step is logged, also where nothing was updated
                 run.advantage_state = rollout.advantage_state
                 with parts.rollouts.syncing(policy, step):  # the sampler takes the weights

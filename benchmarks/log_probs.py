@@ -45,7 +45,10 @@ def main(
                 torch.randint(vocabulary, (number,)),
             )
             ours = measured(
-                lambda *a: LabelLogProbs.apply(*a, Distribution(), False)[0], states, weight, labels
+                lambda *a: LabelLogProbs.apply(*a, Distribution(), "none")[0],
+                states,
+                weight,
+                labels,
             )
             plain = measured(whole, states, weight, labels)
             assert (ours[2] - plain[2]).abs().max() < 1e-4

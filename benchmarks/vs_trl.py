@@ -31,7 +31,7 @@ from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
 from alignment.data.tasks import find_task
 from alignment.evaluate import evaluate_models
-from alignment.model.frozen import model_log_probs
+from alignment.model.frozen import model_values
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.rewards.rules import find_reward
 from alignment.rollouts.config import problems_of_step
@@ -133,7 +133,7 @@ def same_batch(args: RLArgs, model: str) -> Table:
 
 @torch.no_grad()
 def log_probs(model, rollout: Rollout) -> torch.Tensor:
-    return model_log_probs(model, rollout.batch, Distribution(), torch.float32)
+    return model_values(model, rollout.batch, Distribution(), torch.float32, ("log_probs",))[0]
 
 
 def our_loss(
@@ -141,7 +141,7 @@ def our_loss(
 ) -> tuple[float, torch.Tensor]:
     policy.zero_grad()
     loss, _ = grpo_microbatch_train_step(
-        model_log_probs(policy, rollout.batch, Distribution(), torch.float32),
+        model_values(policy, rollout.batch, Distribution(), torch.float32, ("log_probs",))[0],
         rollout.batch.response_mask,
         1,
         args.loss_type,

@@ -215,6 +215,7 @@ def test_the_table_of_rooms_and_its_drawing_say_what_the_code_imports():
 
 
 RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1
+    --entropy_target 0.5 --token_selection top_entropy
     --overlong_buffer 4 --prompts_per_rollout 2 --group_size 4 --train_mini_batch_size 4
     --max_new_tokens 16 --max_problems 4 --eval_interval 1 --num_steps 2 --run_name run"""
 
@@ -316,6 +317,12 @@ def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
         "prompts_sampled",
         "reward_sampled",
         "tokens_sampled",
+        "selected_fraction",
+        "entropy_coefficient_next",
+        "fine",
+        "prompts_asked",
+        "reward_asked",
+        "tokens_asked",
         "ratio_mean",
         "part_random",
         "seconds_reference",

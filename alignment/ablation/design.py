@@ -26,6 +26,7 @@ from alignment.config.settings import (
 )
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGES
 from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS
+from alignment.core.selection import SELECTION_ARGUMENTS
 from alignment.data.tasks import DataConfig
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
@@ -375,8 +376,9 @@ def canonical(args: RLArgs) -> dict[str, object]:
     ratio_is_one = args.updates_per_rollout == 1 and not args.trusts_sampler
     # With one ratio a response (GSPO) the loss of each token has the gradient of the response's
     # mean. Weights of single tokens then act otherwise than in the other losses.
-    differs_by_correction = loss.ratio_per_response and args.sampler_correction.startswith("token")
-    if loss.at_ratio_one and ratio_is_one and not differs_by_correction:
+    weighs_tokens = args.sampler_correction.startswith("token") or args.selection is not None
+    differs = loss.ratio_per_response and weighs_tokens
+    if loss.at_ratio_one and ratio_is_one and not differs:
         facts["loss_type"] = loss.at_ratio_one
         loss = LOSSES[loss.at_ratio_one]
         idle_prefixes.append("loss.")
@@ -394,6 +396,11 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle |= {"old_log_probs"}
     if facts["sampler_correction"] == "none":
         idle |= {"correction_cap", "correction_floor"}
+    if not facts["entropy_target"]:
+        idle |= {"entropy_delta"}
+    idle |= SELECTION_ARGUMENTS
+    if args.selection is not None:
+        idle -= args.selection.arguments
     if facts["lora_rank"] == 0:
         idle |= {"lora_alpha", "lora_targets"}
     if facts["sft_base"]:

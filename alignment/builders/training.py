@@ -23,6 +23,7 @@ from alignment.model.loading import load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
 from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
+from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import (
     AheadRollouts,
     RolloutSource,
@@ -36,6 +37,7 @@ from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
 from alignment.system.files import read_jsonl
+from alignment.training.preparation import resumed_config
 from alignment.training.update import References, sampler_mismatch
 
 PROBED = 8  # test problems that samplers answer with random adapters
@@ -49,6 +51,7 @@ class RunParts:
     rollouts: SyncRollouts
     references: References
     evaluator: Evaluator
+    update_config: UpdateConfig
     pad_token_id: int
 
 
@@ -106,7 +109,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
     evaluator = Evaluator(evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check)
     peak_meter = PeakMeter(policy, expected_peaks(args, plan))
     run.start(policy, tokenizer, rollouts, peak_meter)
-    return RunParts(policy, rollouts, references, evaluator, pad_id)
+    update_config = resumed_config(args.update_config, run.last_record)
+    return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
 
 
 def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:

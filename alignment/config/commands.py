@@ -43,6 +43,7 @@ from alignment.config.settings import (
 from alignment.core.advantages import Advantage, AdvantageConfig
 from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
+from alignment.core.selection import SELECTIONS, Selection
 from alignment.data.pass_rates import read_band
 from alignment.data.tasks import DataConfig, Task, find_task
 from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
@@ -277,6 +278,26 @@ class RLArgs(
         require(self, "sampler_correction", is_valid, wanted)
         is_valid = self.correction_floor < self.correction_cap
         require(self, "correction_floor", is_valid, f"below --correction_cap {self.correction_cap}")
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        """Raise `UserError` for a --token_selection that can have no effect, or lacks what it
+        needs."""
+        selection = self.selection
+        if selection is None:
+            return
+        is_valid = self.group_size > 1 or not selection.uses_advantages
+        wanted = "none or top_entropy with --group_size 1, which has no advantages"
+        require(self, "token_selection", is_valid, wanted)
+        # With one update of the current policy's own samples the ratio is 1.
+        is_valid = not selection.adds_gradient or self.updates_per_rollout > 1 or self.staleness > 0
+        wanted = (
+            "none with one update a rollout, in which the policy is the old policy; give"
+            " --epochs_per_rollout or --train_mini_batch_size"
+        )
+        require(self, "token_selection", is_valid, wanted)
+        is_valid = self.covariance_low < self.covariance_high
+        require(self, "covariance_low", is_valid, f"below --covariance_high {self.covariance_high}")
 
     def _check_groups(self) -> None:
         """Raise `UserError` for a --group_size or --max_refills that does not suit the loss or the
@@ -335,7 +356,13 @@ class RLArgs(
         updates a rollout make them differ from the policy's, and the sampler's do not replace
         them."""
         is_used = self.loss.uses_ratio or self.sampler_correction != "none"
+        is_used = is_used or (self.selection is not None and self.selection.adds_gradient)
         return is_used and self.updates_per_rollout > 1 and not self.trusts_sampler
+
+    @property
+    def selection(self) -> Selection | None:
+        """The selection of --token_selection, if any."""
+        return SELECTIONS.get(self.token_selection)
 
     @property
     def copies_old_policy(self) -> bool:

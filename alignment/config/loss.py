@@ -6,6 +6,7 @@ from typing import Literal
 from alignment.config.flag import flag
 from alignment.core.advantages import BASELINES, DEVIATIONS
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, NORMALIZATIONS
+from alignment.core.selection import SELECTIONS
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,25 @@ class LossFlags:
     correction_floor: float = flag(0.0, group="algorithm", at_least=0, zero="none")
     """The least weight of --sampler_correction; 0: only the cap bounds it. IcePop: token_mask with
     0.5 and a cap of 5."""
+    entropy_coefficient: float = flag(0.0, group="algorithm", at_least=0, zero="none")
+    """Weight of the entropy, before top-p and top-k, that each token's loss is lowered by; with
+    --entropy_target the one that the first update has."""
+    entropy_target: float = flag(0.0, group="algorithm", at_least=0, zero="none")
+    """Nats a token that the entropy is to keep (Skywork-OR1): while an update begins with less,
+    the weight grows, else it falls and the bonus is off. Takes a forward pass before each
+    update."""
+    entropy_delta: float = flag(0.005, group="algorithm", above=0)
+    """Change of that weight an update."""
+    token_selection: str = flag("none", group="algorithm", choices=("none", *SELECTIONS))
+    """Tokens of an update that are treated apart: top_entropy: only those of the highest entropy
+    have a policy gradient; clip_cov: some of high covariance of log-prob and advantage have none;
+    kl_cov: those of the highest stay near the old policy. Takes a forward pass before each
+    update."""
+    selected_share: float | None = flag(None, group="algorithm", above=0, at_most=1)
+    """Share of an update's tokens that are selected; by default 0.2, 0.0002 (at most) and 0.002."""
+    covariance_low: float = flag(1.0, group="algorithm")
+    """clip_cov: the least covariance of a token that may be selected."""
+    covariance_high: float = flag(5.0, group="algorithm")
+    """clip_cov: the largest."""
+    kl_cov_coefficient: float = flag(1.0, group="algorithm", above=0)
+    """kl_cov: weight of the divergence from the old policy."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from alignment.config.flag import Extra, flag
+from alignment.core.schedules import SCHEDULES
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, settings_or_defaults
 
+from alignment.core.selection import SELECTIONS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -88,6 +90,10 @@ class LossInputs:
     old_log_probs: Tensor | None = None
     reference_log_probs: Tensor | None = None
     sampler_log_probs: Tensor | None = None
+    entropies: Tensor | None = None
+    """Of the policy's distribution at each token, in nats, with their gradient."""
+    selected: Tensor | None = None
+    """Which tokens --token_selection selects."""
 
     @property
     def settings(self) -> Any:
@@ -144,6 +150,12 @@ class LossConfig:
     settings: Any = None
     """The loss's own settings, an instance of `Loss.settings`; None: their defaults."""
     correction_floor: float = 0.0
+    entropy_coefficient: float = 0.0
+    token_selection: str = "none"
+    selected_share: float | None = None
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    kl_cov_coefficient: float = 1.0
 
 
 def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
@@ -396,16 +408,24 @@ def sampler_weights(
 def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[Tensor, Sums]:
     """The scalar loss of one micro-batch, with its graph, and sums over its response tokens.
 
-    A token's loss is its policy-gradient loss, weighted by `sampler_weights`, plus `beta` times
-    `kl_penalty`. `denominator` is that of the whole optimiser step (`loss_denominator`), so any cut
-    into micro-batches has the same gradient. Sums: "response_tokens"; "ratio_sum", "ratio_max" and
+    A token's loss is its policy-gradient loss, changed by the `SELECTIONS` entry of
+    --token_selection, weighted by `sampler_weights`, plus `beta` times `kl_penalty`, minus
+    `entropy_coefficient` times the entropy of its distribution (PPO, arXiv:1707.06347, eq. 9).
+    `denominator` is that of the whole optimiser step (`loss_denominator`), so any cut into
+    micro-batches has the same gradient. Sums: "response_tokens"; "ratio_sum", "ratio_max" and
     "clipped_tokens" of a loss with a ratio; "kl_sum" with a KL penalty; "weight_sum" with a
-    correction. Nothing here waits for the device.
+    correction; "selected_tokens" with a selection. Nothing here waits for the device.
     """
     config = inputs.config
     (mask,) = inputs.require("mask")
     loss_BT, metadata = config.loss.function(inputs)
     per_token = dict(metadata)  # quantities [batch, sequence], of which sums are reported
+    if config.token_selection != "none":
+        selected_BT, old_log_probs = inputs.require("selected", "old_log_probs")
+        loss_BT = SELECTIONS[config.token_selection].change(
+            loss_BT, selected_BT, inputs.log_probs - old_log_probs, config
+        )
+        per_token["selected"] = selected_BT
     if config.sampler_correction != "none":
         old_log_probs, sampler_log_probs = inputs.require("old_log_probs", "sampler_log_probs")
         weight_BT = sampler_weights(
@@ -423,6 +443,9 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[T
         kl_BT = kl_penalty(inputs.log_probs, reference_log_probs, config.kl_estimator)
         loss_BT = loss_BT + config.beta * kl_BT
         per_token["kl"] = kl_BT.detach()
+    if config.entropy_coefficient:
+        (entropies,) = inputs.require("entropies")
+        loss_BT = loss_BT - config.entropy_coefficient * entropies
     total = NORMALIZATIONS[config.loss_normalization].total(loss_BT, mask)
     return total / denominator, _token_sums(per_token, mask)
 
@@ -435,6 +458,8 @@ def _token_sums(per_token: dict[str, Tensor], response_mask: Tensor) -> Sums:
         sums["ratio_sum"] = ratio_BT.sum()
         sums["ratio_max"] = ratio_BT.max()
         sums["clipped_tokens"] = (per_token["clipped"] & response_mask).sum()
+    if "selected" in per_token:
+        sums["selected_tokens"] = (per_token["selected"] & response_mask).sum()
     for name in ("kl", "weight"):
         if name in per_token:
             sums[f"{name}_sum"] = masked_normalize(per_token[name], response_mask)

@@ -167,6 +167,8 @@ class Rollout:
     """The key of each response's problem: equal keys ask the same question."""
     advantage_state: object = None
     """The state of the estimator after it gave the advantages."""
+    # Of the tokens of the next update, those that --token_selection selects.
+    selected_BT: torch.Tensor | None = None
 
     @property
     def lengths(self) -> list[int]:

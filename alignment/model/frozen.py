@@ -69,23 +69,42 @@ class MicroBatchedModel:
     ) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient; 0 elsewhere, and
         in rows not among `rows`."""
+        return self._token_values(batch, distribution, rows, ("log_probs",))[0]
+
+    def log_probs_and_entropies(
+        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`log_probs`, and the entropies [B, T], in nats, of the distribution before truncation."""
+        log_probs_BT, entropies_BT = self._token_values(
+            batch, distribution, rows, ("log_probs", "token_entropy")
+        )
+        return log_probs_BT, entropies_BT
+
+    def _token_values(
+        self,
+        batch: Batch,
+        distribution: Distribution,
+        rows: Sequence[int] | None,
+        names: Sequence[str],
+    ) -> torch.Tensor:
+        """Values [names, B, T] of `get_response_log_probs`, as `log_probs`."""
         self.model.eval()  # dropout would make the ratio to these log-probs differ from 1
         rows = range(len(batch.labels)) if rows is None else rows
-        log_probs_BT = torch.zeros(batch.labels.shape)
+        values_KBT = torch.zeros(len(names), *batch.labels.shape)
 
         @torch.no_grad()
         def compute(piece: Sequence[int]) -> torch.Tensor:
             part = take_rows(batch, [rows[i] for i in piece]) if piece else ONE_TOKEN
             forward = partial(
-                model_log_probs, batch=part, distribution=distribution, dtype=self.dtype
+                model_values, batch=part, distribution=distribution, dtype=self.dtype, names=names
             )
             return self.run(forward).cpu()
 
-        for piece, part_bt in self.in_micro_batches(
+        for piece, part_kbt in self.in_micro_batches(
             compute, computed_rows(self.model, batch, rows)
         ):
-            log_probs_BT[[rows[i] for i in piece], : part_bt.shape[1]] = part_bt
-        return log_probs_BT
+            values_KBT[:, [rows[i] for i in piece], : part_kbt.shape[2]] = part_kbt
+        return values_KBT
 
 
 class FrozenModel:
@@ -121,13 +140,23 @@ def computed_rows(model: PreTrainedModel, batch: Batch, rows: Sequence[int]) -> 
     return [((*prompt, *response), ()) for prompt, response in split]
 
 
-def model_log_probs(
-    model: PreTrainedModel, batch: Batch, distribution: Distribution, dtype: torch.dtype
+def model_values(
+    model: PreTrainedModel,
+    batch: Batch,
+    distribution: Distribution,
+    dtype: torch.dtype,
+    names: Sequence[str],
 ) -> torch.Tensor:
-    """`get_response_log_probs` of a batch that is still on the CPU, with matrix products in
-    `dtype`."""
+    """What `get_response_log_probs` returns under these names [names, B, T], of a batch that is
+    still on the CPU, with matrix products in `dtype`."""
     with autocast(first_device(model), dtype):
-        return get_response_log_probs(model, **vars(batch), **vars(distribution))["log_probs"]
+        values = get_response_log_probs(
+            model,
+            **vars(batch),
+            **vars(distribution),
+            return_token_entropy="token_entropy" in names,
+        )
+    return torch.stack([values[name] for name in names])
 
 
 class ReferenceProcess:

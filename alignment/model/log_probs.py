@@ -2,7 +2,7 @@
 once."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus
 # logits gone over at a time, where passes over memory take the time
 LOGITS_IN_CACHE = {"cpu": 2**20}
+
+EntropyKind = Literal["none", "detached", "differentiable"]
+"""Whether entropies are computed, and whether they have a gradient."""
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -110,7 +113,8 @@ def get_response_log_probs(
     mask = response_mask.cpu()
     distribution = Distribution(temperature, top_p, top_k)
     hidden_NH = hidden_states(model, input_ids.cpu(), mask)
-    return head_log_probs(model, hidden_NH, labels, mask, distribution, return_token_entropy)
+    entropy = "detached" if return_token_entropy else "none"
+    return head_log_probs(model, hidden_NH, labels, mask, distribution, entropy)
 
 
 def hidden_states(
@@ -154,18 +158,16 @@ def head_log_probs(
     labels: torch.Tensor,
     response_mask: torch.Tensor,
     distribution: Distribution = Distribution(),
-    return_token_entropy: bool = False,
+    entropy: EntropyKind = "none",
 ) -> dict[str, torch.Tensor]:
-    """The second half of `get_response_log_probs`, from the hidden states at the mask's
-    positions."""
+    """The second half of `get_response_log_probs`, from the hidden states at the mask's positions.
+    With `entropy` "differentiable", "token_entropy" has its gradient, too."""
     head: Any = model.get_output_embeddings()
     device = head.weight.device
     hidden_NH = send(hidden_NH, device)
     targets_N = send(labels[response_mask], device)
     if takes_plain_path(model):
-        log_probs_N, entropies_2N = logits_log_probs(
-            hidden_NH, targets_N, distribution, return_token_entropy
-        )
+        log_probs_N, entropies_2N = logits_log_probs(hidden_NH, targets_N, distribution, entropy)
     else:
         scale, soft_cap = logit_scale_and_cap(model.config)
         # Logits s * z at temperature T are z at temperature T / s.
@@ -176,11 +178,12 @@ def head_log_probs(
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
         log_probs_N, entropies_2N = LabelLogProbs.apply(
-            hidden_NH, weight_VH, targets_N, scaled, return_token_entropy, soft_cap
+            hidden_NH, weight_VH, targets_N, scaled, entropy, soft_cap
         )
     values = {"log_probs": log_probs_N}
-    if return_token_entropy:
-        values["token_entropy"], values["sampling_entropy"] = entropies_2N
+    if entropy != "none":
+        values["token_entropy"] = entropies_2N[0]
+        values["sampling_entropy"] = entropies_2N[1].detach()
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
     zeros = torch.zeros(labels.numel(), device=device)
     return {
@@ -209,15 +212,20 @@ def head_logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor
 
 
 def logits_log_probs(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, distribution: Distribution, with_entropy: bool
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    distribution: Distribution,
+    entropy: EntropyKind,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs [N] and the entropies [2, N] that `LabelLogProbs` returns, from logits, by
     autograd; without entropies [0, N] of them."""
     kept_NV = sampling_logits(logits_NV, **vars(distribution), keep=labels_N)
     log_probs_N = kept_NV.log_softmax(dim=-1).gather(-1, labels_N[:, None]).squeeze(1)
-    if not with_entropy:
+    if entropy == "none":
         return log_probs_N, log_probs_N.detach().new_empty(0, len(log_probs_N))
-    tempered_NV = logits_NV.detach().float() / distribution.temperature
+    if entropy == "detached":
+        logits_NV = logits_NV.detach()
+    tempered_NV = logits_NV.float() / distribution.temperature
     # -p log p, and 0 where p is 0
     truncated_N = torch.special.entr(kept_NV.detach().softmax(dim=-1)).sum(dim=-1)
     return log_probs_N, torch.stack([compute_entropy(tempered_NV), truncated_N])
@@ -227,15 +235,15 @@ class LabelLogProbs(torch.autograd.Function):
     """log softmax(h W^T)[label] of the tempered, truncated distribution, and entropies, without all
     logits in memory.
 
-    (hidden [N, H], weight [V, H], labels [N], `Distribution`, whether entropies are wanted, soft
-    cap c or None) -> log-probs [N] and entropies [2, N] of the tempered and of the truncated
-    distribution (zeros unless wanted; without gradient), fp32. With p = softmax of a row,
-    d(log p_y)/dz = (1[y] - p) / temperature, times 1 - tanh(z / c)^2 with a cap. Rows go in pieces
-    of `LOGITS_IN_MEMORY` logits; backward computes p again, except for a single piece without a
-    cap."""
+    (hidden [N, H], weight [V, H], labels [N], `Distribution`, `EntropyKind`, soft cap c or None) ->
+    log-probs [N] and entropies [2, N] of the tempered and of the truncated distribution (zeros for
+    "none"; the first has a gradient where it is "differentiable"), fp32. With p = softmax of a row,
+    d(log p_y)/dz = (1[y] - p) / temperature, and dH/dz = -p (log p + H) / temperature, times
+    1 - tanh(z / c)^2 with a cap. Rows go in pieces of `LOGITS_IN_MEMORY` logits; backward computes
+    p again, except for a single piece without a cap."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, with_entropy, soft_cap=None):
+    def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, entropy, soft_cap=None):
         device_type = hidden_NH.device.type
         ctx.dtype = weight_VH.dtype
         if torch.is_autocast_enabled(device_type):
@@ -243,8 +251,10 @@ class LabelLogProbs(torch.autograd.Function):
         ctx.distribution = distribution
         ctx.soft_cap = soft_cap
         ctx.probabilities = None
-        ctx.save_for_backward(hidden_NH, weight_VH, labels_N)
-        pieces = row_pieces(len(hidden_NH), weight_VH.shape[0])
+        ctx.entropy_has_gradient = entropy == "differentiable"
+        # The gradient of the entropy takes as much memory again as the logits.
+        ctx.logits_of_row = weight_VH.shape[0] * (2 if ctx.entropy_has_gradient else 1)
+        pieces = row_pieces(len(hidden_NH), ctx.logits_of_row)
         keeps = len(pieces) == 1 and soft_cap is None and any(ctx.needs_input_grad[:2])
         with torch.autocast(device_type, enabled=False):
             weight = weight_VH.to(ctx.dtype)
@@ -253,16 +263,18 @@ class LabelLogProbs(torch.autograd.Function):
             entropies_2N = torch.zeros(2, len(hidden), device=hidden.device)
             for piece in pieces:
                 logits = soft_capped(fp32_product(hidden[piece], weight.T), soft_cap)
-                entropies = entropies_2N[:, piece] if with_entropy else None
+                entropies = None if entropy == "none" else entropies_2N[:, piece]
                 score_in_place(logits, labels_N[piece], distribution, log_probs_N[piece], entropies)
                 if keeps:
                     ctx.probabilities = logits
-        ctx.mark_non_differentiable(entropies_2N)
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N, entropies_2N[0])
+        if not ctx.entropy_has_gradient:
+            ctx.mark_non_differentiable(entropies_2N)
         return log_probs_N, entropies_2N
 
     @staticmethod
-    def backward(ctx, gradient_N, _):
-        hidden_NH, weight_VH, labels_N = ctx.saved_tensors
+    def backward(ctx, gradient_N, entropy_gradient_2N):
+        hidden_NH, weight_VH, labels_N, entropies_N = ctx.saved_tensors
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         to_hidden = None
         to_weight = None
@@ -271,8 +283,9 @@ class LabelLogProbs(torch.autograd.Function):
             hidden = hidden_NH.to(ctx.dtype)
             if for_hidden:
                 to_hidden = torch.empty_like(hidden)
-            for piece in row_pieces(len(hidden), len(weight)):
+            for piece in row_pieces(len(hidden), ctx.logits_of_row):
                 slope = None
+                by_entropy = None
                 if ctx.probabilities is not None:
                     probabilities = ctx.probabilities
                 else:
@@ -280,11 +293,22 @@ class LabelLogProbs(torch.autograd.Function):
                     if ctx.soft_cap is not None:
                         slope = 1 - (probabilities / ctx.soft_cap).square()
                     score_in_place(probabilities, labels_N[piece], ctx.distribution)
+                if ctx.entropy_has_gradient:
+                    by_entropy = probabilities
+                    if truncates(ctx.distribution):
+                        # The entropy is of the distribution before truncation.
+                        logits = soft_capped(fp32_product(hidden[piece], weight.T), ctx.soft_cap)
+                        by_entropy = (logits / ctx.distribution.temperature).softmax(dim=-1)
+                    by_entropy = entropy_slope(by_entropy, entropies_N[piece])
+                    gradient_n = entropy_gradient_2N[0, piece] / ctx.distribution.temperature
+                    by_entropy.mul_(gradient_n[:, None])
                 ctx.probabilities = None  # they are written over here
                 # (1[y] - p) * gradient / temperature, times 1 - tanh(z / c)^2 with a soft cap c.
                 scale_n1 = (gradient_N[piece] / ctx.distribution.temperature)[:, None]
                 by_logits = probabilities.mul_(-scale_n1)
                 by_logits = by_logits.scatter_add_(1, labels_N[piece][:, None], scale_n1)
+                if by_entropy is not None:
+                    by_logits = by_logits.add_(by_entropy)
                 if slope is not None:
                     by_logits = by_logits.mul_(slope)
                 by_logits = by_logits.to(ctx.dtype)
@@ -297,6 +321,18 @@ class LabelLogProbs(torch.autograd.Function):
         if to_hidden is not None:
             to_hidden = to_hidden.to(hidden_NH.dtype)
         return to_hidden, to_weight, None, None, None, None
+
+
+def entropy_slope(probabilities_NV: torch.Tensor, entropies_N: torch.Tensor) -> torch.Tensor:
+    """dH/dz = -p (log p + H) [N, V] of the entropy H of p = softmax(z), 0 where p is 0."""
+    return torch.special.entr(probabilities_NV).addcmul_(
+        probabilities_NV, entropies_N[:, None], value=-1
+    )
+
+
+def truncates(distribution: Distribution) -> bool:
+    """Whether a distribution leaves tokens out."""
+    return distribution.top_p < 1 or distribution.top_k > 0
 
 
 def _added_product(
@@ -338,13 +374,13 @@ def score_in_place(
     """Turn fp32 logits into the probabilities of the tempered, truncated distribution. Write the
     labels' log-probs to `log_probs_N`, and the entropies of the tempered and of the truncated
     distribution to the rows of `entropies_2N`."""
-    truncates = distribution.top_p < 1 or distribution.top_k > 0
+    leaves_out = truncates(distribution)
     in_cache = LOGITS_IN_CACHE.get(logits_NV.device.type, LOGITS_IN_MEMORY)
     size = max(1, in_cache // logits_NV.shape[1])
     for start in range(0, len(logits_NV), size):
         rows = slice(start, start + size)
         z = logits_NV[rows]
-        if entropies_2N is not None and truncates:
+        if entropies_2N is not None and leaves_out:
             entropies_2N[0, rows] = compute_entropy(z / distribution.temperature)
         kept = sampling_logits(z, **vars(distribution), keep=labels_N[rows])
         log_p = kept.sub_(kept.logsumexp(dim=-1, keepdim=True))
@@ -352,7 +388,7 @@ def score_in_place(
             log_probs_N[rows] = log_p.gather(-1, labels_N[rows][:, None]).squeeze(-1)
         if entropies_2N is None:
             torch.exp(log_p, out=z)
-        elif truncates:
+        elif leaves_out:
             torch.exp(log_p, out=z)
             # -p log p, and 0 where p is 0
             entropies_2N[1, rows] = torch.special.entr(z).sum(dim=-1)

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    MicroBatchLoss = Callable[
-        [Sequence[int], torch.Tensor, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-    ]
+    MicroBatchLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,14 @@ class Objective:
     """The loss that the policy minimises: `loss(rows, log_probs [b, t], mask [b, t])` of each
     micro-batch, with its row numbers in the batch, returns a differentiable scalar, and tensors to
     report. Log-probs are those of `distribution`; with `entropy`, a micro-batch also reports
-    "entropy_sum" and "sampling_entropy_sum" (before and after truncation)."""
+    "entropy_sum" and "sampling_entropy_sum" (before and after truncation). With
+    `differentiable_entropy` the loss has a fourth argument: the entropies [b, t] before truncation,
+    in nats, with their gradient."""
 
     loss: MicroBatchLoss
     distribution: Distribution = Distribution()
     entropy: bool = True
+    differentiable_entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class Policy(Protocol):
     ) -> torch.Tensor:
         """Log-probs [B, T] of a batch's responses, on the CPU, without gradient. Prompts, padding
         and other rows are 0."""
+        ...
+
+    def log_probs_and_entropies(
+        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`log_probs`, and the entropies [B, T], in nats, of the distribution before truncation, of
+        one forward pass. Only --token_selection and --entropy_target call it."""
         ...
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:

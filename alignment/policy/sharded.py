@@ -149,14 +149,19 @@ class Shard(SingleDevicePolicy):
         dist.gather_object(results, by_rank, group=self._process_group)
         return list(chain.from_iterable(by_rank or []))
 
-    def log_probs(
-        self, batch: Batch, distribution: Distribution, rows: Sequence[int] | None = None
+    def _token_values(
+        self,
+        batch: Batch,
+        distribution: Distribution,
+        rows: Sequence[int] | None,
+        names: Sequence[str],
     ) -> torch.Tensor:
-        log_probs_BT = super().log_probs(batch, distribution, self._own_rows(batch, rows))
+        own_rows = self._own_rows(batch, rows)
+        values_KBT = super()._token_values(batch, distribution, own_rows, names)
         # which a backward pass would do: what is gathered now must not outlive the next step
         self.model.reshard()
-        dist.all_reduce(log_probs_BT)  # every row is 0 on all ranks but one
-        return log_probs_BT
+        dist.all_reduce(values_KBT)  # every row is 0 on all ranks but one
+        return values_KBT
 
     def choose_micro_batch_tokens(self, longest: int, previous: int = 0) -> str | None:
         """As many tokens as fit on the rank with the least memory, beside `gathered_bytes`; ranks

@@ -16,7 +16,7 @@ from alignment.model.dropout import recompute_layers
 from alignment.model.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.loading import autocast, devices_of, first_device, use_liger_kernel
-from alignment.model.log_probs import head_log_probs, hidden_states
+from alignment.model.log_probs import EntropyKind, head_log_probs, hidden_states
 from alignment.model.packing import compile_layers, send
 from alignment.model.saving import save_model
 from alignment.policy import lora
@@ -64,19 +64,22 @@ class MicroBatch:
                 self.part.labels,
                 mask,
                 objective.distribution,
-                objective.entropy,
+                entropy_kind(objective),
             )
         log_probs = outputs["log_probs"]
         reported: Mapping[str, torch.Tensor] = {}
         if self.rows:
-            loss, reported = objective.loss(self.rows, log_probs, send(mask, log_probs.device))
+            values = [log_probs, send(mask, log_probs.device)]
+            if objective.differentiable_entropy:
+                values.append(outputs["token_entropy"])
+            loss, reported = objective.loss(self.rows, *values)
         else:
             loss = log_probs.sum() * 0  # It has a graph, and a gradient of zeros.
         loss.backward()
         self.log_probs = log_probs.detach()
         self.sums = {"loss": loss.detach()}
         if objective.entropy:
-            self.sums["entropy_sum"] = outputs["token_entropy"].sum()
+            self.sums["entropy_sum"] = outputs["token_entropy"].detach().sum()
             self.sums["sampling_entropy_sum"] = outputs["sampling_entropy"].sum()
         self.sums.update(reported)
 
@@ -84,6 +87,13 @@ class MicroBatch:
         """Backpropagate from the hidden states to the weights."""
         self.hidden_NH.backward(self.head_input_NH.grad)
         del self.hidden_NH, self.head_input_NH
+
+
+def entropy_kind(objective: Objective) -> EntropyKind:
+    """Which entropies an objective needs."""
+    if objective.differentiable_entropy:
+        return "differentiable"
+    return "detached" if objective.entropy else "none"
 
 
 class SingleDevicePolicy(MicroBatchedModel):

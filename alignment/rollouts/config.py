@@ -94,6 +94,8 @@ class UpdateConfig:
     learning_rate: float = 2e-4
     warmup_steps: int = 5
     lr_schedule: str = "constant"
+    entropy_target: float = 0.0
+    entropy_delta: float = 0.005
     num_updates: int = 1
     """All updates of the run."""
     max_grad_norm: float = 1.0

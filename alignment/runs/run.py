@@ -129,6 +129,14 @@ class Run:
             return None
         return run_folder.checkpoint_folder(self.path, self.last_step)
 
+    @property
+    def last_record(self) -> Mapping[str, Any]:
+        """The line of metrics.jsonl of the last finished step; empty before the first."""
+        if self.last_step == 0:
+            return {}
+        records = read_jsonl(self.path / "metrics.jsonl")
+        return next(record for record in records if record["step"] == self.last_step)
+
     def resume(self) -> None:
         """Find and lock the run's folder, choose its last whole checkpoint, and rename the damaged
         ones after it. Raises `UserError` if the run cannot continue."""

@@ -16,6 +16,7 @@ from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
 from alignment.system.signals import deferrable_signals
+from alignment.training.preparation import prepare_update
 from alignment.training.update import rollout_objective, update
 
 
@@ -79,8 +80,15 @@ def inspect(
 ) -> Iterator[tuple[Estimator, Statistics]]:
     """Each estimator with the statistics of its per-prompt gradients; first those before, then
     those after `policy` has made one update on the rollout. `config` is the run's own, used without
-    the KL penalty and the sampler's correction."""
-    config = replace(config, loss=replace(config.loss, beta=0.0, sampler_correction="none"))
+    KL penalty, entropy bonus, sampler's correction and selection of tokens."""
+    plain = replace(
+        config.loss,
+        beta=0.0,
+        sampler_correction="none",
+        entropy_coefficient=0.0,
+        token_selection="none",
+    )
+    config = replace(config, loss=plain, entropy_target=0.0)
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and rollout.old_log_probs_BT is None:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
@@ -134,7 +142,8 @@ def arm_gradients(
                 old_log_probs_BT=old_log_probs[config.old_log_probs],
             )
             rows = annotated.trained_rows
-            objective = rollout_objective(annotated, rows, config)
+            prepared = prepare_update(policy, annotated, rows, config, number + 1)
+            objective = rollout_objective(prepared.rollout, rows, prepared.config)
             gradients[name].append(compute_gradient(policy, annotated.batch, rows, objective))
     return gradients
 

@@ -12,10 +12,10 @@ import torch
 
 from alignment.core.losses import masked_normalize
 from alignment.core.records import Batch, Distribution
+from alignment.core.schedules import LearningRate
 from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
-from alignment.policy.schedules import LearningRate
 from alignment.rollouts.config import derived_seed
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once

@@ -241,6 +241,8 @@ def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
         old_log_probs=old_BT,
         reference_log_probs=reference_BT,
         sampler_log_probs=sampler_BT,
+        entropies=torch.rand(number, width, generator=generator, requires_grad=True),
+        selected=place_T.expand_as(mask_BT) % 2 == 0,
     )
 
 

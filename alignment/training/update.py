@@ -12,13 +12,15 @@ import torch
 
 from alignment.core.losses import LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Batch, Distribution, Rollout
+from alignment.core.schedules import LearningRate
+from alignment.core.selection import SELECTIONS
 from alignment.model.frozen import FrozenModel
 from alignment.model.packing import send
 from alignment.policy.policy import MicroBatchResult, Objective, Policy
-from alignment.policy.schedules import LearningRate
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
+from alignment.training.preparation import entropy_report, has_entropy_bonus, prepare_update
 
 COMPARED = 16  # About as many responses of an evaluation are compared between sampler and trainer.
 # The least limit on the mismatch, in nats a token, of a sampler some steps behind the trainer. One
@@ -36,6 +38,8 @@ class UpdateResult:
     report: dict[str, float | None]
     trainer_log_probs_BT: torch.Tensor
     rows_with_gradient: list[int]
+    config: UpdateConfig
+    """That of the next rollout, whose entropy coefficient --entropy_target may have changed."""
     bad: list[Sequence[int]] = field(default_factory=list)
 
 
@@ -68,10 +72,14 @@ def update(
     previous_updates = (step - 1) * config.updates_per_rollout
     # A rollout without any mini-batch reports the rate of the last update before it.
     rate = learning_rate(config, max(1, previous_updates))
+    coefficient = config.loss.entropy_coefficient
     for number, mini_batch in enumerate(mini_batches(rollout, config, step), previous_updates + 1):
         rate = learning_rate(config, number)
+        prepared = prepare_update(policy, rollout, mini_batch, config, number)
+        config = prepared.next_config
+        coefficient = prepared.config.loss.entropy_coefficient
         rows = [row for row in mini_batch if row in has_gradient]
-        objective = rollout_objective(rollout, mini_batch, config)
+        objective = rollout_objective(prepared.rollout, mini_batch, prepared.config)
         results = list(policy.accumulate(rollout.batch, rows, objective))
         norm = policy.clip_gradient(config.max_grad_norm)
         computed += results
@@ -93,19 +101,22 @@ def update(
     report["bad_updates"] = len(bad)
     padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report["update_token_share"] = computed_tokens(stepped) / padded_tokens
-    report |= comparison
+    report |= comparison | entropy_report(config, coefficient)
     trainer_BT = first_log_probs(computed, rollout)
     # Later mini-batches saw changed weights; these log-probs are all from before the first update.
     if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
         trainer_BT = rollout.old_log_probs_BT
-    return UpdateResult(report, trainer_BT, informative, bad)
+    return UpdateResult(report, trainer_BT, informative, config, bad)
 
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
     """The trained rows whose loss may have a gradient: those with a non-zero advantage or reward,
-    whichever weighs the loss. With a KL penalty, or an unknown weight, these are all."""
+    whichever weighs the loss. With a KL penalty, an entropy bonus, a selection that gives them one,
+    or an unknown weight, these are all."""
     weight = config.loss.loss.weight
-    if config.loss.beta or weight is None:
+    selection = SELECTIONS.get(config.loss.token_selection)
+    selection_adds = selection is not None and selection.adds_gradient
+    if config.loss.beta or weight is None or selection_adds or has_entropy_bonus(config):
         return rollout.trained_rows
     weights_B1 = getattr(rollout, f"{weight}_B1")
     return [row for row in rollout.trained_rows if weights_B1[row].item() != 0]
@@ -141,39 +152,53 @@ def rollout_objective(
     denominator = loss_denominator(
         config.loss.loss_normalization, [lengths[row] for row in mini_batch], config.max_new_tokens
     )
-    return Objective(partial(rollout_loss, rollout, config, denominator), config.distribution)
-
-
-def rollout_loss(
-    rollout: Rollout,
-    config: UpdateConfig,
-    denominator: float,
-    rows: Sequence[int],
-    log_probs_bt: torch.Tensor,
-    mask_bt: torch.Tensor,
-):
-    """The loss of some rows of a rollout, divided by `denominator`, and its sums over tokens
-    (`micro_batch_loss`), on the device of `log_probs_bt`."""
-
-    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        return send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
-
-    old_bt = take(rollout.old_log_probs_BT)
-    if old_bt is None:  # The rollout gets one update, so the old policy is the current one.
-        old_bt = log_probs_bt.detach()
-    inputs = LossInputs(
-        config.loss,
-        log_probs_bt,
-        mask_bt,
-        raw_rewards=take(rollout.raw_rewards_B1),
-        advantages=take(rollout.advantages_B1),
-        old_log_probs=old_bt,
-        reference_log_probs=take(rollout.reference_log_probs_BT),
-        sampler_log_probs=take(rollout.sampler_log_probs_BT),
+    return Objective(
+        RolloutLoss(rollout, config, denominator),
+        config.distribution,
+        differentiable_entropy=bool(config.loss.entropy_coefficient),
     )
-    return micro_batch_loss(inputs, denominator)
+
+
+@dataclass(frozen=True)
+class RolloutLoss:
+    """The loss of some rows of a rollout, divided by `denominator`, as an `Objective` calls it."""
+
+    rollout: Rollout
+    config: UpdateConfig
+    denominator: float
+
+    def __call__(
+        self,
+        rows: Sequence[int],
+        log_probs_bt: torch.Tensor,
+        mask_bt: torch.Tensor,
+        entropies_bt: torch.Tensor | None = None,
+    ):
+        """The loss and its sums over tokens (`micro_batch_loss`), on the device of
+        `log_probs_bt`."""
+
+        def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            return send(tensor[rows, : log_probs_bt.shape[1]], log_probs_bt.device)
+
+        rollout = self.rollout
+        old_bt = take(rollout.old_log_probs_BT)
+        if old_bt is None:  # The rollout gets one update, so the old policy is the current one.
+            old_bt = log_probs_bt.detach()
+        inputs = LossInputs(
+            self.config.loss,
+            log_probs_bt,
+            mask_bt,
+            raw_rewards=take(rollout.raw_rewards_B1),
+            advantages=take(rollout.advantages_B1),
+            old_log_probs=old_bt,
+            reference_log_probs=take(rollout.reference_log_probs_BT),
+            sampler_log_probs=take(rollout.sampler_log_probs_BT),
+            entropies=entropies_bt,
+            selected=take(rollout.selected_BT),
+        )
+        return micro_batch_loss(inputs, self.denominator)
 
 
 def is_finite(norm: torch.Tensor, results: Sequence[MicroBatchResult]) -> bool:
@@ -211,6 +236,7 @@ TOKEN_METRICS = {
     "ratio_max": "ratio_max",
     "kl": "kl_sum",
     "correction_mean": "weight_sum",
+    "selected_fraction": "selected_tokens",
 }
 
 

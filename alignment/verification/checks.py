@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -35,6 +35,7 @@ from alignment.core.losses import (
     micro_batch_loss,
 )
 from alignment.core.records import Batch, Group, Rollout, flatten_completions
+from alignment.core.selection import StepTokens, select_tokens
 from alignment.core.tokens import collate
 from alignment.model.packing import take_plain_path
 from alignment.policy.policy import Objective, Policy, PolicyConfig
@@ -46,14 +47,15 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
 from alignment.system.files import read_jsonl
+from alignment.training.preparation import prepare_update
 from alignment.training.update import (
+    RolloutLoss,
     first_log_probs,
-    rollout_loss,
     rollout_objective,
     rows_with_gradient,
     sampler_mismatch,
 )
-from alignment.verification.papers import paper_values
+from alignment.verification.papers import PaperLogProbs, paper_values
 
 Pair = tuple[float, float]
 PROMPTS = 4
@@ -116,9 +118,24 @@ class PaperSetting(NamedTuple):
     advantage: AdvantageConfig
 
 
+# Each --token_selection with numbers by which it selects some tokens of `draw_responses`.
+SELECTION_SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"token_selection": "none"},
+    {"token_selection": "top_entropy", "selected_share": 0.3},
+    {
+        "token_selection": "clip_cov",
+        "selected_share": 1.0,
+        "covariance_low": 0.02,
+        "covariance_high": 0.2,
+    },
+    {"token_selection": "kl_cov", "selected_share": 0.25, "kl_cov_coefficient": 0.7},
+)
+
+
 def paper_settings(seed: int) -> Iterator[PaperSetting]:
     """Every loss with every normalisation and correction; the other choices take turns, in an order
     by chance."""
+    draw = random.Random(seed)
     others = list(
         product(
             (None, 0.28),
@@ -130,7 +147,7 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
             (0.0, 0.9),
         )
     )
-    turns = cycle(random.Random(seed).sample(others, len(others)))
+    turns = cycle(draw.sample(others, len(others)))
     # Every second setting has the default estimator, whose own choices take turns, too.
     estimators: list[tuple[str, AdvantageConfig]] = []
     for estimator_name, estimator in ADVANTAGES.items():
@@ -138,8 +155,11 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
         own = AdvantageConfig(GROUP, estimator=estimator, settings=settings)
         estimators += [("group_baseline", AdvantageConfig(GROUP)), (estimator_name, own)]
     turns_of_estimators = cycle(estimators)
+    terms = list(product((0.0, 0.02), SELECTION_SETTINGS))
+    turns_of_terms = cycle(draw.sample(terms, len(terms)))
     for name, normalization, correction in product(LOSSES, NORMALIZATIONS, CORRECTIONS):
         choices = next(turns)
+        entropy_coefficient, selection = next(turns_of_terms)
         cliprange_high, dual_clip, kl_estimator, baseline, normalize_by_std, std_of, floor = choices
         loss = LossConfig(
             LOSSES[name],
@@ -152,6 +172,8 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
             sampler_correction=correction,
             correction_cap=1.1,
             correction_floor=floor,
+            entropy_coefficient=entropy_coefficient,
+            **selection,
         )
         estimator_name, advantage = next(turns_of_estimators)
         advantage = dataclasses.replace(
@@ -165,11 +187,12 @@ def paper_settings(seed: int) -> Iterator[PaperSetting]:
 
 @dataclass(frozen=True)
 class RandomResponses:
-    """Responses by chance, as lists without padding: the reward of each, and its log-probs under
-    the policy, the old policy, the reference and the sampler."""
+    """Responses by chance, as lists without padding: the reward of each, its log-probs under the
+    policy, the old policy, the reference and the sampler, and the policy's entropies."""
 
     rewards: list[float]
     policies: list[list[list[float]]]
+    entropies: list[list[float]]
 
     @property
     def lengths(self) -> list[int]:
@@ -185,7 +208,8 @@ def draw_responses(draw: random.Random) -> RandomResponses:
     policies = []
     for _ in range(4):
         policies.append([[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths])
-    return RandomResponses(rewards, policies)
+    entropies = [[draw.uniform(0.1, 2.0) for _ in range(length)] for length in lengths]
+    return RandomResponses(rewards, policies, entropies)
 
 
 def own_values(prefix: str, cls: type | None, settings: object) -> dict[str, object]:
@@ -198,12 +222,13 @@ def own_values(prefix: str, cls: type | None, settings: object) -> dict[str, obj
 
 def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.Tensor:
     """What `paper_values` returns, as training computes it: advantages, the loss, and its gradient
-    by each log-prob of the policy."""
+    by each log-prob and each entropy of the policy."""
     double = functools.partial(torch.tensor, dtype=torch.float64)
     padded = [
-        pad_sequence(list(map(double, rows)), batch_first=True) for rows in responses.policies
+        pad_sequence(list(map(double, rows)), batch_first=True)
+        for rows in (*responses.policies, responses.entropies)
     ]
-    policy_BT, old_BT, reference_BT, sampler_BT = padded
+    policy_BT, old_BT, reference_BT, sampler_BT, entropies_BT = padded
     mask_BT = policy_BT != 0
     rewards_B1 = double(responses.rewards)[:, None]
     counted_B1 = torch.ones_like(rewards_B1, dtype=torch.bool)
@@ -212,7 +237,18 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
     advantages_B1 = advantages_PG.reshape(-1, 1)
     denominator = loss_denominator(setting.loss.loss_normalization, responses.lengths, LONGEST)
 
-    def compute_loss(log_probs_BT: torch.Tensor) -> torch.Tensor:
+    selected_BT = None
+    if setting.loss.token_selection != "none":
+        tokens = StepTokens(
+            policy_BT[mask_BT],
+            entropies_BT[mask_BT],
+            advantages_B1.expand_as(policy_BT)[mask_BT],
+            torch.zeros(int(mask_BT.sum())),
+        )
+        selected_BT = torch.zeros_like(mask_BT)
+        selected_BT[mask_BT] = select_tokens(tokens, setting.loss)
+
+    def compute_loss(log_probs_BT: torch.Tensor, entropies_BT: torch.Tensor) -> torch.Tensor:
         inputs = LossInputs(
             setting.loss,
             log_probs_BT,
@@ -222,12 +258,15 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
             old_log_probs=old_BT,
             reference_log_probs=reference_BT,
             sampler_log_probs=sampler_BT,
+            entropies=entropies_BT,
+            selected=selected_BT,
         )
         loss, _ = micro_batch_loss(inputs, denominator)
         return loss
 
-    gradient_BT, loss = torch.func.grad_and_value(compute_loss)(policy_BT)
-    return torch.cat([advantages_B1[:, 0], loss[None], gradient_BT[mask_BT]])
+    gradients, loss = torch.func.grad_and_value(compute_loss, (0, 1))(policy_BT, entropies_BT)
+    by_token = [gradient_BT[mask_BT] for gradient_BT in gradients]
+    return torch.cat([advantages_B1[:, 0], loss[None], *by_token])
 
 
 def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float:
@@ -243,7 +282,9 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
         estimator = setting.advantage.estimator
         flags |= own_values("advantage", estimator.settings, setting.advantage.settings)
         flags["advantage"] = setting.estimator
-        expected = paper_values(flags, responses.rewards, *responses.policies)
+        policy, old, reference, sampler = responses.policies
+        values = PaperLogProbs(policy, old, reference, sampler, responses.entropies)
+        expected = paper_values(flags, responses.rewards, values)
         computed = training_values(setting, responses)
         difference = computed - torch.tensor(expected, dtype=torch.float64)
         largest = max(largest, difference.abs().max().item())
@@ -526,7 +567,9 @@ class Verified:
         rollout = dataclasses.replace(
             rollout, old_log_probs_BT=old_BT, reference_log_probs_BT=reference_BT
         )
-        return with_advantages(rollout, self.config.advantage)
+        rollout = with_advantages(rollout, self.config.advantage)
+        every_row = range(len(rollout.lengths))
+        return prepare_update(self.policy, rollout, every_row, self.config, 1).rollout
 
     def plain_log_probs(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
         """The plain policy's log-probs [B, T]. All rows' gradient of the run's loss is kept, for a
@@ -535,8 +578,11 @@ class Verified:
         denominator = loss_denominator(
             self.config.loss.loss_normalization, lengths, self.config.max_new_tokens
         )
-        loss = functools.partial(rollout_loss, rollout, self.config, denominator)
-        objective = Objective(loss, self.config.distribution)
+        objective = Objective(
+            RolloutLoss(rollout, self.config, denominator),
+            self.config.distribution,
+            differentiable_entropy=bool(self.config.loss.entropy_coefficient),
+        )
         results = list(self.plain.accumulate(batch, range(len(lengths)), objective))
         return first_log_probs(results, rollout)
 

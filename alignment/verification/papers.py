@@ -20,12 +20,16 @@ real = operator.attrgetter("real")
 
 
 class Token(NamedTuple):
-    """The log-prob of one token under each policy."""
+    """The log-prob of one token under each policy, the entropy of the policy's distribution there,
+    and whether `paper_selected` has the token."""
 
     policy: complex
     old: complex
     reference: complex
     sampler: complex
+
+    entropy: complex = 0.0
+    is_selected: bool = False
 
 
 class Response(NamedTuple):
@@ -40,41 +44,41 @@ class Response(NamedTuple):
     sampler: complex
 
 
-def paper_values(
-    setting: Mapping,
-    rewards: Sequence[float],
-    policy: LogProbs,
-    old: LogProbs,
-    reference: LogProbs,
-    sampler: LogProbs,
-) -> list[float]:
-    """The advantage of each response, then the loss of one optimiser step on all responses, then
-    the derivatives of this loss by the policy's log-probs, one response after another. The last
-    four arguments are log-probs under the policy, the old policy, the reference and the sampler."""
-    advantages = paper_advantages(setting, rewards, [len(row) for row in policy])
-
-    def loss_of(log_probs: LogProbs) -> complex:
-        every_policy = PaperLogProbs(log_probs, old, reference, sampler)
-        return paper_loss(setting, rewards, advantages, every_policy)
-
-    def derivative(index: int, position: int) -> float:
-        moved = [list(row) for row in policy]
-        moved[index][position] += 1j * STEP
-        return loss_of(moved).imag / STEP
-
-    gradient = []
-    for index, row in enumerate(policy):
-        gradient += [derivative(index, position) for position in range(len(row))]
-    return [*advantages, loss_of(policy).real, *gradient]
-
-
 class PaperLogProbs(NamedTuple):
-    """The log-probs of each response's tokens under each of the policies."""
+    """The log-probs of each response's tokens under each of the policies, and the entropies of the
+    policy's distributions there."""
 
     policy: LogProbs
     old: LogProbs
     reference: LogProbs
     sampler: LogProbs
+    entropies: LogProbs
+
+
+def paper_values(setting: Mapping, rewards: Sequence[float], values: PaperLogProbs) -> list[float]:
+    """The advantage of each response, then the loss of one optimiser step on all responses, then
+    the derivatives of this loss by the policy's log-probs, one response after another, then those
+    by its entropies."""
+    advantages = paper_advantages(setting, rewards, [len(row) for row in values.policy])
+
+    def derivatives(name: str) -> list[float]:
+        rows: LogProbs = getattr(values, name)
+        gradient = []
+        for index, row in enumerate(rows):
+            for position in range(len(row)):
+                moved = values._replace(**{name: moved_by_step(rows, index, position)})
+                gradient.append(paper_loss(setting, rewards, advantages, moved).imag / STEP)
+        return gradient
+
+    loss = paper_loss(setting, rewards, advantages, values).real
+    return [*advantages, loss, *derivatives("policy"), *derivatives("entropies")]
+
+
+def moved_by_step(values: LogProbs, index: int, position: int) -> LogProbs:
+    """The values, one of which has a complex step."""
+    moved = [list(row) for row in values]
+    moved[index][position] += 1j * STEP
+    return moved
 
 
 def paper_loss(
@@ -84,7 +88,8 @@ def paper_loss(
     log_probs: PaperLogProbs,
 ) -> complex:
     """The loss of one optimiser step."""
-    policy, old, reference, sampler = log_probs
+    policy, old, reference, sampler, entropies = log_probs
+    selected = paper_selected(setting, advantages, log_probs)
     lengths = [len(row) for row in policy]
     total: complex = 0.0
     for index, length in enumerate(lengths):
@@ -97,14 +102,68 @@ def paper_loss(
             sum(sampler[index]),
         )
         denominator = paper_denominator(setting, length, lengths)
-        rows = (policy[index], old[index], reference[index], sampler[index])
+        rows = (
+            policy[index],
+            old[index],
+            reference[index],
+            sampler[index],
+            entropies[index],
+            selected[index],
+        )
         for of_token in zip(*rows, strict=True):
             token = Token(*of_token)
             loss = paper_token_loss(setting, response, token)
+            loss = paper_selection_change(setting, token, loss)
             weight = paper_weight(setting, response, token)
             penalty = paper_kl(setting, token)
-            total += (weight * loss + setting["beta"] * penalty) / denominator
+            # The bonus of PPO, arXiv:1707.06347, eq. 9.
+            bonus = setting["entropy_coefficient"] * token.entropy
+            total += (weight * loss + setting["beta"] * penalty - bonus) / denominator
     return total
+
+
+def paper_selected(
+    setting: Mapping, advantages: Sequence[float], log_probs: PaperLogProbs
+) -> list[list[bool]]:
+    """Whether each token is one of the step's selected tokens: of the highest entropy
+    (arXiv:2506.01939, eq. 5); of a covariance within bounds (arXiv:2505.22617, eq. 11, where the
+    share is so large that all of them are drawn); or of the highest covariance (the same, eq.
+    13)."""
+    mean_log_prob = statistics.fmean(value.real for row in log_probs.policy for value in row)
+    tokens = sum(len(row) for row in log_probs.policy)
+    weighed = zip(advantages, log_probs.policy, strict=True)
+    mean_advantage = sum(advantage * len(row) for advantage, row in weighed) / tokens
+    entropies = [[value.real for value in row] for row in log_probs.entropies]
+    covariances = []
+    for advantage, row in zip(advantages, log_probs.policy, strict=True):
+        centred = advantage - mean_advantage
+        covariances.append([(value.real - mean_log_prob) * centred for value in row])
+    selection = setting["token_selection"]
+    if selection == "none":
+        return [[False] * len(row) for row in covariances]
+    if selection == "clip_cov":
+        low = setting["covariance_low"]
+        high = setting["covariance_high"]
+        return [[low <= value <= high for value in row] for row in covariances]
+    ranked = entropies if selection == "top_entropy" else covariances
+    number = max(1, int(tokens * setting["selected_share"]))
+    threshold = sorted(value for row in ranked for value in row)[-number]
+    return [[value >= threshold for value in row] for row in ranked]
+
+
+def paper_selection_change(setting: Mapping, token: Token, loss: complex) -> complex:
+    """The loss of a token that may be selected: it is kept, or left out, or gets the divergence
+    from the old policy, KL(pi_old, pi) (arXiv:2505.22617, eq. 14), as samples of the old policy
+    estimate it (k3 in Schulman 2020, "Approximating KL divergence")."""
+    ratio = cmath.exp(token.policy - token.old)
+    penalised = loss + setting["kl_cov_coefficient"] * (ratio - 1 - cmath.log(ratio))
+    losses = {
+        "none": loss,
+        "top_entropy": loss if token.is_selected else 0.0,
+        "clip_cov": 0.0 if token.is_selected else loss,
+        "kl_cov": penalised if token.is_selected else loss,
+    }
+    return losses[setting["token_selection"]]
 
 
 def paper_token_loss(setting: Mapping, response: Response, token: Token) -> complex:

@@ -182,6 +182,16 @@ CASES = [
     ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
     (
         "train_rl",
+        ["--token_selection", "kl_cov"],
+        "--token_selection kl_cov: must be none with one update a rollout",
+    ),
+    (
+        "train_rl",
+        ["--covariance_low", "6", "--token_selection", "clip_cov"],
+        "--covariance_low 6.0: must be below --covariance_high 5.0",
+    ),
+    (
+        "train_rl",
         ["--correction_floor", "2"],
         "--correction_floor 2.0: must be below --correction_cap 2.0",
     ),

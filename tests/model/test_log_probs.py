@@ -260,7 +260,7 @@ def test_on_a_gpu_logits_are_summed_and_kept_in_fp32():
         labels = torch.zeros(5, dtype=torch.int64, device="cuda")
         # a cap: computed twice
         log_probs, _ = LabelLogProbs.forward(
-            ctx, hidden, weight, labels, Distribution(), False, 30.0
+            ctx, hidden, weight, labels, Distribution(), "none", 30.0
         )
         gradients = LabelLogProbs.backward(ctx, torch.ones_like(log_probs), None)[:2]
     assert [dtype for shape, dtype in products.dtypes if shape == (5, 11)] == [

@@ -3,7 +3,6 @@ left out."""
 
 import copy
 import dataclasses
-import functools
 import itertools
 import math
 
@@ -27,8 +26,8 @@ from alignment.policy.policy import Objective
 from alignment.rewards.rules import score_groups
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training.update import (
+    RolloutLoss,
     learning_rate,
-    rollout_loss,
     rows_with_gradient,
     shuffled_groups,
     update,
@@ -37,7 +36,7 @@ from alignment.training.update import (
 
 def accumulate(policy, rollout, rows, denominator, args):
     """Add the gradient of some rows, divided by `denominator`; returns the micro-batches."""
-    loss = functools.partial(rollout_loss, rollout, args.update_config, denominator)
+    loss = RolloutLoss(rollout, args.update_config, denominator)
     return list(
         policy.accumulate(rollout.batch, rows, Objective(loss, args.update_config.distribution))
     )

@@ -10,6 +10,7 @@ from rollout_helpers import ARGS
 from alignment.core import advantages, losses
 from alignment.core.advantages import ADVANTAGES, BASELINES, DEVIATIONS
 from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS
+from alignment.core.selection import SELECTIONS
 from alignment.verification.checks import (
     checks_without_model,
     difference_from_papers,
@@ -43,6 +44,12 @@ LOSS |= {
     "beta": 0.0,
     "correction_cap": 2.0,
     "correction_floor": 0.0,
+    "entropy_coefficient": 0.0,
+    "token_selection": "none",
+    "selected_share": 0.5,
+    "covariance_low": 0.1,
+    "covariance_high": 0.2,
+    "kl_cov_coefficient": 1.0,
     "max_new_tokens": 4,
 }
 
@@ -76,6 +83,8 @@ def test_every_choice_is_compared(seed):
     assert values("baseline") == set(BASELINES) and values("std_of") == set(DEVIATIONS)
     assert values("dual_clip") == {0.0, 1.5} and values("cliprange_high") == {None, 0.28}
     assert values("correction_floor") == {0.0, 0.9}
+    assert values("entropy_coefficient") == {0.0, 0.02}
+    assert values("token_selection") == {"none", *SELECTIONS}
     assert (
         values("beta") == {0.1}
         and values("correction_cap") == {1.1}
@@ -165,7 +174,7 @@ def test_losses_by_hand():
     twice, zeros = ([[number], [number] * 3] for number in (math.log(2), 0.0))
 
     def loss_of(half, **changed):
-        log_probs = PaperLogProbs(twice, zeros, zeros, zeros)
+        log_probs = PaperLogProbs(twice, zeros, zeros, zeros, zeros)
         return paper_loss(LOSS | changed, [0.0] * 2, [half] * 2, log_probs)
 
     assert loss_of(0.5) == pytest.approx(-0.6)
@@ -186,7 +195,8 @@ def test_gradients_by_hand():
     twice, zeros = ([[number], [number]] for number in (math.log(2), 0.0))
 
     def gradient_of(**changed):
-        return paper_values({**plain, **changed}, [1.0, 0.0], twice, zeros, zeros, zeros)[3:]
+        values = [twice, zeros, zeros, zeros, zeros]
+        return paper_values({**plain, **changed}, [1.0, 0.0], PaperLogProbs(*values))[3:5]
 
     assert gradient_of(loss="grpo_no_clip") == pytest.approx([-0.5, 0.5])
     # the better one is clipped at 1.2
@@ -199,3 +209,37 @@ def test_gradients_by_hand():
     assert gradient_of(loss="no_baseline", beta=1.0, kl_estimator="k2") == pytest.approx(
         [x + math.log(2) / 2 for x in (-0.5, 0)]
     )
+
+
+def test_the_bonus_and_the_selections_by_hand():
+    """Two responses of one and of three tokens, A = 1/2 and -1/2 (mean -1/4), with log-probs of 0.4
+    and 0 (mean 0.1): covariances are 0.3 * 0.75 = 0.225 and three times -0.1 * -0.25 = 0.025."""
+    policy = [[0.4], [0.0, 0.0, 0.0]]
+    old = [[0.0], [0.0, 0.0, 0.0]]
+    entropies = [[0.3], [0.1, 0.9, 0.2]]
+
+    def loss_of(**changed):
+        log_probs = PaperLogProbs(policy, old, old, old, entropies)
+        setting = LOSS | {"loss": "grpo_no_clip"} | changed
+        return paper_loss(setting, [0.0] * 2, [0.5, -0.5], log_probs)
+
+    ratio = math.exp(0.4)
+    whole = (-0.5 * ratio + 1.5) / 4
+    assert loss_of() == pytest.approx(whole, abs=1e-15)
+    assert loss_of(entropy_coefficient=0.2) == pytest.approx(whole - 0.2 * 1.5 / 4, abs=1e-15)
+    # The two of the highest entropy: the first response's token, and one of the other's.
+    top = loss_of(token_selection="top_entropy")
+    assert top == pytest.approx((-0.5 * ratio + 0.5) / 4, abs=1e-15)
+    # Between 0.1 and 0.3 is the first response's covariance alone.
+    clipped = loss_of(token_selection="clip_cov", covariance_high=0.3)
+    assert clipped == pytest.approx(1.5 / 4, abs=1e-15)
+    penalised = loss_of(token_selection="kl_cov", selected_share=0.25, kl_cov_coefficient=2.0)
+    assert penalised == pytest.approx(whole + 2 * (ratio - 1.4) / 4, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_another_selection_in_an_entrys_place_is_noticed(name, monkeypatch):
+    other = "clip_cov" if name == "top_entropy" else "top_entropy"
+    changed = dataclasses.replace(SELECTIONS[name], choose=SELECTIONS[other].choose)
+    monkeypatch.setitem(SELECTIONS, name, changed)
+    assert difference() > 1e-3

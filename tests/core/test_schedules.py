@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollout_helpers import ARGS
 
 from alignment.builders.checks import run_config
-from alignment.policy.schedules import SCHEDULES, LearningRate
+from alignment.core.schedules import SCHEDULES, LearningRate
 from alignment.training import sft, update
 from alignment.training.sft import SFTConfig
 
