@@ -20,7 +20,6 @@ def train(args: RLArgs, console: Console) -> Path:
         from alignment.training.update import update
 
         parts = build(args, run)
-        parts = build(args, run, expected_peaks(args, console))  # warns where memory is short
         policy = parts.policy
         config = parts.update_config
         parts.evaluator.run_if_due(run.last_step)

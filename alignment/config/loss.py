@@ -16,7 +16,8 @@ class LossTypeFlags:
     loss_type: str = flag("grpo_clip", group="algorithm")
     """no_baseline and reinforce_with_baseline: REINFORCE without and with the group's baseline;
     grpo_clip: GRPO; grpo_no_clip: GRPO without clipping; gspo: one ratio a response; cispo: clipped
-    weights, all gradients; or your package.module:name."""
+    weights, all gradients; sapo: a smooth gate; gmpo: the geometric mean of clipped ratios; dppo: a
+    bound on the divergence; or your package.module:name."""
 
 
 @dataclass(frozen=True)

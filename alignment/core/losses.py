@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, settings_or_defaults
-
+from alignment.core.flag import flag
 from alignment.core.selection import SELECTIONS
 
 if TYPE_CHECKING:
@@ -270,6 +270,119 @@ def _cispo(inputs: LossInputs) -> TokenLoss:
     return loss_BT, {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
 
 
+def _ratio_and_clipped(ratio_BT: Tensor, clipped_BT: Tensor) -> dict[str, Tensor]:
+    return {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
+
+
+@dataclass(frozen=True)
+class SAPOSettings:
+    """The temperatures of SAPO."""
+
+    positive: float = flag(1.0, above=0)
+    """SAPO: temperature of the gate where the advantage is positive."""
+    negative: float = flag(1.05, above=0)
+    """SAPO: temperature where it is negative; the higher, the less tokens count that have moved."""
+
+
+def _sapo(inputs: LossInputs) -> TokenLoss:
+    """-(4 / tau) * sigmoid(tau * (rho - 1)) * A, per token, with a temperature tau for each sign of
+    the advantage: SAPO, Gao et al. 2025 (arXiv:2511.20347), eqs. 5 and 6.
+
+    A smooth gate takes the place of the clip. Its slope in rho is 1 at rho = 1.
+    """
+    advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
+    ratio_BT = (inputs.log_probs - old_log_probs).exp()
+    is_positive_B1 = advantages > 0
+    temperature_B1 = advantages.new_full((), inputs.settings.positive).where(
+        is_positive_B1, inputs.settings.negative
+    )
+    gate_BT = (temperature_B1 * (ratio_BT - 1)).sigmoid() * 4 / temperature_B1
+    never_clipped_BT = ratio_BT.detach() < 0
+    return -_weigh(advantages, gate_BT), _ratio_and_clipped(ratio_BT, never_clipped_BT)
+
+
+@dataclass(frozen=True)
+class GMPOSettings:
+    """The clip range of GMPO, in nats."""
+
+    clip_low: float = flag(0.4, above=0)
+    """GMPO: log-ratios of tokens count from minus this, where the advantage is negative."""
+    clip_high: float = flag(0.4, above=0)
+    """GMPO: log-ratios of tokens count up to this, where the advantage is positive."""
+
+
+def _gmpo(inputs: LossInputs) -> TokenLoss:
+    """-A * exp(mean over the response's tokens of the clipped log rho): GMPO, Zhao et al. 2025
+    (arXiv:2507.20673), eq. 4, the geometric mean of the tokens' surrogates.
+
+    A token's log rho is clipped to [-clip_low, clip_high] on the side that PPO's minimum clips for
+    the sign of A. Every token of a response gets the response's loss, as in `_gspo`.
+    """
+    advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
+    log_ratio_BT = inputs.log_probs - old_log_probs
+    sign_B1 = advantages.sign()
+    bounded_BT = log_ratio_BT.clamp(-inputs.settings.clip_low, inputs.settings.clip_high)
+    unclipped_BT = _weigh(sign_B1, log_ratio_BT)
+    surrogate_BT = unclipped_BT.minimum(_weigh(sign_B1, bounded_BT))
+    clipped_BT = surrogate_BT < unclipped_BT
+    mean_B1 = masked_mean(_weigh(sign_B1, surrogate_BT), mask, dim=1)[:, None]
+    loss_BT = (-advantages * mean_B1.exp()).expand_as(log_ratio_BT)
+    return loss_BT, _ratio_and_clipped(log_ratio_BT.exp(), clipped_BT)
+
+
+@dataclass(frozen=True)
+class DPPOSettings:
+    """The trust region of DPPO."""
+
+    divergence: Literal["tv", "kl"] = flag("tv")
+    """DPPO: total variation, or KL divergence of the policy from the old one."""
+    threshold: float = flag(0.2, above=0)
+    """DPPO: tokens whose divergence exceeds it have no gradient that would raise it."""
+
+
+# The largest probability that the divergences below take: in fp32 the next one is 1.
+_LARGEST_PROBABILITY = 1 - 2.0**-23
+
+
+def _binary_tv(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """|pi - pi_old|, of whether the sampled token comes."""
+    return (log_probs.exp() - old_log_probs.exp()).abs()
+
+
+def _binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """KL(pi_old, pi) in nats, of whether the sampled token comes."""
+    p = old_log_probs.exp().clamp(max=_LARGEST_PROBABILITY)
+    q = log_probs.exp().clamp(max=_LARGEST_PROBABILITY)
+    return p * (old_log_probs - log_probs) + (1 - p) * ((-p).log1p() - (-q).log1p())
+
+
+# --loss.divergence -> it, from log-probs of the policy and of the old one.
+_BINARY_DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tv": _binary_tv,
+    "kl": _binary_kl,
+}
+
+
+def _dppo(inputs: LossInputs) -> TokenLoss:
+    """-M * rho * A, per token: DPPO, Qi et al. 2026 (arXiv:2602.04879), eqs. 12 and 14.
+
+    M is 0 where a divergence of policy and old policy exceeds the threshold and the gradient would
+    raise it (A > 0 and rho > 1, or A < 0 and rho < 1), else 1. The divergence is of two outcomes,
+    the sampled token and any other. The paper's old policy is the sampler's
+    (--old_log_probs sampler).
+    """
+    advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
+    log_probs = inputs.log_probs.detach()
+    divergence_BT = _BINARY_DIVERGENCES[inputs.settings.divergence](log_probs, old_log_probs)
+    ratio_BT = (inputs.log_probs - old_log_probs).exp()
+    moves_away_BT = ((advantages > 0) & (log_probs > old_log_probs)) | (
+        (advantages < 0) & (log_probs < old_log_probs)
+    )
+    masked_BT = moves_away_BT & (divergence_BT > inputs.settings.threshold)
+    loss_BT = -_weigh(advantages, ratio_BT).where(~masked_BT, 0)
+    return loss_BT, _ratio_and_clipped(ratio_BT, masked_BT)
+
+
 _CLIPPED = ADVANTAGE_ARGUMENTS | {"cliprange", "cliprange_high"}
 # Where rho = 1, the gradient of rho * A is A * grad log pi (arXiv:2402.03300, section 4.1.3), which
 # is REINFORCE's.
@@ -291,6 +404,15 @@ LOSSES: Mapping[str, Loss] = {
         arguments=_CLIPPED | {"dual_clip"},
     ),
     "cispo": Loss(_cispo, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE, arguments=_CLIPPED),
+    "sapo": Loss(_sapo, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE, settings=SAPOSettings),
+    "gmpo": Loss(
+        _gmpo,
+        uses_ratio=True,
+        ratio_per_response=True,
+        at_ratio_one=_AT_RATIO_ONE,
+        settings=GMPOSettings,
+    ),
+    "dppo": Loss(_dppo, uses_ratio=True, at_ratio_one=_AT_RATIO_ONE, settings=DPPOSettings),
 }
 # Flags that only some losses use.
 OPTIONAL_ARGUMENTS = frozenset().union(*(loss.arguments for loss in LOSSES.values()))

@@ -92,7 +92,8 @@ def has_entropy_bonus(config: UpdateConfig) -> bool:
 
 def resumed_config(config: UpdateConfig, record: Mapping[str, Any]) -> UpdateConfig:
     """The configuration of a resumed run's next update. `record` is the line of metrics.jsonl of
-    the step that it resumes after, empty for a new run; it has the entropy coefficient, digit for digit."""
+    the step that it resumes after, empty for a new run. It has the coefficient, digit for
+    digit."""
     if not config.entropy_target or not record:
         return config
     return with_entropy_coefficient(config, record["entropy_coefficient_next"])

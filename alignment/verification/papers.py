@@ -8,7 +8,9 @@ derivatives of real functions"). So log-probs are complex numbers here. The imag
 the derivative; where a paper stops the gradient, the code takes the real part."""
 
 import cmath
+import math
 import operator
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,7 +36,8 @@ class Token(NamedTuple):
 
 class Response(NamedTuple):
     """What the loss of a token needs of its whole response: the reward, the advantage, the length
-    in tokens, and the log-prob of the response under three policies."""
+    in tokens, the log-prob of the response under three policies, and the log-ratio of each of its
+    tokens to the old policy."""
 
     reward: float
     advantage: float
@@ -42,6 +45,7 @@ class Response(NamedTuple):
     policy: complex
     old: complex
     sampler: complex
+    log_ratios: Sequence[complex]
 
 
 class PaperLogProbs(NamedTuple):
@@ -100,6 +104,7 @@ def paper_loss(
             sum(policy[index]),
             sum(old[index]),
             sum(sampler[index]),
+            [new - before for new, before in zip(policy[index], old[index], strict=True)],
         )
         denominator = paper_denominator(setting, length, lengths)
         rows = (
@@ -167,7 +172,8 @@ def paper_selection_change(setting: Mapping, token: Token, loss: complex) -> com
 
 
 def paper_token_loss(setting: Mapping, response: Response, token: Token) -> complex:
-    """The policy-gradient loss of one token."""
+    """The policy-gradient loss of one token, or, where a loss is of whole responses, of its
+    response."""
     advantage = response.advantage
     ratio = cmath.exp(token.policy - token.old)
     response_ratio = cmath.exp((response.policy - response.old) / response.length)
@@ -186,7 +192,51 @@ def paper_token_loss(setting: Mapping, response: Response, token: Token) -> comp
         # arXiv:2506.13585, eqs. 4 and 5
         "cispo": -paper_clip(setting, constant_ratio).real * advantage * token.policy,
     }
+    own_settings = {"sapo": paper_sapo, "gmpo": paper_gmpo, "dppo": paper_dppo}
+    if setting["loss"] in own_settings:
+        return own_settings[setting["loss"]](setting, response, token)
     return losses[setting["loss"]]
+
+
+def paper_sapo(setting: Mapping, response: Response, token: Token) -> complex:
+    """SAPO's gate 4 / tau * sigmoid(tau * (ratio - 1)) in place of the ratio (arXiv:2511.20347,
+    eqs. 5 and 6)."""
+    tau = setting["loss.positive"] if response.advantage > 0 else setting["loss.negative"]
+    ratio = cmath.exp(token.policy - token.old)
+    sigmoid = 1 / (1 + cmath.exp(-tau * (ratio - 1)))
+    return -(4 / tau) * sigmoid * response.advantage
+
+
+def paper_gmpo(setting: Mapping, response: Response, token: Token) -> complex:
+    """GMPO's geometric mean of the tokens' clipped ratios (arXiv:2507.20673, eq. 4): for a positive
+    advantage they are bounded from above, for a negative one from below."""
+    product: complex = 1.0
+    for log_ratio in response.log_ratios:
+        ratio = cmath.exp(log_ratio)
+        if response.advantage > 0:
+            ratio = min(ratio, math.exp(setting["loss.clip_high"]), key=real)
+        if response.advantage < 0:
+            ratio = max(ratio, math.exp(-setting["loss.clip_low"]), key=real)
+        product *= ratio
+    return -response.advantage * product ** (1 / response.length)
+
+
+def paper_dppo(setting: Mapping, response: Response, token: Token) -> complex:
+    """DPPO's ratio, masked where it moves away from the old policy beyond a divergence
+    (arXiv:2602.04879, eqs. 12 and 14)."""
+    p = min(math.exp(token.old.real), 1 - 2**-23)
+    q = min(math.exp(token.policy.real), 1 - 2**-23)
+    divergences = {
+        "tv": abs(math.exp(token.policy.real) - math.exp(token.old.real)),
+        "kl": p * (token.old.real - token.policy.real) + (1 - p) * math.log((1 - p) / (1 - q)),
+    }
+    ratio = cmath.exp(token.policy - token.old)
+    rises = response.advantage > 0 and ratio.real > 1
+    falls = response.advantage < 0 and ratio.real < 1
+    is_far = divergences[setting["loss.divergence"]] > setting["loss.threshold"]
+    if is_far and (rises or falls):
+        return 0.0
+    return -ratio * response.advantage
 
 
 def paper_clip(setting: Mapping, ratio: complex) -> complex:

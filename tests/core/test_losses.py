@@ -412,6 +412,10 @@ def test_each_loss_uses_its_own_weights():
         "grpo_no_clip": -7,
         "gspo": -7,
         "cispo": 7,
+        # The gate at ratio 1 is 2 over the temperature.
+        "sapo": -14,
+        "gmpo": -7,
+        "dppo": -7,
     }
 
 

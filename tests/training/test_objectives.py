@@ -17,6 +17,7 @@ from alignment.training.update import (
     rows_with_gradient,
     update,
 )
+from alignment.verification.checks import own_values
 from alignment.verification.papers import PaperLogProbs, paper_values
 
 # Two updates of the same responses, so that the second one's ratios are not 1.
@@ -37,6 +38,9 @@ OBJECTIVES = {
         "correction_floor": 0.98,
         "correction_cap": 1.01,
     },
+    "sapo": {"loss_type": "sapo"},
+    "gmpo": {"loss_type": "gmpo"},
+    "dppo": {"loss_type": "dppo"},
     "top_entropy": {"token_selection": "top_entropy"},
     "clip_cov": {
         "token_selection": "clip_cov",
@@ -107,6 +111,7 @@ class Oracle:
         setting = {**vars(config.loss), **vars(config.advantage)}
         setting |= {"loss": self.args.loss_type, "max_new_tokens": self.args.max_new_tokens}
         setting["entropy_coefficient"] = coefficient
+        setting |= own_values("loss", config.loss.loss.settings, config.loss.settings)
         if setting["selected_share"] is None:
             setting["selected_share"] = {"top_entropy": 0.2, "kl_cov": 0.002}.get(
                 self.args.token_selection

@@ -8,12 +8,23 @@ import pytest
 from rollout_helpers import ARGS
 
 from alignment.core import advantages, losses
-from alignment.core.advantages import ADVANTAGES, BASELINES, DEVIATIONS
-from alignment.core.losses import CORRECTIONS, KL_ESTIMATORS, LOSSES, NORMALIZATIONS
+from alignment.core.advantages import ADVANTAGES, BASELINES, DEVIATIONS, AdvantageConfig
+from alignment.core.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    NORMALIZATIONS,
+    DPPOSettings,
+    GMPOSettings,
+    LossConfig,
+    SAPOSettings,
+)
 from alignment.core.selection import SELECTIONS
 from alignment.verification.checks import (
+    PaperSetting,
     checks_without_model,
     difference_from_papers,
+    own_values,
     paper_settings,
 )
 from alignment.verification.paper_advantages import paper_advantages
@@ -235,6 +246,27 @@ def test_the_bonus_and_the_selections_by_hand():
     assert clipped == pytest.approx(1.5 / 4, abs=1e-15)
     penalised = loss_of(token_selection="kl_cov", selected_share=0.25, kl_cov_coefficient=2.0)
     assert penalised == pytest.approx(whole + 2 * (ratio - 1.4) / 4, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sapo", SAPOSettings(3.0, 0.5)),
+        ("gmpo", GMPOSettings(0.05, 0.1)),
+        ("dppo", DPPOSettings("tv", 0.05)),
+        ("dppo", DPPOSettings("kl", 0.02)),
+    ],
+)
+def test_losses_with_settings_of_their_own_are_the_papers(name, settings):
+    """With other numbers than their defaults, and not without them."""
+    config = LossConfig(LOSSES[name], settings=settings)
+    advantage = AdvantageConfig(group_size=3)
+    setting = PaperSetting(name, config, "group_baseline", advantage)
+    assert difference_from_papers([setting] * 5, seed=0) < 1e-14
+    defaults = setting._replace(loss=dataclasses.replace(config, settings=None))
+    flags = own_values("loss", LOSSES[name].settings, settings)
+    assert flags != own_values("loss", LOSSES[name].settings, None)
+    assert difference_from_papers([defaults] * 5, seed=0) < 1e-14
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
