@@ -28,7 +28,6 @@ def train(args: RLArgs, console: Console) -> Path:
                 sampled = parts.rollouts.next(step)  # sample and score
                 run.log_state(sampled)  # with --log_state
                 rollout = collate_groups(sampled.groups, args.rollout_config, parts.pad_token_id)
-                # Such as reward - baseline, / std.
                 rollout = with_advantages(rollout, config.advantage, run.advantage_state, step)
                 rollout = parts.references.annotate(rollout, policy, step)  # their log-probs
                 with run.clock("update"):  # gradient of the loss, clipped, and optimiser steps
