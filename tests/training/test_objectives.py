@@ -109,7 +109,8 @@ class Oracle:
         )
         config = self.args.update_config
         setting = {**vars(config.loss), **vars(config.advantage)}
-        setting |= {"loss": self.args.loss_type, "max_new_tokens": self.args.max_new_tokens}
+        setting |= {"loss": self.args.loss_type, "advantage": self.args.advantage}
+        setting["max_new_tokens"] = self.args.max_new_tokens
         setting["entropy_coefficient"] = coefficient
         setting |= own_values("loss", config.loss.loss.settings, config.loss.settings)
         if setting["selected_share"] is None:
