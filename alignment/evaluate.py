@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from alignment.args import Args, EvaluateArgs, parse
+from alignment.args import EvaluateArgs, parse
 from alignment.builders.checks import (
     check,
     check_chat_template,
@@ -24,6 +24,7 @@ from alignment.builders.checks import (
     resolve_model,
     roles_of,
 )
+from alignment.builders.held_out import GREEDY, task_arguments, with_greedy
 from alignment.config.settings import flag_values
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import CHAT
@@ -31,10 +32,10 @@ from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.planning.placement import Roles
+from alignment.runs.held_out import evaluation_words
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import write_json, write_jsonl
-from alignment.system.registry import find
 from alignment.system.signals import Interrupted, deferrable_signals
 from alignment.system.terminal import count_parts, make_console, printable
 
@@ -65,15 +66,15 @@ def main() -> None:
         problems = check_test_split(task, args.dataset_path, args.max_problems)
         check_rules(task_args, task, problems)
     console = make_console()
-    if args.reward != EvaluateArgs.reward and not args.audit_base:
+    if args.reward != EvaluateArgs.reward and not (args.audit_base or args.eval_rule):
         rules = {task_args.evaluation_rule for task_args in tasks.values()}
         for rule in rules - {args.reward}:
             console.print(
                 f"--reward {args.reward} is a training reward: this grades by {rule}", markup=False
             )
-    if args.num_samples > 1 and args.sampling_temperature == 0:
+    if args.num_samples > 1 and args.evaluation_temperature == 0:
         console.print(
-            "warning: --sampling_temperature 0 makes all samples alike: pass@k is pass@1",
+            "warning: temperature 0 makes all samples alike: pass@k is pass@1",
             style="yellow",
         )
     for model in models:
@@ -100,19 +101,10 @@ def models_of(args: EvaluateArgs) -> Sequence[str]:
 
 
 def arguments_by_task(args: EvaluateArgs) -> dict[str, EvaluateArgs]:
-    """The arguments for each of --eval_tasks, else for --task. Raises `UserError` for an unknown
-    task."""
-    for name in args.eval_tasks:
-        find("--eval_tasks", name, benchmarks.BENCHMARKS)
-    if not args.eval_tasks:
-        return {args.task: args}
-    tasks = {}
-    for name in args.eval_tasks:
-        path = name
-        if name in benchmarks.BENCHMARKS:
-            path = f"{benchmarks.__name__}:{name}"
-        tasks[name] = dataclasses.replace(args, task=path, eval_tasks=())
-    return tasks
+    """The arguments for each of --eval_tasks, else for --task, and with --eval_greedy those of a
+    greedy evaluation after each. Raises `UserError` for an unknown task."""
+    tasks = task_arguments(args, args.eval_tasks) or {args.task: args}
+    return with_greedy(tasks, ", ")
 
 
 def audited_arguments(
@@ -183,7 +175,8 @@ def evaluate_and_report(
                         args.output_dir, args.run_name, default, settings, {"all": args.seed}
                     )
                     # evaluations of several tasks make no curve for trackers
-                    trackers = () if args.eval_tasks or args.audit_base else args.trackers
+                    has_curve = not (args.eval_tasks or args.audit_base or args.eval_greedy)
+                    trackers = args.trackers if has_curve else ()
                     run = RunFolder(path, 0, trackers)
                 run.log_eval(rows[-1], groups[-1])
     except (Interrupted, RunStopped, OSError) as error:
@@ -226,7 +219,7 @@ def evaluate_models(
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
         evaluations = {
-            name: prepare_evaluation(of_task, tokenizer, args.num_samples, other_rules)
+            name: prepare_evaluation(of_task, tokenizer, of_task.num_samples, other_rules)
             for name, of_task in tasks.items()
         }
         for evaluation in evaluations.values():
@@ -237,14 +230,12 @@ def evaluate_models(
             for name, evaluation in evaluations.items():
                 number = len(evaluation.problems)
                 status = (
-                    f"sampling {number} problems x {args.num_samples} with"
+                    f"sampling {number} problems x {evaluation.sampling.n} with"
                     f" {engine_name(args.sampler)}"
                 )
                 # A signal waits from the last response on, until the caller has kept the answers.
                 with deferrable_signals():
-                    with count_parts(
-                        status, number * args.num_samples, console, "response"
-                    ) as ended:
+                    with count_parts(status, evaluation.responses, console, "response") as ended:
                         result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
                     yield model, name, result
 
@@ -271,6 +262,7 @@ def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
     from alignment.evaluation import accuracy
 
     accuracy.print_table(rows, entries_of(args), console)
+    console.print(f"evaluations are {evaluation_words(vars(args))}", markup=False, soft_wrap=True)
     for row in rows:
         left_out = row.get("left_out")
         if left_out:
@@ -285,14 +277,15 @@ def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
 
 def entries_of(args: EvaluateArgs) -> Mapping[str, Any]:
     """What is published of the benchmarks, where the tasks are named as such."""
-    if args.eval_tasks:
-        return benchmarks.ENTRIES
-    return {}
+    if not args.eval_tasks:
+        return {}
+    greedy = {f"{name}, {GREEDY}": entry for name, entry in benchmarks.ENTRIES.items()}
+    return {**benchmarks.ENTRIES, **greedy}
 
 
 def write_report(
     args: EvaluateArgs,
-    tasks: Mapping[str, Args],
+    tasks: Mapping[str, EvaluateArgs],
     path: Path,
     rows: list,
     groups: list,
@@ -316,13 +309,15 @@ def write_report(
     if args.num_samples > 1:
         lines: list[dict] = []
         for row, groups_of_row in zip(rows, groups, strict=True):
-            lines += pass_rate_rows(groups_of_row, row["task"], row["model"])
+            if tasks[row["task"]].num_samples > 1:  # A greedy response measures no rate.
+                lines += pass_rate_rows(groups_of_row, row["task"], row["model"])
         write_jsonl(path / "pass_rates.jsonl", lines)
     summary = {"evaluations": rows} if len(rows) > 1 else rows[0]
     write_json(path / "summary.json", summary)
     settings = {
         "args": flag_values(args),
         "rules": {name: task_args.evaluation_rule for name, task_args in tasks.items()},
+        "sampled": tasks,
         "versions": versions(),
         "entries": entries_of(args),
     }

@@ -4,6 +4,7 @@ uv run -m alignment.sft"""
 
 from alignment.args import SFTArgs, parse
 from alignment.builders.checks import check_sft
+from alignment.runs.held_out import evaluation_words
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import followed
@@ -21,9 +22,12 @@ def main() -> None:
     if args.preview:
         return preview_demonstrations(args, demonstrations["train"])
     console = make_console()
-    evaluation = run_sft(args, demonstrations, console)
-    record = {"model": args.sft_base, "task": args.task, **evaluation.record}
-    print_table([record], {}, console)
+    rows = []
+    for prefix, evaluation in run_sft(args, demonstrations, console).items():
+        task = prefix or args.task
+        rows.append({"model": args.sft_base, "task": task, **evaluation.record})
+    print_table(rows, {}, console)
+    console.print(f"evaluations are {evaluation_words(vars(args))}", markup=False, soft_wrap=True)
     console.print(f"model: {args.sft_base}", markup=False)
 
 

@@ -93,7 +93,12 @@ def make_design(args: SweepOptions) -> Design:
     name = args.run_name or default_name(args, values)
     folder = Path(args.output_dir) / name
     for arm, rl in arms.items():
-        arms[arm] = dataclasses.replace(rl, output_dir=str(folder), trackers=args.trackers)
+        arms[arm] = dataclasses.replace(
+            rl,
+            output_dir=str(folder),
+            trackers=args.trackers,
+            eval_tasks=args.eval_tasks or rl.eval_tasks,
+        )
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     refuse_faulty_arms(arms, seeds)
     refuse_incomparable_arms(arms)

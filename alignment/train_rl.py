@@ -40,7 +40,7 @@ def train(args: RLArgs, console: Console) -> Path:
                 run.log_step(sampled, rollout, result)
             parts.evaluator.run_if_due(step)
             run.save_if_due()
-        run.finish(f"sampled at T={args.sampling_temperature:g}, graded by {args.evaluation_rule}")
+        run.finish(args.evaluation_rule)
     return run.path
 
 

@@ -272,6 +272,13 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
             )
+    for field in ("eval_temperature", "eval_top_p", "eval_samples", "eval_rule"):
+        values = sorted({str(getattr(args, field)) for args in arms.values()})
+        if len(values) > 1:
+            raise UserError(
+                f"--{field} {' '.join(values)}: the arms would be evaluated in different ways; give"
+                " one value"
+            )
     # By warm start, the first arm that has it.
     first_arms: dict[str, tuple[str, RLArgs]] = {}
     for name, args in arms.items():
@@ -538,6 +545,13 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
     return warnings
 
 
+def _evaluation_of(args: RLArgs) -> tuple:
+    """What decides how an arm's evaluation samples and scores."""
+    temperature, top_p = args.evaluation_temperature, args.evaluation_top_p
+    longest = args.eval_max_new_tokens or args.max_new_tokens
+    return args.evaluation_rule, temperature, top_p, args.sampling_top_k, longest, args.prompt
+
+
 def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:
     """The quantities that the argument `name`, the only one in which two arms differ, changes as a
     side effect."""
@@ -545,7 +559,6 @@ def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:
     for derived in DERIVED:
         if derived.value(a) != derived.value(b) and name not in derived.factors:
             effects.append(derived.quantity)
-    same_rule = name == "reward" and a.evaluation_rule == b.evaluation_rule
-    if name in _EVALUATED and not same_rule:
+    if name in _EVALUATED and _evaluation_of(a) != _evaluation_of(b):
         effects.append("how the evaluation samples or scores")
     return tuple(effects)

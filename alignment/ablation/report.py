@@ -2,6 +2,7 @@
 figures and tables for a paper."""
 
 import io
+import itertools
 import math
 import re
 from collections import Counter
@@ -22,6 +23,7 @@ from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
+from alignment.runs.held_out import evaluation_words, further_accuracies
 from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
 from alignment.system.files import read_jsonl, write_atomically
@@ -136,6 +138,8 @@ def contents(study: Study) -> dict[str, Any]:
         "pairs_area": _ranked(decide(study, whole_curve=True)),
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
+        "further": further_accuracies(run.evals) if run else {},
+        "evaluation_words": evaluation_words,
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
         "arms": sorted(arms, key=_rank_of_arm),
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
@@ -285,6 +289,11 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
     if comparisons:
         drawn[f"Differences of {compared}"] = _draw(_draw_differences, study, comparisons)
     first_cost = next(iter(COSTS))
+    all_evals = list(itertools.chain.from_iterable(run.evals for run in study.runs))
+    for label, key in further_accuracies(all_evals).items():
+        if _has_curve(study, key, first_cost):
+            title = f"Held-out accuracy, {label}, by {first_cost}"
+            drawn[title] = _draw(_draw_curves, study, key, first_cost)
     for key, label in CURVES.items():
         costs = COSTS if key == ACCURACY else (first_cost,)
         for cost in costs:
@@ -403,7 +412,7 @@ def _draw_curves(axes: Axes, styles: Styles, study: Study, key: str, cost: str) 
             margins = [half_width(study, arm, _scores_at(runs, step)) for step in steps]
         x, y = np.array(means).T
         axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
-    axes.set(xlabel=cost, ylabel=CURVES[key])
+    axes.set(xlabel=cost, ylabel=CURVES.get(key, f"held-out accuracy: {key}"))
     axes.locator_params(axis="x", integer=True)
 
 
@@ -430,7 +439,8 @@ def _scores_at(runs: Mapping[int, Run], step: int) -> dict[int, np.ndarray]:
 
 def _points(run: Run, key: str, cost: str) -> Curve:
     """The run's curve of `key` over a cost, where it has values."""
-    records = run.evals if key == ACCURACY else run.metrics
+    is_of_training = key in CURVES and key != ACCURACY
+    records = run.metrics if is_of_training else run.evals
     known = [record for record in records if record.get(key) is not None]
     costs = run.amounts_until(COSTS[cost], known)
     return {record["step"]: (float(x), record[key]) for record, x in zip(known, costs, strict=True)}

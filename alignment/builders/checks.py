@@ -18,6 +18,7 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
+from alignment.builders.held_out import held_out_arguments
 from alignment.config.data import ALL_PASS_RATES
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import flag_values, own_flags
@@ -26,7 +27,15 @@ from alignment.core.losses import LOSSES
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.pass_rates import PassRates, problems_in_band, read_band, read_pass_rates
 from alignment.data.prompts import CHAT, chat_turns, read_system_prompt, read_template
-from alignment.data.tasks import Split, Task, check_fields, find_task, own_data, try_rows
+from alignment.data.tasks import (
+    BOXED_RULES,
+    Split,
+    Task,
+    check_fields,
+    find_task,
+    own_data,
+    try_rows,
+)
 from alignment.data.tasks.own_data import Demonstration
 from alignment.planning.placement import Roles, assign_roles
 from alignment.policy.optimizers import OPTIMIZERS
@@ -64,6 +73,7 @@ def check(args: Args) -> Task:
     check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(task.prompt)
     read_system_prompt(args.system_prompt)
+    check_evaluation_rule(args, task)
     if args.system_prompt and task.prompt not in ("", CHAT):
         raise UserError(
             f"--system_prompt goes with --prompt chat, and the prompt is {task.prompt}: leave out"
@@ -108,10 +118,37 @@ def check_rl(args: RLArgs) -> None:
             check_model_path(args.model, "--model")
             check_chat_template(task, args.model)
     check_test_split(task, args.dataset_path, args.max_problems)
+    check_held_out(args)
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
     check_reward(args, task, reward, training[0])
     # This comes last, because it may load torch to count the GPUs.
     check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
+
+
+def check_evaluation_rule(args: Args, task: Task) -> None:
+    """Raise `UserError` where --eval_rule is no rule, or one that cannot grade the task."""
+    name = args.eval_rule
+    rules_of_task = find_task(args.task, args.data).rules
+    fitting = [*task.rules, *rules_of_task]
+    if "r1_zero" in rules_of_task:
+        fitting += BOXED_RULES  # Whatever the prompt asks for, they look for a number.
+    if not name or name in fitting:
+        return
+    if name in RULES:
+        raise UserError(
+            f"--eval_rule {name}: it does not fit --task {args.task}, which is graded by"
+            f" {' or '.join(dict.fromkeys(fitting))}"
+        )
+    find("--eval_rule", name, RULES, wrap=lambda function: function)
+
+
+def check_held_out(args: RLArgs | SFTArgs) -> None:
+    """Check the tasks of --eval_tasks, as `check` does, and read their test problems."""
+    for prefix, task_args in held_out_arguments(args).items():
+        if prefix:
+            task = check(task_args)
+            problems = check_test_split(task, task_args.dataset_path, task_args.max_problems)
+            check_rules(task_args, task, problems)
 
 
 def check_loss(args: RLArgs) -> None:
@@ -140,7 +177,8 @@ def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> 
 def check_rules(args: Args, task: Task, problems: Problems) -> None:
     """Have the task's rules that are functions of the user's own, by which evaluations grade, score
     made-up responses to the first of some problems. Raises `UserError` where one cannot."""
-    for name in task.rules:
+    names = dict.fromkeys((*task.rules, args.evaluation_rule))
+    for name in names:
         if name not in RULES and problems:
             try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
 
@@ -261,6 +299,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     if not args.preview:
         check_output(target.parent, target.name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
+    check_held_out(args)
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     training = _read_demonstrations(args, task, "train")

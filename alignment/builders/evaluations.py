@@ -1,11 +1,12 @@
 """From arguments to the evaluation of a sampler on the test problems."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.args import Args, EvaluateArgs, RLArgs
-from alignment.core.records import Problem, SamplingConfig, Score
+from alignment.args import Args, EvaluateArgs, RLArgs, SFTArgs
+from alignment.builders.held_out import held_out_arguments
+from alignment.core.records import Distribution, Problem, SamplingConfig, Score
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, answer_in_box
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
@@ -22,6 +23,19 @@ class PreparedEvaluation:
     rule: Callable[[str, str], Score]  # Grades a response against the problem's truth.
     sampling: SamplingConfig
     rules: Sequence[str]  # Names of the rules whose rewards are reported as well.
+
+    @property
+    def responses(self) -> int:
+        """The number of responses that are sampled."""
+        return len(self.problems) * self.sampling.n
+
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution that the responses' log-probs are of. Those of greedy responses are the
+        model's own, since every greedy token has probability 1."""
+        if self.sampling.temperature == 0:
+            return Distribution()
+        return self.sampling.distribution
 
     def evaluate(
         self, sampler: Sampler | StoppableSampler, on_response_end: OnResponseEnd = None
@@ -54,6 +68,22 @@ def prepare_evaluation(
     )
 
 
+def prepare_evaluations(args: RLArgs | SFTArgs, tokenizer) -> dict[str, PreparedEvaluation]:
+    """The evaluations of a command that trains, by the prefix of their metrics
+    (`held_out_arguments`)."""
+    return {
+        prefix: prepare_evaluation(evaluation_args, tokenizer, evaluation_args.eval_samples)
+        for prefix, evaluation_args in held_out_arguments(args).items()
+    }
+
+
+def functions_of_others(
+    evaluations: Mapping[str, PreparedEvaluation],
+) -> dict[str, Callable[[Sampler], Evaluation]]:
+    """By prefix, what makes each evaluation but the one on --task by its samples."""
+    return {prefix: other.evaluate for prefix, other in evaluations.items() if prefix}
+
+
 def worked_examples(task: Task, args: EvaluateArgs) -> list[tuple[str, str]]:
     """--examples (question, response) pairs of the training split, none of which asks a test
     question. Raises `UserError` where the task has fewer."""
@@ -78,8 +108,8 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
     their models alone."""
     return SamplingConfig(
         n,
-        args.sampling_temperature,
-        args.sampling_top_p,
+        args.evaluation_temperature,
+        args.evaluation_top_p,
         args.sampling_top_k,
         evaluation_tokens(args),
         args.task_in_format.stop,

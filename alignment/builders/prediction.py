@@ -36,6 +36,7 @@ from alignment.config.flag import defaults_of_flags
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import TASKS, Task
+from alignment.evaluation import benchmarks
 from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
@@ -343,13 +344,30 @@ def step_shape(
         update_tokens=groups_of_rank * (prompt + args.group_size * args.max_new_tokens),
         sampled={
             "sampling": SampledRows(args.prompts_per_rollout, args.group_size, args.max_new_tokens),
-            "evaluation": SampledRows(problems, 1, evaluation_tokens(args)),
+            "evaluation": evaluated_rows(args, problems),
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(passes),
         frozen=sum([keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
+    )
+
+
+def evaluated_rows(args: RLArgs, problems: int) -> SampledRows:
+    """What an evaluation samples on `problems` of --task, and on --eval_tasks, whose test problems
+    are as many where it is not known. A greedy response beside n samples counts as an n-th of
+    them."""
+    for name in args.eval_tasks:
+        published = benchmarks.ENTRIES.get(name, {}).get("problems", problems)
+        problems += min(args.max_problems or published, published)
+    samples = args.eval_samples
+    greedy = ceil(problems / samples) if args.eval_greedy else 0
+    return SampledRows(
+        problems + greedy,
+        samples,
+        evaluation_tokens(args),
+        truncated=args.evaluation_top_p < 1 and args.evaluation_temperature > 0,
     )
 
 
@@ -525,9 +543,16 @@ def seconds_by_fit(work: Work, fit: UnitSeconds) -> float:
 def phase_seconds(phase: str, run: Run) -> float:
     """The median seconds that a phase took of a run's step, but for its first, or of an evaluation;
     0.0: none is logged."""
-    records = run.evals if phase == "evaluation" else run.metrics[1:]
-    name = {"sampling": "seconds_sample", "evaluation": "seconds"}.get(phase, f"seconds_{phase}")
+    if phase == "evaluation":
+        return median(map(seconds_of_evaluation, run.evals)) if run.evals else 0.0
+    records = run.metrics[1:]
+    name = {"sampling": "seconds_sample"}.get(phase, f"seconds_{phase}")
     return median(record.get(name, 0.0) for record in records)
+
+
+def seconds_of_evaluation(record: Mapping[str, Any]) -> float:
+    """The seconds of an evaluation on all its tasks, and of greedy responses."""
+    return sum(value for key, value in record.items() if key.rpartition("/")[2] == "seconds")
 
 
 def seconds_of(phase: str, work: Work, at_rates: Rates | None, known: Known) -> Range:

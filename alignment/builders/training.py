@@ -1,6 +1,6 @@
 """From arguments and a run folder to all that `train_rl` needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,13 +8,17 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs
-from alignment.builders.evaluations import prepare_evaluation
+from alignment.builders.evaluations import (
+    PreparedEvaluation,
+    functions_of_others,
+    prepare_evaluations,
+)
 from alignment.builders.policies import make_policy, ranks_of
 from alignment.builders.prediction import expected_peaks, warn_of_short_memory
 from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
 from alignment.builders.warm_start import encode_problems, prepare_warm_start
-from alignment.core.records import Endless, Group, Problem, SampledStep
+from alignment.core.records import Endless, Group, SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.evaluation.accuracy import Evaluator
 from alignment.model.dropout import random_settings
@@ -68,9 +72,10 @@ def build(args: RLArgs, run: Run) -> RunParts:
         make_deterministic()
     plan = plan_run(args, base)
     engines = Engines(plan, run, load_tokenizer(base))
-    evaluation = prepare_evaluation(args, tokenizer)
+    evaluations = prepare_evaluations(args, tokenizer)
+    evaluation = evaluations[""]
     source = open_source(args.rollout_config, tokenizer)
-    longest = longest_row(plan, source, evaluation.problems, tokenizer)
+    longest = longest_row(plan, source, evaluations, tokenizer)
     policy = make_policy_of_run(args, run, plan)
     references = make_references(args, run, plan, policy)
     engines.use_policy(policy)
@@ -89,7 +94,7 @@ def build(args: RLArgs, run: Run) -> RunParts:
     def check_log_probs(groups: Sequence[Group]) -> None:
         """Compare the log-probs of the evaluation's sampler with the trainer's."""
         rollout = collate_groups(groups, args.rollout_config, pad_id)
-        sampler_mismatch(policy, rollout, args.sampling.distribution, args.max_sampler_mismatch)
+        sampler_mismatch(policy, rollout, evaluation.distribution, args.max_sampler_mismatch)
 
     def request_reference(sampled: SampledStep) -> None:
         """Let a reference model in another process begin on a rollout that has just been
@@ -106,7 +111,10 @@ def build(args: RLArgs, run: Run) -> RunParts:
     # Each update compares the sampler of its rollouts. Only one that never draws rollouts needs the
     # check after an evaluation.
     check = None if plan.shares_sampler else check_log_probs
-    evaluator = Evaluator(evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check)
+    others = functions_of_others(evaluations)
+    evaluator = Evaluator(
+        evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check, others
+    )
     peak_meter = PeakMeter(policy, expected_peaks(args, plan))
     run.start(policy, tokenizer, rollouts, peak_meter)
     update_config = resumed_config(args.update_config, run.last_record)
@@ -146,10 +154,18 @@ def print_left_out_settings(policy: Policy, console: Console) -> None:
 
 
 def longest_row(
-    plan: RunPlan, source: RolloutSource, test_problems: Sequence[Problem], tokenizer
+    plan: RunPlan,
+    source: RolloutSource,
+    evaluations: Mapping[str, PreparedEvaluation],
+    tokenizer,
 ) -> int:
     """Tokens of the longest row that an update may get: the longest prompt, of the training or the
-    test problems, and the longest trained response. Raises `UserError` as `encode_problems`."""
+    test problems, and the longest trained response. Raises `UserError` as `encode_problems`, also
+    for a prompt of another held-out task."""
+    test_problems = evaluations[""].problems
+    for prefix, other in evaluations.items():
+        if prefix:
+            encode_problems(other.problems, plan.base, tokenizer, plan.longest_response)
     every_problem = test_problems
     # Endless problems cannot all be measured; the test problems stand for them.
     if not isinstance(source.problems, Endless):

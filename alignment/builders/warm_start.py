@@ -21,7 +21,7 @@ from alignment.args import (
     refuse_missing_warm_start,
 )
 from alignment.builders.checks import check_sft, resolve_model, roles_of
-from alignment.builders.evaluations import prepare_evaluation
+from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_engine, plan_policy
 from alignment.builders.samplers import make_sampler, stoppable
@@ -31,7 +31,7 @@ from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import read_system_prompt, trained_response, without_repeated_tag
 from alignment.data.tasks import answer_in_box
 from alignment.data.tasks.own_data import Demonstration
-from alignment.evaluation.accuracy import Evaluation
+from alignment.evaluation.accuracy import Evaluation, joined_record
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
 from alignment.model.saving import check_saving
 from alignment.planning.placement import Roles
@@ -43,24 +43,24 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, read_jsonl, write_json
 from alignment.system.locks import lock_run_folder
 from alignment.system.manifests import write_manifest
-from alignment.system.signals import deferrable_signals
+from alignment.system.signals import deferrable_signals, received_signal
 from alignment.system.terminal import count_parts, say_once
 from alignment.training.sft import Example, SFTConfig, SFTData, fine_tune, tokenise
 
 
 def run_sft(
     args: SFTArgs, demonstrations: Mapping[str, Sequence[Demonstration]], console: Console
-) -> Evaluation:
-    """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluation on
-    the test problems."""
+) -> dict[str, Evaluation]:
+    """Fine-tune --model on `check_sft`'s demonstrations (`train_sft`); returns the evaluations by
+    the prefix of their metrics, "" for that on the test problems of --task."""
     torch.manual_seed(args.seed)
     base = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(base)
     check_saving(base, tokenizer)
-    evaluation = prepare_evaluation(args, tokenizer)
-    problems = evaluation.problems
-    # Refuses a prompt that is too long before the training rather than after it.
-    encode_problems(problems, base, tokenizer, args.max_new_tokens)
+    evaluations = prepare_evaluations(args, tokenizer)
+    for evaluation in evaluations.values():
+        # Refuses a prompt that is too long before the training rather than after it.
+        encode_problems(evaluation.problems, base, tokenizer, args.max_new_tokens)
     data = SFTData(
         train=encode_demonstrations(args, demonstrations["train"], base, tokenizer),
         validation=encode_demonstrations(args, demonstrations["test"], base, tokenizer),
@@ -70,16 +70,26 @@ def run_sft(
     target = train_sft(args, roles, data, base, tokenizer, console)
     engine = plan_engine(args, roles, str(target), (roles.eval,))
     sampler = make_sampler(engine, tokenizer, console=console)
+    number = sum(evaluation.responses for evaluation in evaluations.values())
     with (
         closing(sampler),
-        count_parts("sampling held-out problems", len(problems), console, "response") as ended,
+        count_parts("sampling held-out problems", number, console, "response") as ended,
     ):
-        result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
+        others: dict[str, Evaluation] = {}
+        for prefix, evaluation in evaluations.items():
+            if others and received_signal():
+                break  # What has been evaluated is kept.
+            others[prefix] = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
+    results = dict(others)
+    first = others.pop("")
+    record = joined_record(first, others)
+    groups = {prefix: other.groups for prefix, other in others.items()}
     with closing(RunFolder(target, args.num_steps, args.trackers)) as log:
-        log.log_eval({"step": args.num_steps, **result.record}, result.groups)
-    if "left_out" not in result.record:  # No signal has cut the evaluation short.
-        write_json(target / "summary.json", result.record)
-    return result
+        log.log_eval({"step": args.num_steps, **record}, first.groups, groups)
+    has_left_out = any("left_out" in result.record for result in results.values())
+    if len(results) == len(evaluations) and not has_left_out:  # No signal has cut it short.
+        write_json(target / "summary.json", record)
+    return results
 
 
 def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:

@@ -10,7 +10,11 @@ import tyro
 
 from alignment.config.data import DataFlags, TrainingDataFlags
 from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
-from alignment.config.evaluation import EvaluationFlags, RLEvaluationFlags
+from alignment.config.evaluation import (
+    EvaluationFlags,
+    RLEvaluationFlags,
+    TrainingEvaluationFlags,
+)
 from alignment.config.flag import (
     DataclassInstance,
     check_flags,
@@ -101,6 +105,11 @@ class Args(
                 "--compile: torch does not compile Liger's kernels; leave out this flag or"
                 " --use_liger_kernel"
             )
+        if self.eval_greedy and self.eval_temperature == 0:
+            raise UserError(
+                "--eval_greedy: the samples of --eval_temperature 0 are greedy already; leave out"
+                " one of the two"
+            )
 
     @property
     def data(self) -> DataConfig:
@@ -118,9 +127,27 @@ class Args(
         return settings_of(self, "sampler")
 
     @property
+    def task_rule(self) -> str:
+        """Name of the rule of --reward where the task has it, else of the task's first. Raises
+        `UserError` for an unknown --task."""
+        return evaluation_rule(self.reward, self.task_in_format.rules)
+
+    @property
     def evaluation_rule(self) -> str:
         """Name of the rule that evaluations report. Raises `UserError` for an unknown --task."""
-        return evaluation_rule(self.reward, self.task_in_format.rules)
+        return self.eval_rule or self.task_rule
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """Softmax temperature of evaluation samples; 0 is greedy."""
+        if self.eval_temperature is None:
+            return self.sampling_temperature
+        return self.eval_temperature
+
+    @property
+    def evaluation_top_p(self) -> float:
+        """Nucleus of evaluation samples."""
+        return self.eval_top_p or self.sampling_top_p
 
     @property
     def task_in_format(self) -> Task:
@@ -152,7 +179,7 @@ class EvaluateArgs(Args):
         "sampler_tensor_parallel",
     )
 
-    num_samples: int = flag(1, group="evaluation", at_least=1)
+    num_samples: int = flag(1, group="evaluation", at_least=1, aliases=("eval_samples",))
     """Samples a problem; above 1 adds pass@k and maj@k."""
     eval_tasks: tuple[str, ...] = flag((), group="evaluation")
     """Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp."""
@@ -175,6 +202,11 @@ class EvaluateArgs(Args):
         are_two_models = len(self.compare) == 2 and not self.eval_tasks
         wanted = "two models, on one --task"
         require(self, "compare", not self.compare or are_two_models, wanted)
+        if self.eval_greedy and (self.compare or self.audit_base):
+            raise UserError(
+                "--eval_greedy: --compare and --audit_base are of one evaluation of each model;"
+                " choose --eval_temperature 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -183,6 +215,7 @@ class SFTArgs(
     SFTLearningRateFlags,
     OptimizerFlags,
     SFTStepFlags,
+    TrainingEvaluationFlags,
     Args,
 ):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to
@@ -231,6 +264,7 @@ class RLArgs(
     DeterminismFlags,
     CheckpointFlags,
     RLEvaluationFlags,
+    TrainingEvaluationFlags,
     StalenessFlags,
     LossFlags,
     WeightLimitFlags,
@@ -501,6 +535,10 @@ class RejectionArgs(Args):
     UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
         *FLAGS_OF_TRAINING,
         "eval_device",
+        "eval_temperature",
+        "eval_top_p",
+        "eval_rule",
+        "eval_greedy",
         "max_problems",
         "run_name",
     )
@@ -517,6 +555,20 @@ class RejectionArgs(Args):
     """Share of an answer's words that must be in its question's language."""
     few_shot: str = flag("", group="data")
     """JSONL file of worked examples that are put before each question; empty: none."""
+
+    # Kept answers are data to train on, so that nothing of an evaluation's own decides them.
+
+    @property
+    def evaluation_rule(self) -> str:
+        return self.task_rule
+
+    @property
+    def evaluation_temperature(self) -> float:
+        return self.sampling_temperature
+
+    @property
+    def evaluation_top_p(self) -> float:
+        return self.sampling_top_p
 
 
 @dataclass(frozen=True)

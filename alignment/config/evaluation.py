@@ -7,10 +7,29 @@ from alignment.config.flag import flag
 
 @dataclass(frozen=True)
 class EvaluationFlags:
-    """How many test problems an evaluation takes."""
+    """Which test problems an evaluation takes, and how it samples and grades answers to them."""
 
     max_problems: int = flag(512, group="evaluation", at_least=0, zero="all")
     """Distinct questions in an evaluation; 0: all of the test split."""
+    eval_temperature: float | None = flag(None, group="evaluation", at_least=0, zero="greedy")
+    """Softmax temperature of evaluation samples; 0 is greedy. By default --sampling_temperature."""
+    eval_top_p: float | None = flag(None, group="evaluation", above=0, at_most=1)
+    """Nucleus of evaluation samples; by default --sampling_top_p."""
+    eval_rule: str = flag("", group="evaluation")
+    """Rule that grades evaluations: one of the task's, or your own as package.module:function;
+    empty: --reward where that is one of the task's, else the task's first."""
+    eval_greedy: bool = flag(False, group="evaluation", bookkeeping=True)
+    """Evaluate one greedy response a problem, too, beside the samples."""
+
+
+@dataclass(frozen=True)
+class TrainingEvaluationFlags:
+    """What a command that trains evaluates."""
+
+    eval_samples: int = flag(1, group="evaluation", at_least=1)
+    """Samples a problem in evaluations; above 1 adds pass@k and maj@k."""
+    eval_tasks: tuple[str, ...] = flag((), group="evaluation", swept=False)
+    """Tasks to evaluate on beside --task: benchmarks as evaluate's, tasks, file:FILE."""
 
 
 @dataclass(frozen=True)

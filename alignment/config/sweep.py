@@ -64,6 +64,8 @@ class SweepOptions:
     """Folder that holds the sweep's folder; with several machines, one that all of them share."""
     trackers: tuple[str, ...] = flag(("tensorboard",), group="run", choices=tuple(TRACKERS))
     """Where every run's numbers go besides its folder."""
+    eval_tasks: tuple[str, ...] = flag((), group="evaluation")
+    """Tasks that every run is evaluated on beside --task; verdicts are on --task alone."""
     hold: Literal["rollouts", "prompts"] = flag("rollouts", group="sweep")
     """What stays equal while --group_size varies: a step's responses (larger groups, fewer
     prompts), or its prompts."""
@@ -170,6 +172,7 @@ class ClaimsOptions(SweepOptions):
     UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
         "sweep_file",
         "run_name",
+        "eval_tasks",
         "hold",
         "match",
         "tie",

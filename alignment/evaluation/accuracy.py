@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import multimode
@@ -343,6 +343,8 @@ class Evaluator:
     # Compares the sampler's log-probs of an evaluation with the trainer's. None where this sampler
     # draws the rollouts too, since each update compares the log-probs of these.
     check: Callable[[Sequence[Group]], object] | None
+    # What is evaluated beside that, by the prefix of its metrics: other tasks, greedy responses.
+    others: Mapping[str, Callable[[Sampler], Evaluation]] = field(default_factory=dict)
 
     def run_if_due(self, step: int) -> None:
         """Evaluate after `step` steps if an evaluation is due there and not logged already. A run
@@ -354,9 +356,21 @@ class Evaluator:
         if self.sampler.policy_version != step:
             load_proven(self.sampler, self.policy.weights(), step)
         evaluation = self.evaluate(self.sampler)
+        others = {prefix: evaluate(self.sampler) for prefix, evaluate in self.others.items()}
         if self.check is not None:
             # The trainer, which computes log-probs for the check, gets the sampler's memory. The
             # sampler may lose its weights: it gets new ones before the next evaluation.
             put_to_sleep(self.sampler, keep_weights=False)
             self.check(evaluation.groups)
-        self.run.folder.log_eval({"step": step, **evaluation.record}, evaluation.groups)
+        groups = {prefix: other.groups for prefix, other in others.items()}
+        record = {"step": step, **joined_record(evaluation, others)}
+        self.run.folder.log_eval(record, evaluation.groups, groups)
+
+
+def joined_record(evaluation: Evaluation, others: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """The record of an evaluation with those of `others`, each metric with its prefix and a slash
+    before its name."""
+    record = dict(evaluation.record)
+    for prefix, other in others.items():
+        record |= {f"{prefix}/{name}": value for name, value in other.record.items()}
+    return record

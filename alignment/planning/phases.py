@@ -119,7 +119,7 @@ class Decoding(Phase):
         room = CACHE_BYTES[self.load.device.partition(":")[0]]
         prompts = min(rows.prompts, max(1, room // (group * token)))
         prompt_tokens = prompts * step.prompt
-        tensors = TRUNCATED_DRAW_TENSORS if step.truncated else DRAW_TENSORS
+        tensors = TRUNCATED_DRAW_TENSORS if step.truncated or rows.truncated else DRAW_TENSORS
         logits = FP32 * prompts * rows.responses * config.vocab_size
         return [
             {

@@ -11,6 +11,7 @@ class SampledRows(NamedTuple):
     prompts: int
     responses: int  # To each prompt.
     longest: int  # Tokens of the longest response.
+    truncated: bool = False  # Whether top-p of their own leaves tokens out.
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
+from alignment.runs.held_out import evaluation_words
 from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
@@ -316,8 +317,9 @@ class Run:
             self.path, self.config.keep_checkpoints, spared=self.resumed_at
         )
 
-    def finish(self, title: str) -> None:
-        """Write the final model, learning curve and summary."""
+    def finish(self, rule: str) -> None:
+        """Write the final model, learning curve and summary, which says that evaluations were
+        graded by the rule of that name."""
         # The last checkpoint is written: after an error here there is nothing more to save.
         self.is_under_way = False
         reproducibility = run_folder.reproducibility(self.path, self.config.setting)
@@ -336,7 +338,8 @@ class Run:
             "reproducibility": reproducibility,
             "peak_bytes": peak_bytes,
         }
-        write_summary(self.path, title, self.console, facts)
+        sampling = evaluation_words(self.config.arguments, rule)
+        write_summary(self.path, sampling, self.console, facts)
 
     def save_when_stopped(self, stop: BaseException) -> None:
         """Save a checkpoint of the last finished step, if its weights are still there, and print

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
@@ -87,10 +88,18 @@ class RunFolder:
         """Append one object to metrics.jsonl, and send it to the trackers."""
         self._append("metrics.jsonl", record)
 
-    def log_eval(self, record: Record, groups: Sequence[Group]) -> None:
-        """Write an evaluation's completions, and append one object to evals.jsonl, and send it to
-        the trackers."""
+    def log_eval(
+        self,
+        record: Record,
+        groups: Sequence[Group],
+        others: Mapping[str, Sequence[Group]] = MappingProxyType({}),
+    ) -> None:
+        """Write an evaluation's completions, also those of `others` by the prefix of their metrics,
+        and append one object to evals.jsonl, and send it to the trackers."""
         self.log_completions("eval", record["step"], groups)
+        for prefix, groups_of_other in others.items():
+            kind = f"eval_{plain_name(prefix.replace('/', '_'))}"
+            self.log_completions(kind, record["step"], groups_of_other)
         self._append("evals.jsonl", record)
         self.evaluated.add(record["step"])
 

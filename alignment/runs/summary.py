@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from alignment.runs.held_out import evaluation_words, further_accuracies
 from alignment.runs.run_folder import Record
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.templates import fill_template
@@ -76,6 +77,8 @@ def print_before_and_after(
         ),
         ("seconds of RL", "", f"{total(metrics, 'seconds'):.0f}"),
     ]
+    for label, key in further_accuracies(evals).items():
+        rows.append((label, f"{evals[0][key]:.3f}", f"{evals[-1][key]:.3f}"))
     heading = f"{name}: {evals[-1]['problems']} held-out problems, {sampling}"
     columns = ("before", "after")
     console.print(make_table(heading, ("", *columns), rows, numbers=columns))
@@ -174,6 +177,7 @@ def write_card(folder: Path, run: Path, reproducibility: str) -> None:
         "evals": read_jsonl(run / "evals.jsonl"),
         "metrics": read_jsonl(run / "metrics.jsonl"),
         "reproducibility": reproducibility,
+        "evaluation_words": evaluation_words,
     }
     card = fill_template(Path(__file__).with_name("model_card.md.j2"), **facts)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -209,6 +213,14 @@ def plot_learning_curve(
     )
     baseline = f"baseline {accuracies[0]:.3f}, before the first step"
     top.axhline(accuracies[0], color="tab:blue", linestyle="--", label=baseline, **faint)
+    for label, key in further_accuracies(evals).items():
+        top.plot(
+            [evaluation["step"] for evaluation in evals],
+            [evaluation[key] for evaluation in evals],
+            marker=".",
+            linewidth=1,
+            label=f"held out: {label}",
+        )
     top.set(ylim=(0, 1), title=title)
     top.legend(loc="best")
     top.grid(alpha=0.3)

@@ -50,7 +50,7 @@ class Sampler:
 class Folder:
     evaluated: set = set()
 
-    def log_eval(self, record, groups):
+    def log_eval(self, record, groups, others):
         pass
 
 
