@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
+from alignment.core.flag import flag
 from alignment.core.records import Completion, Group, Problem, Score
 from alignment.rewards.boxed import (
     boxed_final_answer,
@@ -186,6 +187,53 @@ def signed_format(problem: Problem, response: str) -> float:
     return 1.25 if TURN.fullmatch(whole_turn(problem, response)) else -1.0
 
 
+@dataclass(frozen=True)
+class CosineLength:
+    """The rewards of short and long responses, right and wrong."""
+
+    longest: int = flag(256, above=0)
+    """cosine_length: tokens of the longest response, as --max_new_tokens."""
+    right_short: float = flag(1.0)
+    """cosine_length: reward of a right response of no length."""
+    right_long: float = flag(0.5)
+    """cosine_length: reward of a right response of almost the longest length."""
+    wrong_short: float = flag(-1.0)
+    """cosine_length: reward of a wrong response of no length."""
+    wrong_long: float = flag(-0.5)
+    """cosine_length: reward of a wrong response of almost the longest length."""
+    cut_off: float = flag(-1.0)
+    """cosine_length: reward of a response that is cut off or has the longest length."""
+
+
+def cosine_length(
+    problems: Sequence[Problem],
+    completions: Sequence[Completion],
+    scores: Sequence[Score],
+    settings: CosineLength,
+) -> list[float | None]:
+    """A reward of correctness and length (Yeo et al. 2025, arXiv:2502.03373, section 4.1).
+
+    From its value at length 0 it goes to that at `longest` along half a cosine, for right responses
+    and for wrong ones, each with values of its own; a response that is cut off gets `cut_off`. A
+    response is right where the task's rule says so ("answer_reward")."""
+    return [
+        _cosine_of_length(completion, score, settings)
+        for completion, score in zip(completions, scores, strict=True)
+    ]
+
+
+def _cosine_of_length(completion: Completion, score: Score, settings: CosineLength) -> float:
+    length = len(completion.token_ids)
+    if completion.finish_reason == "length" or length >= settings.longest:
+        return settings.cut_off
+    short = settings.wrong_short
+    long = settings.wrong_long
+    if score["answer_reward"] > 0:
+        short = settings.right_short
+        long = settings.right_long
+    return long + (short - long) * (1 + math.cos(math.pi * length / settings.longest)) / 2
+
+
 def make_part(function: Callable[[Problem, str, Score], float]) -> PartFn:
     """The part made of a function of a problem, a response to it, and its score."""
 
@@ -209,7 +257,7 @@ def make_rule_part(rule: RewardFn) -> PartFn:
 
 
 # A name that --reward takes -> the part.
-PARTS: Mapping[str, PartFn] = {
+PARTS: Mapping[str, Callable[..., list[float | None]]] = {
     "format": make_part(lambda problem, text, score: score["format_reward"]),
     "accuracy": make_part(lambda problem, text, score: score["answer_reward"]),
     "tag_count": make_text_part(tag_count),
@@ -219,6 +267,7 @@ PARTS: Mapping[str, PartFn] = {
         lambda problem, text: signed_accuracy(text, problem.ground_truth)
     ),
     "language_consistency": make_text_part(language_consistency),
+    "cosine_length": cosine_length,
 }
 # A part and a rule that cannot go together -> the reason.
 UNFIT = {

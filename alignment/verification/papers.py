@@ -239,6 +239,16 @@ def paper_dppo(setting: Mapping, response: Response, token: Token) -> complex:
     return -ratio * response.advantage
 
 
+def paper_cosine_reward(
+    length: int, longest: int, is_right: bool, right: Sequence[float], wrong: Sequence[float]
+) -> float:
+    """The cosine reward of a response that is not cut off (arXiv:2502.03373, section 4.1): CosFn(t,
+    T, a, b) = a + (b - a) / 2 * (1 + cos(t pi / T)). `right` and `wrong` are the rewards at length
+    0 and at the longest."""
+    at_start, at_end = right if is_right else wrong
+    return at_end + 0.5 * (at_start - at_end) * (1.0 + math.cos(length * math.pi / longest))
+
+
 def paper_clip(setting: Mapping, ratio: complex) -> complex:
     """The ratio, clipped to [1 - cliprange, 1 + cliprange]. If `cliprange_high` is set, the upper
     bound is 1 + cliprange_high instead, as in DAPO (arXiv:2503.14476, eq. 10)."""
