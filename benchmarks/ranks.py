@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -33,6 +34,7 @@ from alignment.policy.single_device import read_parts
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.runs.run_folder import TRAINER
 from alignment.system.torchrun import PROCESSES_HERE, followed
+from alignment.training.preparation import prepare_update
 from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient
 
@@ -80,9 +82,23 @@ def made_up(prompts: int, silent: int) -> Rollout:
     )
 
 
-def objectives() -> Iterator[tuple[str, Rollout, list[int], Objective]]:
-    """(name, rollout, rows with a gradient, objective) of every loss and normalisation, and of
-    special cases."""
+# What an update prepares by a pass of all its rows, whichever ranks have them.
+PREPARED: tuple[dict[str, Any], ...] = (
+    {"entropy_coefficient": 0.05},
+    {"token_selection": "top_entropy"},
+    {
+        "token_selection": "clip_cov",
+        "selected_share": 0.05,
+        "covariance_low": 0.01,
+        "covariance_high": 0.5,
+    },
+    {"token_selection": "kl_cov", "selected_share": 0.1},
+)
+
+
+def objectives(policy: Policy) -> Iterator[tuple[str, Rollout, list[int], Objective]]:
+    """(name, rollout, rows with a gradient, objective) of every loss and normalisation, of special
+    cases, and of what `policy` prepares."""
     base = from_preset(RLArgs, "tiny", group_size=GROUP_SIZE, epochs_per_rollout=2).update_config
     usual = made_up(prompts=7, silent=2)
     cases = [
@@ -107,6 +123,13 @@ def objectives() -> Iterator[tuple[str, Rollout, list[int], Objective]]:
             f" {correction}"
         )
         yield words, rollout, rows, rollout_objective(rollout, range(len(rollout.lengths)), config)
+    for numbers in PREPARED:
+        config = dataclasses.replace(base, loss=dataclasses.replace(base.loss, **numbers))
+        every_row = range(len(usual.lengths))
+        prepared = prepare_update(policy, usual, every_row, config, 1)
+        rows = rows_with_gradient(usual, config)
+        objective = rollout_objective(prepared.rollout, every_row, config)
+        yield f"{numbers}", usual, rows, objective
     yield (
         "SFT",
         usual,
@@ -120,7 +143,7 @@ def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     log-probs and weights. Adapters, where there are any, are random ones: where B is 0, A has no
     gradient."""
     policy.use_adapters("random")
-    for name, rollout, rows, objective in objectives():
+    for name, rollout, rows, objective in objectives(policy):
         loss = sum(
             result.sums["loss"].double()
             for result in policy.accumulate(rollout.batch, rows, objective)

@@ -21,8 +21,8 @@ class DataFlags:
     flexible, for the last box or number, or countdown. Or a weighted sum, such as
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, cosine_length, signed_format, signed_accuracy, the negative controls
-    random, format_only and inverted, and functions of your own, as package.module:function, which are called with a
-    response and its ground truth, or as TRL calls them."""
+    random, format_only and inverted, and functions of your own, as package.module:function, which
+    are called with a response and its ground truth, or as TRL calls them."""
     reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
     """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = flag("", group="data")

@@ -144,7 +144,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
 )
 def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
     """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all,
-    SFT; within 1e-5."""
+    entropy bonus, selected tokens, SFT; within 1e-5."""
     command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
