@@ -182,7 +182,7 @@ CASES = [
     ("train_rl", ["--correction_cap", "0"], "--correction_cap 0.0"),
     (
         "train_rl",
-        ["--token_selection", "kl_cov"],
+        ["--token_selection", "kl_cov", "--train_mini_batch_size", "0"],
         "--token_selection kl_cov: must be none with one update a rollout",
     ),
     (
