@@ -113,6 +113,8 @@ def random_reward(response: str, ground_truth: str) -> float:
 # (problems, completions, their scores by the task's rule) -> rewards; None where the part does not
 # apply to a completion.
 PartFn = Callable[[Sequence[Problem], Sequence[Completion], Sequence[Score]], list[float | None]]
+# The same, perhaps with a parameter `settings` of the part's own.
+PartWithSettings = Callable[..., list[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 STEPS = re.compile(
@@ -257,7 +259,7 @@ def make_rule_part(rule: RewardFn) -> PartFn:
 
 
 # A name that --reward takes -> the part.
-PARTS: Mapping[str, Callable[..., list[float | None]]] = {
+PARTS: Mapping[str, PartWithSettings] = {
     "format": make_part(lambda problem, text, score: score["format_reward"]),
     "accuracy": make_part(lambda problem, text, score: score["answer_reward"]),
     "tag_count": make_text_part(tag_count),
@@ -278,7 +280,7 @@ UNFIT = {
     ("signed_format", "boxed"): "it looks for tags, and the prompt asks for a box; use format",
 }
 # Negative controls: a policy that improves under one of them has not learnt to answer.
-CONTROLS: Mapping[str, PartFn] = {
+CONTROLS: Mapping[str, PartWithSettings] = {
     "random": make_text_part(lambda problem, text: random_reward(text, problem.ground_truth)),
     "format_only": PARTS["format"],
     "inverted": make_part(
