@@ -23,7 +23,7 @@ def task_arguments(args: AnyArgs, names: Sequence[str]) -> dict[str, AnyArgs]:
         changes = {}
         path = name
         if not name.startswith(OWN_ROWS):
-            find("--eval_tasks", name, {**TASKS, **benchmarks.BENCHMARKS})
+            find("--eval_tasks", name, {**benchmarks.BENCHMARKS, **TASKS})
             if args.task.startswith(OWN_ROWS):
                 # The columns and the test split that are named are those of --task.
                 changes = vars(DataConfig())
