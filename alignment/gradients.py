@@ -134,7 +134,7 @@ def frozen(
     message = policy.choose_micro_batch_tokens(rollout.batch.labels.shape[1])
     if message:
         console.print(message)
-    if not rollout.raw_rewards_B1.any():
+    if not rollout.raw_rewards_B1.any() and not rl.teacher:
         raise UserError(
             "no sampled response is right, so every gradient is zero: take more --prompts, or a"
             " warmer start"
@@ -148,6 +148,8 @@ _ACTING_ON_GRADIENT = {
     *(field.name for field in dataclasses.fields(AdvantageConfig)),
     "loss_type",
     "advantage",
+    "teacher",
+    "teacher_weight",
     "old_log_probs",
     "overlong_buffer",
     "skip_unfinished",
@@ -176,7 +178,10 @@ def print_arms(
         # a later policy than the one that sampled
         if arm.staleness and config.old_log_probs == "policy":
             config = dataclasses.replace(config, old_log_probs="ratio_one")
-        inputs[name] = (collated(arm.rollout_config), config)
+        rollout = collated(arm.rollout_config)
+        if arm.teacher:
+            rollout = with_log_probs_of_teacher(rollout, arm, policy, console)
+        inputs[name] = (rollout, config)
     (base, base_gradients), *others = arm_gradients(policy, inputs, updates).items()
     if not base_gradients[0].any():
         raise UserError(
@@ -201,6 +206,24 @@ def print_arms(
     headings = ("arm", *columns, "gradients", "acts elsewhere")
     console.print(make_table(title, headings, rows, columns))
     console.print(ARMS_NOTE, soft_wrap=True)
+
+
+def with_log_probs_of_teacher(
+    rollout: Rollout, arm: RLArgs, policy: Policy, console: Console
+) -> Rollout:
+    """The rollout with the log-probs of an arm's teacher. Raises `UserError` where its vocabulary
+    is not the policy's."""
+    from alignment.builders.run_plan import plan_run
+    from alignment.builders.training import find_teacher
+    from alignment.builders.warm_start import prepare_warm_start
+    from alignment.model.frozen import FrozenModel
+
+    plan = plan_run(arm, prepare_warm_start(arm, console))
+    teacher = FrozenModel(find_teacher(arm, plan.base), plan.roles.teacher, policy.dtype)
+    teacher_BT = teacher.log_probs(
+        rollout.batch, arm.sampling.distribution, policy.micro_batch_tokens
+    )
+    return dataclasses.replace(rollout, teacher_log_probs_BT=teacher_BT)
 
 
 def _relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.builders.checks import check_processes, roles_of
 from alignment.config.settings import flag_values
-from alignment.planning.placement import place
+from alignment.planning.placement import place, teacher_share
 from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
@@ -114,9 +114,14 @@ def print_placement(prediction: Prediction, title: str, console: Console) -> Non
         prediction.kind,
         run.sampler_tensor_parallel,
     )
+    teacher = prediction.step.teacher_model
     rows = []
     for share in sorted(shares, key=lambda share: share.device):
         layers = describe_modules(shape, share.modules)
+        rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
+    if teacher is not None:
+        share = teacher_share(teacher.shape, prediction.roles.teacher, teacher.itemsize)
+        layers = describe_modules(teacher.shape, share.modules)
         rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
     kept = f"weights, and for the policy gradients and the moments of {run.optimizer}"

@@ -359,7 +359,7 @@ def main() -> None:
     records += report(training_checks(args, plan), console)
     if args.kill_after and not PROCESSES:
         roles = plan.roles
-        devices = (*roles.policy, *roles.sample, roles.reference, roles.eval)
+        devices = (*roles.trainer, *roles.sample, roles.eval)
         exact = promises_bits(devices, args.deterministic)
         records += report(run_checks(args, console, exact), console)
     folder = claim_run_folder(

@@ -256,7 +256,11 @@ def fields_of(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("files", "heading", "also"),
     [
-        ("metrics.jsonl", "metrics.jsonl", {"staleness", "seconds_wait"}),
+        (
+            "metrics.jsonl",
+            "metrics.jsonl",
+            {"staleness", "seconds_wait", "teacher_kl", "seconds_teacher"},
+        ),
         ("evals.jsonl", "evals.jsonl", {"model", "pass@8", "maj@8"}),
         (
             "completions/*.jsonl",
@@ -274,8 +278,9 @@ def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
 
 
 def test_every_field_of_metrics_that_is_listed_is_one_of_a_run(recorded):
-    """But for those of asynchronous rollouts."""
+    """But for those of asynchronous rollouts, and of a teacher."""
     fields = fields_of(recorded / "metrics.jsonl") | {"staleness", "seconds_wait"}
+    fields |= {"teacher_kl", "seconds_teacher"}
     text = (
         (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
     )

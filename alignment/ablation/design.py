@@ -410,6 +410,8 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle -= args.selection.arguments
     if facts["lora_rank"] == 0:
         idle |= {"lora_alpha", "lora_targets"}
+    if not facts["teacher"]:
+        idle |= {"teacher_weight"}
     if facts["sft_base"]:
         idle |= {"model"}  # the weights are those of the warm start
     return {

@@ -37,7 +37,8 @@ from alignment.data.tasks import (
     try_rows,
 )
 from alignment.data.tasks.own_data import Demonstration
-from alignment.planning.placement import Roles, assign_roles
+from alignment.model.vocabulary import read_vocabulary, refuse_other_vocabulary
+from alignment.planning.placement import Roles, assign_roles, with_teacher
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import POLICIES
 from alignment.rewards.rules import (
@@ -117,6 +118,7 @@ def check_rl(args: RLArgs) -> None:
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
             check_chat_template(task, args.model)
+    check_teacher(args)
     check_test_split(task, args.dataset_path, args.max_problems)
     check_held_out(args)
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
@@ -151,6 +153,26 @@ def check_held_out(args: RLArgs | SFTArgs) -> None:
             check_rules(task_args, task, problems)
 
 
+def check_teacher(args: RLArgs) -> None:
+    """Raise `UserError` where there is no model of --teacher, or where its tokenizer's files or its
+    vocabulary's size do not suit the policy's. What is not on this machine, or made later, is
+    compared where it is loaded."""
+    if not args.teacher:
+        return
+    check_model_path(args.teacher, "--teacher")
+    has_warm_start = args.sft_base and Path(args.sft_base).exists()
+    policy = args.sft_base if has_warm_start else args.model
+    vocabularies = []
+    for name in (policy, args.teacher):
+        folder = Path(name).expanduser()
+        if name in EMBEDDED:
+            folder = Path(args.output_dir) / f"{name}_base"
+        vocabularies.append(read_vocabulary(folder))
+    policys, teachers = vocabularies
+    if policys is not None and teachers is not None:
+        refuse_other_vocabulary(args.teacher, teachers, policys)
+
+
 def check_loss(args: RLArgs) -> None:
     """Try a loss and an advantage of the user's own on made-up responses. Raises `UserError` where
     no update can be made of what they give."""
@@ -161,7 +183,7 @@ def check_loss(args: RLArgs) -> None:
     if args.loss not in LOSSES.values():
         from alignment.training.trial import try_loss  # Here, because it loads torch.
 
-        try_loss(args.loss_type, args.update_config.loss)
+        try_loss(args.loss_type, args.update_config.loss, has_teacher=args.teacher != "")
 
 
 def check_reward(args: RLArgs, task: Task, reward: Reward, problem: Problem) -> None:
@@ -373,6 +395,8 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
         args.policy_devices,
         claims_gpu,
     )
+    if isinstance(args, RLArgs) and args.teacher:
+        roles = with_teacher(roles, args.teacher_device, num_gpus, bool(args.policy_devices))
     number = len(roles.sample)
     parallel = args.sampler_tensor_parallel
     if parallel > 1 and not claims_gpu:

@@ -142,17 +142,21 @@ def predict(
     if num_gpus == 0 and not memory:
         memory = total_bytes("cpu")
     model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
-    published = PUBLISHED / model.replace("/", "--")
-    if model in EMBEDDED:
-        base = resolve_model(model, args.output_dir)
-    elif (published / "config.json").is_file():
-        base = str(published)
-    else:
-        # that a folder's weights are whole is checked where they are loaded: it takes reading all
-        # of them
-        base = check_model_path(model, "--model") or model
+    base = described_model(model, args.output_dir, "--model")
     planned = PlannedMachines(num_gpus, memory, machines)
     return predict_plan(args, plan_run(args, base, planned), planned)
+
+
+def described_model(name: str, output_dir: str, flag: str) -> str:
+    """A folder or hub name that has the configuration of a model, if not its weights."""
+    published = PUBLISHED / name.replace("/", "--")
+    if name in EMBEDDED:
+        return resolve_model(name, output_dir, flag)
+    if (published / "config.json").is_file():
+        return str(published)
+    # that a folder's weights are whole is checked where they are loaded: it takes reading all of
+    # them
+    return check_model_path(name, flag) or name
 
 
 def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Prediction:
@@ -179,8 +183,18 @@ def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Pred
         machines.number,
         prompts,
     )
+    step = replace(step, teacher_model=teacher_of(args, step.itemsize))
     peaks = peak_bytes(shape, config, roles, step) if memory else []
     return Prediction(run, shape, config, roles, policy.kind, step, peaks)
+
+
+def teacher_of(args: RLArgs, itemsize: int) -> ComputedModel | None:
+    """The model of --teacher, with products of numbers of `itemsize` bytes; None without. Raises
+    `UserError` where there is none of that name."""
+    if not args.teacher:
+        return None
+    config = load_config(described_model(args.teacher, args.output_dir, "--teacher"))
+    return ComputedModel(ModelShape.from_config(config), config, itemsize)
 
 
 Change = dict[str, Any]
@@ -591,7 +605,7 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> Durati
     """What the run takes on such machines."""
     roles = prediction.roles
     at_rates = rates(hardware, prediction.step.itemsize)
-    devices = len({*roles.policy, *roles.sample, roles.eval, roles.reference})
+    devices = len({*roles.trainer, *roles.sample, roles.eval})
     gpus = hardware.machines * (hardware.gpus or devices)
 
     def run_at(end: int, shares: Shares, refills: int) -> RunSeconds:

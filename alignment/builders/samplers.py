@@ -100,7 +100,7 @@ class Engines:
 
     def _devices_of_others(self, use: str) -> set[str]:
         """The devices of the trainer's models, and of the sampler of the other use."""
-        devices = {*self.plan.roles.policy, self.plan.roles.reference}
+        devices = set(self.plan.roles.trainer)
         for other, engine_plan in self.plan.engines.items():
             if other != use:
                 devices.update(engine_plan.config.devices)

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs
+from alignment.builders.checks import resolve_model
 from alignment.builders.evaluations import (
     PreparedEvaluation,
     functions_of_others,
@@ -23,8 +24,9 @@ from alignment.core.tokens import pad_token_id
 from alignment.evaluation.accuracy import Evaluator
 from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
-from alignment.model.loading import load_tokenizer, make_deterministic
+from alignment.model.loading import load_config, load_tokenizer, make_deterministic
 from alignment.model.saving import check_saving
+from alignment.model.vocabulary import Vocabulary, refuse_other_vocabulary
 from alignment.planning.peak_meter import PeakMeter
 from alignment.policy.policy import Policy
 from alignment.rollouts.config import UpdateConfig
@@ -42,7 +44,7 @@ from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
 from alignment.system.files import read_jsonl
 from alignment.training.preparation import resumed_config
-from alignment.training.update import References, sampler_mismatch
+from alignment.training.update import LogProbSource, References, sampler_mismatch
 
 PROBED = 8  # test problems that samplers answer with random adapters
 
@@ -196,6 +198,7 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
     """The sources of old and reference log-probs. The reference model has the weights that the run
     started from before any step; with adapters it is the policy without them."""
     config = args.update_config
+    teacher = make_teacher(args, run, plan)
     device = plan.roles.reference
     dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     old_policy = None
@@ -207,21 +210,54 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
             "On-policy (one update per rollout): old log-probs are not needed, clipping has no"
             " effect"
         )
+    reference = make_reference(args, run, plan, policy)
+    return References(config, old_policy, reference, run.clock, teacher)
+
+
+def make_reference(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> LogProbSource | None:
+    """The source of the log-probs of a KL penalty; None without one."""
     if not args.beta:
-        return References(config, old_policy, None, run.clock)
+        return None
     if args.lora_rank:
 
         def base_log_probs(batch, distribution, micro_batch_tokens):
             return policy.base_log_probs(batch, distribution)
 
-        return References(config, old_policy, base_log_probs, run.clock)
+        return LogProbSource(base_log_probs)
     start = plan.base
     if run.last_step:
         start = prepare_warm_start(args, run.console)
+    return open_frozen(args, run, plan, start, plan.roles.reference)
+
+
+def make_teacher(args: RLArgs, run: Run, plan: RunPlan) -> LogProbSource | None:
+    """The source of the log-probs of --teacher; None without. Raises `UserError` as
+    `find_teacher`."""
+    if not args.teacher:
+        return None
+    folder = find_teacher(args, plan.base)
+    return open_frozen(args, run, plan, folder, plan.roles.teacher, name="teacher")
+
+
+def find_teacher(args: RLArgs, base: str) -> str:
+    """The folder or hub name of --teacher. Raises `UserError` where there is none, or its
+    vocabulary is not that of the policy `base`."""
+    folder = resolve_model(args.teacher, args.output_dir, "--teacher")
+    policys = Vocabulary(load_tokenizer(base).get_vocab(), load_config(base).vocab_size)
+    teachers = Vocabulary(load_tokenizer(folder).get_vocab(), load_config(folder).vocab_size)
+    refuse_other_vocabulary(args.teacher, teachers, policys)
+    return folder
+
+
+def open_frozen(
+    args: RLArgs, run: Run, plan: RunPlan, folder: str, device: str, name: str = "reference model"
+) -> LogProbSource:
+    """The source of a frozen model's log-probs; in a process of its own where rollouts are sampled
+    beside the updates, so that it computes beside them too."""
+    dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     if plan.samples_between_updates:
-        reference = FrozenModel(start, device, dtype)
-        return References(config, old_policy, reference.log_probs, run.clock)
+        return LogProbSource(FrozenModel(folder, device, dtype).log_probs)
     process = run.open(
-        ReferenceProcess(start, device, dtype, args.deterministic, args.sampler_timeout)
+        ReferenceProcess(folder, device, dtype, args.deterministic, args.sampler_timeout, name)
     )
-    return References(config, old_policy, process.log_probs, run.clock, in_background=True)
+    return LogProbSource(process.log_probs, in_background=True)

@@ -23,7 +23,7 @@ from alignment.config.flag import (
     names_of_flags,
     require,
 )
-from alignment.config.loss import LossFlags, LossTypeFlags
+from alignment.config.loss import LossFlags, LossTypeFlags, TeacherFlags
 from alignment.config.model import AdapterFlags, ModelFlags
 from alignment.config.optimisation import (
     LearningRateFlags,
@@ -44,7 +44,7 @@ from alignment.config.settings import (
     find_loss,
     settings_of,
 )
-from alignment.core.advantages import Advantage, AdvantageConfig
+from alignment.core.advantages import ADVANTAGES, Advantage, AdvantageConfig
 from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
 from alignment.core.selection import SELECTIONS, Selection
@@ -260,6 +260,7 @@ class SFTArgs(
 
 @dataclass(frozen=True)
 class RLArgs(
+    TeacherFlags,
     RLRunFlags,
     DeterminismFlags,
     CheckpointFlags,
@@ -313,6 +314,7 @@ class RLArgs(
         is_valid = self.correction_floor < self.correction_cap
         require(self, "correction_floor", is_valid, f"below --correction_cap {self.correction_cap}")
         self._check_selection()
+        self._check_teacher()
 
     def _check_selection(self) -> None:
         """Raise `UserError` for a --token_selection that can have no effect, or lacks what it
@@ -352,8 +354,29 @@ class RLArgs(
             learner = f"--loss_type {self.loss_type}"
         elif estimator.silent_groups:
             learner = f"--advantage {self.advantage}"
+        elif self.teacher:
+            learner = "--teacher"
         wanted = f"0 with {learner}, which learns from groups of equal rewards too"
         require(self, "max_refills", self.max_refills == 0 or not learner, wanted)
+
+    def _check_teacher(self) -> None:
+        """Raise `UserError` for a --teacher with a loss that cannot take a token's advantage, and
+        for what only makes sense with one."""
+        has_teacher = self.teacher != ""
+        is_valid = has_teacher or self.estimator is not ADVANTAGES["none"]
+        wanted = "another estimator, or go with --teacher: nothing else has a gradient"
+        require(self, "advantage", is_valid, wanted)
+        is_valid = has_teacher or self.teacher_device is None
+        require(self, "teacher_device", is_valid, "left out, or go with --teacher")
+        wanted = "a loss of advantages with --teacher, which adds to them"
+        is_valid = not has_teacher or self.loss.weight != "raw_rewards"
+        require(self, "loss_type", is_valid, wanted)
+        wanted = (
+            "a loss with a ratio for each token with --teacher: with one ratio a response the"
+            " tokens' own advantages would be averaged"
+        )
+        is_valid = not has_teacher or not self.loss.ratio_per_response
+        require(self, "loss_type", is_valid, wanted)
 
     def _check_staleness(self) -> None:
         """Raise `UserError` for --max_staleness or --sync_every without --rollouts async, and for a

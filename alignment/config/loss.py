@@ -96,3 +96,17 @@ class LossFlags:
     """clip_cov: the largest."""
     kl_cov_coefficient: float = flag(1.0, group="algorithm", above=0)
     """kl_cov: weight of the divergence from the old policy."""
+
+
+@dataclass(frozen=True)
+class TeacherFlags:
+    """The model to distil from on the policy's own samples."""
+
+    teacher: str = flag("", group="algorithm")
+    """Model to distil from, a folder or name as --model takes, with the policy's tokenizer: a
+    sampled token's advantage grows by --teacher_weight x (the teacher's log-prob - the policy's);
+    alone with --advantage none. Empty: none."""
+    teacher_weight: float = flag(1.0, group="algorithm", above=0)
+    """That weight."""
+    teacher_device: str | None = flag(None, group="devices", swept=False)
+    """Device of the --teacher; by default that of --reference_model_device."""

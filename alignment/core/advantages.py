@@ -344,6 +344,29 @@ def problem_average(
     return inputs.rewards_PG - baseline_P1, averages
 
 
+def no_advantage(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
+    """A = 0: rewards have no gradient. They are logged, and a teacher's advantages are alone."""
+    return inputs.rewards_PG.new_zeros(inputs.rewards_PG.shape), None
+
+
+def distillation_advantages(
+    advantages: Tensor | None, teacher_log_probs: Tensor, student_log_probs: Tensor, weight: float
+) -> Tensor:
+    """A_t = A + weight * (log pi_teacher(y_t) - log pi_student(y_t)) [batch, sequence].
+
+    The added term is minus an unbiased estimate of the reverse divergence KL(student, teacher) at
+    each token that the student has sampled; a token is credited for nothing after it. On-policy
+    distillation (Lu & Thinking Machines Lab 2025, "On-Policy Distillation"): the gradient of the
+    divergence on the student's own samples, through which no gradient passes, as in GKD (Agarwal et
+    al. 2024, arXiv:2306.13649). MiniLLM (Gu et al. 2024, arXiv:2306.08543) also credits a token for
+    the divergence of later ones. `advantages` are [batch, 1], or None for 0.
+    """
+    from_teacher = weight * (teacher_log_probs - student_log_probs).detach()
+    if advantages is None:
+        return from_teacher
+    return advantages + from_teacher
+
+
 # --advantage -> the estimator.
 ADVANTAGES: Mapping[str, Advantage] = {
     "group_baseline": Advantage(group_baseline, arguments=ADVANTAGE_ARGUMENTS - {"advantage"}),
@@ -362,6 +385,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "problem_average": Advantage(
         problem_average, settings=ProblemAverageSettings, silent_groups=True, smallest_group=1
     ),
+    "none": Advantage(no_advantage, smallest_group=1),
 }
 
 

@@ -79,7 +79,8 @@ def loss_denominator(
 class LossInputs:
     """What a loss may need; None where not given.
 
-    Log-probs and mask are [batch, sequence], rewards and advantages [batch, 1].
+    Log-probs and mask are [batch, sequence], rewards [batch, 1]. Advantages are [batch, 1], or with
+    a teacher, which gives each token its own, [batch, sequence].
     """
 
     config: LossConfig
@@ -158,11 +159,9 @@ class LossConfig:
     kl_cov_coefficient: float = 1.0
 
 
-def _weigh(weights_B1: Tensor, values_BT: Tensor) -> Tensor:
-    # Imported late: it loads sympy, for which reading arguments should not wait.
-    from einx import multiply  # pyright: ignore[reportPrivateImportUsage] # it has no __all__
-
-    return multiply("b 1, b t -> b t", weights_B1, values_BT)
+def _weigh(weights: Tensor, values_BT: Tensor) -> Tensor:
+    """The values times weights [batch, 1], or [batch, sequence]."""
+    return weights.expand_as(values_BT) * values_BT
 
 
 def compute_naive_policy_gradient_loss(
@@ -203,8 +202,8 @@ def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig)
     clipped_BT = bounded_BT < unclipped_BT
     if config.dual_clip:
         # The floor d * A is for negative advantages only.
-        floor_B1 = (config.dual_clip * advantages).where(advantages < 0, float("-inf"))
-        floor_BT = floor_B1.expand_as(surrogate_BT)
+        floor = (config.dual_clip * advantages).where(advantages < 0, float("-inf"))
+        floor_BT = floor.expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
         surrogate_BT = surrogate_BT.maximum(floor_BT)
     return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}

@@ -169,6 +169,24 @@ class Rollout:
     """The state of the estimator after it gave the advantages."""
     # Of the tokens of the next update, those that --token_selection selects.
     selected_BT: torch.Tensor | None = None
+    teacher_log_probs_BT: torch.Tensor | None = None
+    token_advantages_BT: torch.Tensor | None = None
+    """With a teacher, the advantages of single tokens, which take the place of `advantages_B1`."""
+
+    @property
+    def advantages(self) -> torch.Tensor | None:
+        """What a loss takes for advantages: [B, 1], or with a teacher [B, T]."""
+        if self.token_advantages_BT is not None:
+            return self.token_advantages_BT
+        return self.advantages_B1
+
+    @property
+    def student_log_probs_BT(self) -> torch.Tensor:
+        """The log-probs of the policy that a teacher's are compared with: the old policy's where
+        they are known, otherwise the sampler's."""
+        if self.old_log_probs_BT is not None:
+            return self.old_log_probs_BT
+        return self.sampler_log_probs_BT
 
     @property
     def lengths(self) -> list[int]:

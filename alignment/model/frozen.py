@@ -1,5 +1,5 @@
-"""Models that only compute log-probs: the reference model, here or in a process beside the trainer,
-and the old policy."""
+"""Models that only compute log-probs: the reference model and the teacher, here or in processes
+beside the trainer, and the old policy."""
 
 import os
 import sys
@@ -160,13 +160,20 @@ def model_values(
 
 
 class ReferenceProcess:
-    """The reference model of the folder `model_path` in a process of its own. Where that dies,
-    hangs or answers no log-probs, `log_probs` replaces it once; then it raises `RunStopped`. An
-    answer is waited for no longer than `timeout` seconds."""
+    """The frozen model of the folder `model_path`, which messages call `name`, in a process of its
+    own. Where that dies, hangs or answers no log-probs, `log_probs` replaces it once; then it
+    raises `RunStopped`. An answer is waited for no longer than `timeout` seconds."""
 
     def __init__(
-        self, model_path: str, device: str, dtype: torch.dtype, deterministic: bool, timeout: float
+        self,
+        model_path: str,
+        device: str,
+        dtype: torch.dtype,
+        deterministic: bool,
+        timeout: float,
+        name: str = "reference model",
     ):
+        self.name = name
         self.restarts = 0
         self.timeout = timeout
         self._model = (model_path, device, dtype, deterministic)
@@ -191,7 +198,7 @@ class ReferenceProcess:
             except ProcessLost as lost:
                 if self._is_closed:
                     raise
-                print(f"the reference model is started again: {lost}", file=sys.stderr)
+                print(f"the {self.name} is started again: {lost}", file=sys.stderr)
             self.restarts += 1
             self._start()
             return torch.from_numpy(self._child.ask(self.timeout, *question))
@@ -203,7 +210,7 @@ class ReferenceProcess:
 
     def _start(self) -> None:
         self._child = ChildProcess(
-            "reference model's process", f"{__name__}:serve", os.environ, grace_seconds=0
+            f"{self.name}'s process", f"{__name__}:serve", os.environ, grace_seconds=0
         )
         self._child.ask(max(self.timeout, START_SECONDS), "start", *self._model)
 

@@ -85,6 +85,19 @@ class DeviceLoad:
         return self.step.frozen if self.device == self.roles.reference else 0
 
     @property
+    def teacher_bytes(self) -> int:
+        """Bytes of the teacher's weights on the device."""
+        teacher = self.step.teacher_model
+        if teacher is None or self.device != self.roles.teacher:
+            return 0
+        return teacher.shape.frozen_bytes(self.step.itemsize)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there is a frozen model on the device."""
+        return bool(self.frozen_models or self.teacher_bytes)
+
+    @property
     def engines(self) -> int:
         """Engines on a device that samples or evaluates."""
         return self.step.engines if self.roles.eval in self.roles.sample else 1
@@ -121,7 +134,8 @@ def resident_bytes(load: DeviceLoad) -> Bytes:
 
     "weights": fp32 masters. "moments": what the optimiser keeps on the device; those that a GPU
     would send to the host stay on a CPU. "sampler": a whole copy of the weights for each engine
-    that is ours. "reference": whole frozen models, whose linear layers are in the type of products.
+    that is ours. "reference" and "teacher": whole frozen models, whose linear layers are in the
+    type of products.
     "context": CUDA's, or Python and its libraries on a CPU."""
     optimizer = OPTIMIZERS[load.step.optimizer]
     moment_bytes = optimizer.device_bytes - WEIGHT_AND_GRADIENT
@@ -132,6 +146,7 @@ def resident_bytes(load: DeviceLoad) -> Bytes:
         "moments": moment_bytes * load.trained_parameters,
         "sampler": _sampler_bytes(load),
         "reference": load.shape.frozen_bytes(load.step.itemsize) * load.frozen_models,
+        "teacher": load.teacher_bytes,
         "context": _context_bytes(load),
     }
 
@@ -157,7 +172,7 @@ def _sampler_bytes(load: DeviceLoad) -> int:
 def _context_bytes(load: DeviceLoad) -> int:
     """Bytes of the trainer's process itself: CUDA's context, or on a CPU Python and what it loads.
     A device of engines alone has none."""
-    if not (load.trains or load.frozen_models) and load.step.vllm:
+    if not (load.trains or load.has_frozen) and load.step.vllm:
         return 0
     if not load.on_cpu:
         return CUDA_CONTEXT_BYTES

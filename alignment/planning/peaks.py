@@ -26,6 +26,7 @@ from alignment.planning.phases import (
     ReferenceLogProbs,
     Sampling,
     Sync,
+    TeacherLogProbs,
     Update,
 )
 from alignment.planning.placement import Roles, Share, policy_shares
@@ -91,7 +92,7 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     fp32 weights whose linear layers are autocast."""
     policy = policy_shares(shape, roles.policy, step.policy_parallelism, step.optimizer)
     step = replace(step, layers=max(shape.layer_share(share.modules) for share in policy))
-    own_devices = {*roles.sample, roles.eval, roles.reference}
+    own_devices = {*roles.trainer, *roles.sample, roles.eval}
     own_devices -= {share.device for share in policy}
     shares = [*policy, *(Share(device, "", (), 0) for device in sorted(own_devices))]
     has_ranks = policy_kind(step.policy_parallelism).ranked
@@ -99,7 +100,9 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
     for index, share in enumerate(shares):
         # Ranks may share the host's CPU, where the first of them has the other roles, too.
         repeated = share in shares[:index]
-        counted = replace(roles, sample=(), eval="", reference="") if repeated else roles
+        counted = (
+            replace(roles, sample=(), eval="", reference="", teacher="") if repeated else roles
+        )
         phases = phases_of(DeviceLoad(share, counted, shape, config, step))
         rank = index if has_ranks and index < len(policy) else None
         if phases:
@@ -118,7 +121,7 @@ def phases_of(load: DeviceLoad) -> dict[str, Bytes]:
         passing = phase.worst()
         if load.on_cpu:
             passing |= {"margin": heap_margin(load, phase.name, passing, recomputed)}
-        elif load.trains or load.frozen_models or not load.step.vllm:
+        elif load.trains or load.has_frozen or not load.step.vllm:
             passing |= {"margin": allocator_margin(passing)}
             allocated = total(resident) - resident["context"] + total(passing)
             passing |= {RESERVED: int(RESERVED_SHARE * allocated)}
@@ -134,6 +137,7 @@ def phases_that_occur(load: DeviceLoad, update: Update) -> Iterator[Phase]:
         Evaluation(load),
         OldLogProbs(load),
         ReferenceLogProbs(load),
+        TeacherLogProbs(load),
         update,
         Sync(load),
         Checkpoint(load),

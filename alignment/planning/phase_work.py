@@ -152,11 +152,20 @@ class StepWork:
         return {
             "sampling": self.sampling("sampling", 1 + self.schedule.refills),
             **dict.fromkeys(sorted(self.step.passes), log_probs),
+            **self.teacher(),
             "update": self.update(),
             "sync": self.sync(),
             "evaluation": self.sampling("evaluation", 1),
             "checkpoint": self.checkpoint(),
         }
+
+    def teacher(self) -> dict[str, Work]:
+        """The work of the teacher's pass over all rows, on one device; of no phase without one."""
+        teacher = self.step.teacher_model
+        if teacher is None:
+            return {}
+        alone = replace(self, model=teacher, split=PolicySplit())
+        return {"teacher": alone.forward_pass(1, 1).work}
 
     def forward_pass(self, share: float, updates: int) -> PassWork:
         """The work of a forward pass over a share of the rows, in so many updates.

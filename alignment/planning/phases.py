@@ -176,9 +176,7 @@ class LogProbPass(Phase):
 
     def instants(self) -> list[Bytes]:
         load, config, step = self.load, self.load.config, self.load.step
-        rows = step.sampled["sampling"]
-        tokens = rows.prompts * (step.prompt + rows.responses * rows.longest)
-        work = micro_batches_beside(load, taken=0, tokens=tokens)
+        work = micro_batches_beside(load, taken=0, tokens=step.rollout_tokens)
         casts = logits = gathered = 0
         if step.in_bfloat16:
             own_layers = [name for name in load.shape.layers if name in self.own_modules]
@@ -220,6 +218,31 @@ class ReferenceLogProbs(LogProbPass):
     @property
     def own_modules(self) -> tuple[str, ...]:
         return self.load.share.modules if self.load.has_adapters else ()
+
+
+@dataclass(frozen=True)
+class TeacherLogProbs(Phase):
+    """Log-probs under the teacher, in micro-batches as large as the policy's: "activations" of the
+    one layer of its own that is at work, and its "logits"."""
+
+    name: ClassVar[str] = "teacher"
+
+    @property
+    def occurs(self) -> bool:
+        return self.load.teacher_bytes > 0
+
+    def instants(self) -> list[Bytes]:
+        step = self.load.step
+        assert step.teacher_model is not None  # Else the phase does not occur.
+        config = step.teacher_model.config
+        work = micro_batches_beside(self.load, taken=0, tokens=step.rollout_tokens)
+        head = head_bytes(config, step, work.tokens_of_one, self.load.device, "pass")
+        return [
+            {
+                "activations": work.tokens * passing_bytes(config, step.itemsize),
+                "logits": work.parallel * head,
+            }
+        ]
 
 
 @dataclass(frozen=True)

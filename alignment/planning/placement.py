@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignment.model.device_map import partition_layers
 from alignment.model.shape import ModelShape
@@ -41,6 +41,13 @@ class Roles:
     sample: tuple[str, ...]
     reference: str
     eval: str
+    teacher: str = ""  # Empty without --teacher.
+
+    @property
+    def trainer(self) -> frozenset[str]:
+        """The devices of the trainer's models: the policy and the frozen models beside it."""
+        frozen = {self.reference, self.teacher} - {""}
+        return frozenset(self.policy) | frozen
 
 
 def assign_roles(
@@ -99,6 +106,23 @@ def assign_roles(
         reference=helpers["reference"],
         eval=helpers["eval"],
     )
+
+
+def with_teacher(
+    roles: Roles, device: str | None, num_gpus: int, policy_is_named: bool = False
+) -> Roles:
+    """The roles with a teacher's on `device`; None: on the reference's. A GPU that is named for the
+    teacher is none of the policy's, unless `policy_is_named` or the policy has no other.
+
+    Raises UserError for a device that is malformed or absent."""
+    if device is None:
+        return replace(roles, teacher=roles.reference)
+    gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
+    teacher = _read_device("--teacher_device", device, gpus)
+    policy = roles.policy
+    if not policy_is_named:
+        policy = tuple(other for other in policy if other != teacher) or policy
+    return replace(roles, policy=policy, teacher=teacher)
 
 
 def _read_devices(flag: str, texts: Sequence[str], gpus: Sequence[str]) -> tuple[str, ...]:
@@ -209,7 +233,7 @@ OWN_GPU = 0.9
 
 def engine_share(roles: Roles, device: str, engines: int = 1) -> float:
     """The share of a GPU's memory that each of `engines` vLLM engines on it claims by default."""
-    shared = device in {*roles.policy, roles.reference}
+    shared = device in roles.trainer
     return (SHARED_GPU if shared else OWN_GPU) / engines
 
 
@@ -284,3 +308,9 @@ def place(
         frozen = shape.frozen_bytes(itemsize)
         shares.append(Share(roles.reference, "reference", everything, frozen))
     return shares
+
+
+def teacher_share(shape: ModelShape, device: str, itemsize: int = 2) -> Share:
+    """The share of a teacher of that shape, a frozen model, with products of numbers of `itemsize`
+    bytes."""
+    return Share(device, "teacher", tuple(shape.parameters), shape.frozen_bytes(itemsize))

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from alignment.planning.passes import ComputedModel
+
 
 class SampledRows(NamedTuple):
     """The responses that a phase samples."""
@@ -44,6 +46,14 @@ class StepShape:
     """The largest share of the model's layers on one device: `peak_bytes` sets it."""
     largest_micro_batch: int = 0
     """Tokens of the largest micro-batch of a real update; 0: as many as there may be."""
+    teacher_model: ComputedModel | None = None
+    """The model of --teacher; None without."""
+
+    @property
+    def rollout_tokens(self) -> int:
+        """Tokens of a rollout, each prompt counted once, where all are the longest."""
+        rows = self.sampled["sampling"]
+        return rows.prompts * (self.prompt + rows.responses * rows.longest)
 
     @property
     def longest_row(self) -> int:

@@ -102,6 +102,8 @@ class UpdateConfig:
     max_sampler_mismatch: float = 0.1
     seed: int = 0
     data_seed: int = 0
+    teacher: str = ""
+    teacher_weight: float = 1.0
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -17,7 +17,7 @@ from alignment.rollouts.source import with_advantages
 from alignment.system.errors import UserError
 from alignment.system.signals import deferrable_signals
 from alignment.training.preparation import prepare_update
-from alignment.training.update import rollout_objective, update
+from alignment.training.update import rollout_objective, update, with_teacher
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def inspect(
 ) -> Iterator[tuple[Estimator, Statistics]]:
     """Each estimator with the statistics of its per-prompt gradients; first those before, then
     those after `policy` has made one update on the rollout. `config` is the run's own, used without
-    KL penalty, entropy bonus, sampler's correction and selection of tokens."""
+    KL penalty, teacher, entropy bonus, sampler's correction and selection of tokens."""
     plain = replace(
         config.loss,
         beta=0.0,
@@ -88,7 +88,7 @@ def inspect(
         entropy_coefficient=0.0,
         token_selection="none",
     )
-    config = replace(config, loss=plain, entropy_target=0.0)
+    config = replace(config, loss=plain, entropy_target=0.0, teacher="")
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and rollout.old_log_probs_BT is None:
             old_BT = policy.log_probs(rollout.batch, config.distribution)
@@ -108,7 +108,7 @@ def update_once(policy: Policy, rollout: Rollout, config: UpdateConfig) -> None:
         old_log_probs="ratio_one",
         max_sampler_mismatch=math.inf,
     )
-    rollout = with_advantages(rollout, config.advantage)
+    rollout = with_all_advantages(rollout, config)
     with deferrable_signals() as defer_signals:
         update(policy, rollout, one_update, step=1, before_change=defer_signals)
 
@@ -120,7 +120,8 @@ def arm_gradients(
     `updates` (1 or 2) updates of all responses.
 
     Between the two `policy` makes one update as the first arm would, at the largest learning rate
-    of any arm. The initial `policy` is the old policy and the reference of a KL penalty."""
+    of any arm. The initial `policy` is the old policy and the reference of a KL penalty. An arm
+    with a teacher has its log-probs in the rollout."""
     first_rollout, first_config = next(iter(arms.values()))
     initial_BT = policy.log_probs(first_rollout.batch, first_config.distribution)
     old_log_probs = {
@@ -137,15 +138,24 @@ def arm_gradients(
         for name, (rollout, config) in arms.items():
             config = replace(config, distribution=first_config.distribution)
             annotated = replace(
-                with_advantages(rollout, config.advantage),
+                rollout,
                 reference_log_probs_BT=initial_BT,
                 old_log_probs_BT=old_log_probs[config.old_log_probs],
             )
+            annotated = with_all_advantages(annotated, config)
             rows = annotated.trained_rows
             prepared = prepare_update(policy, annotated, rows, config, number + 1)
             objective = rollout_objective(prepared.rollout, rows, prepared.config)
             gradients[name].append(compute_gradient(policy, annotated.batch, rows, objective))
     return gradients
+
+
+def with_all_advantages(rollout: Rollout, config: UpdateConfig) -> Rollout:
+    """The rollout with advantages, and where it has a teacher's log-probs with those of tokens."""
+    weighted = with_advantages(rollout, config.advantage)
+    if rollout.teacher_log_probs_BT is None:
+        return weighted
+    return with_teacher(weighted, rollout.teacher_log_probs_BT, config.teacher_weight)
 
 
 def compute_gradient(

@@ -45,8 +45,8 @@ def prepare_update(
         generator = torch.Generator().manual_seed(derived_seed("selection", config.seed, number))
         draws_BT = torch.rand(mask_BT.shape, generator=generator)
         advantages_N = torch.zeros_like(entropies_N)
-        if rollout.advantages_B1 is not None:
-            advantages_N = rollout.advantages_B1.expand_as(mask_BT)[mask_BT].double()
+        if rollout.advantages is not None:
+            advantages_N = rollout.advantages.expand_as(mask_BT)[mask_BT].double()
         tokens = StepTokens(
             log_probs_BT[mask_BT].double(), entropies_N, advantages_N, draws_BT[mask_BT]
         )

@@ -26,6 +26,8 @@ class MadeUp:
     prompts: Sequence[int]
     responses: Sequence[int]
     distance: float
+    of_tokens: bool = False
+    """Whether advantages are those of tokens, as a teacher's are."""
 
 
 TRIALS = (
@@ -40,10 +42,21 @@ TRIALS = (
 )
 
 
-def try_loss(name: str, config: LossConfig) -> None:
-    """Compute the loss that --loss_type `name` names on made-up responses, with its gradient.
-    Raises `UserError`, with the line of the user's file where there is one, if it raises an
-    exception or returns what no update can be made of."""
+# With --teacher.
+TRIAL_OF_TOKENS = MadeUp(
+    "four responses whose tokens have advantages of their own (--teacher)",
+    (1, 2, 3, 1),
+    (5, 3, 1, 4),
+    0.3,
+    of_tokens=True,
+)
+
+
+def try_loss(name: str, config: LossConfig, has_teacher: bool = False) -> None:
+    """Compute the loss that --loss_type `name` names on made-up responses, with its gradient; and
+    where it `has_teacher`, with advantages [batch, sequence]. Raises `UserError`, with the line of
+    the user's file where there is one, if it raises an exception or returns what no update can be
+    made of."""
     loss = config.loss
     if loss.weight not in WEIGHTS:
         raise UserError(
@@ -54,7 +67,8 @@ def try_loss(name: str, config: LossConfig) -> None:
             f"--loss_type {name}: its at_ratio_one {loss.at_ratio_one!r} is none of"
             f" {', '.join(LOSSES)}"
         )
-    for trial in TRIALS:
+    trials = (*TRIALS, TRIAL_OF_TOKENS) if has_teacher else TRIALS
+    for trial in trials:
         try:
             with warnings.catch_warnings(action="ignore"):
                 fault = next(faults(config, trial), "")
@@ -232,12 +246,15 @@ def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
     sampler_BT = draw_other_policy()
     reference_BT = draw_other_policy() if config.beta else None
     rewards_B1 = (torch.arange(number)[:, None] % 2 == 0).float()
+    advantages = rewards_B1 - 0.5
+    if trial.of_tokens:
+        advantages = advantages + 0.1 * (draw_other_policy() - log_probs_BT)
     return LossInputs(
         config,
         log_probs_BT.requires_grad_(),
         mask_BT,
         raw_rewards=rewards_B1,
-        advantages=rewards_B1 - 0.5,
+        advantages=advantages,
         old_log_probs=old_BT,
         reference_log_probs=reference_BT,
         sampler_log_probs=sampler_BT,

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from alignment.core.advantages import distillation_advantages
 from alignment.core.losses import LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Batch, Distribution, Rollout
 from alignment.core.schedules import LearningRate
@@ -101,7 +102,7 @@ def update(
     report["bad_updates"] = len(bad)
     padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report["update_token_share"] = computed_tokens(stepped) / padded_tokens
-    report |= comparison | entropy_report(config, coefficient)
+    report |= comparison | entropy_report(config, coefficient) | teacher_report(rollout)
     trainer_BT = first_log_probs(computed, rollout)
     # Later mini-batches saw changed weights; these log-probs are all from before the first update.
     if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
@@ -111,12 +112,13 @@ def update(
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
     """The trained rows whose loss may have a gradient: those with a non-zero advantage or reward,
-    whichever weighs the loss. With a KL penalty, an entropy bonus, a selection that gives them one,
-    or an unknown weight, these are all."""
+    whichever weighs the loss. With a KL penalty, a teacher, an entropy bonus, a selection that
+    gives them one, or an unknown weight, these are all."""
     weight = config.loss.loss.weight
     selection = SELECTIONS.get(config.loss.token_selection)
     selection_adds = selection is not None and selection.adds_gradient
-    if config.loss.beta or weight is None or selection_adds or has_entropy_bonus(config):
+    is_penalised = config.loss.beta or selection_adds or has_entropy_bonus(config)
+    if is_penalised or config.teacher or weight is None:
         return rollout.trained_rows
     weights_B1 = getattr(rollout, f"{weight}_B1")
     return [row for row in rollout.trained_rows if weights_B1[row].item() != 0]
@@ -191,7 +193,7 @@ class RolloutLoss:
             log_probs_bt,
             mask_bt,
             raw_rewards=take(rollout.raw_rewards_B1),
-            advantages=take(rollout.advantages_B1),
+            advantages=take(rollout.advantages),
             old_log_probs=old_bt,
             reference_log_probs=take(rollout.reference_log_probs_BT),
             sampler_log_probs=take(rollout.sampler_log_probs_BT),
@@ -272,6 +274,18 @@ def update_report(
     return report
 
 
+def teacher_report(rollout: Rollout) -> dict[str, float | None]:
+    """With a teacher, "teacher_kl": the mean of log pi_student - log pi_teacher over the response
+    tokens that are trained on, an estimate of the reverse KL divergence in nats a token."""
+    if rollout.teacher_log_probs_BT is None:
+        return {}
+    trained_BT = rollout.batch.response_mask & rollout.counted_B1
+    difference_BT = rollout.student_log_probs_BT - rollout.teacher_log_probs_BT
+    if not trained_BT.any():
+        return {"teacher_kl": None}
+    return {"teacher_kl": difference_BT[trained_BT].mean().item()}
+
+
 def computed_tokens(results: Sequence[MicroBatchResult]) -> int:
     """Tokens that the forward passes of some micro-batches computed; a prompt that rows share
     counts once."""
@@ -335,44 +349,54 @@ def mismatch(
     return {"sampler_mismatch": mean, "sampler_mismatch_max": largest}
 
 
+@dataclass(frozen=True)
+class LogProbSource:
+    """A frozen model's log-probs [B, T] of the responses: `compute(batch, distribution,
+    micro_batch_tokens)`. With `in_background` a thread calls it as soon as there is a batch."""
+
+    compute: Callable[[Batch, Distribution, int], torch.Tensor]
+    in_background: bool = False
+
+
 class References:
-    """Adds old and reference log-probs to rollouts, where the loss needs them.
+    """Adds old, reference and teacher log-probs to rollouts, where the loss needs them.
 
     `old_policy` is a copy of the policy on another device, which computes the old log-probs; None:
-    the policy computes them itself, before its first update. `reference(batch, distribution,
-    micro_batch_tokens)` returns the log-probs [B, T] of the model that training started from; None:
-    the loss needs none. With `in_background` a thread calls it, as soon as `request` has the
-    batch."""
+    the policy computes them itself, before its first update. `reference` is the model that training
+    started from, `teacher` one to distil from; None: the loss needs none."""
 
     def __init__(
         self,
         config: UpdateConfig,
         old_policy: FrozenModel | None,
-        reference: Callable[[Batch, Distribution, int], torch.Tensor] | None,
+        reference: LogProbSource | None,
         clock: Clock,
-        in_background: bool = False,
+        teacher: LogProbSource | None = None,
     ):
         self.config = config
         self.old_policy = old_policy
-        self.reference = reference
         self.clock = clock
-        self.in_background = in_background
-        self._answers: dict[int, Callable[[], torch.Tensor]] = {}
+        self._sources: dict[str, LogProbSource] = {}
+        if reference is not None:
+            self._sources["reference"] = reference
+        if teacher is not None:
+            self._sources["teacher"] = teacher
+        self._answers: dict[tuple[str, int], Callable[[], torch.Tensor]] = {}
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
-        """Have the reference, if it works `in_background`, begin with a step's batch. Otherwise
-        `annotate` computes its log-probs."""
-        if self.reference is None or step in self._answers:
-            return
-        compute = partial(self.reference, batch, self.config.distribution, micro_batch_tokens)
-        if self.in_background:
-            self._answers[step] = start_in_background(compute).result
-        else:
-            self._answers[step] = compute
+        """Have the models that work `in_background` begin with a step's batch. `annotate` computes
+        the others' log-probs."""
+        for name, source in self._sources.items():
+            if (name, step) in self._answers:
+                continue
+            compute = partial(source.compute, batch, self.config.distribution, micro_batch_tokens)
+            if source.in_background:
+                compute = start_in_background(compute).result
+            self._answers[name, step] = compute
 
     def annotate(self, rollout: Rollout, policy: Policy, step: int) -> Rollout:
-        """The rollout with `old_log_probs_BT` and `reference_log_probs_BT`, as far as the loss
-        needs them."""
+        """The rollout with `old_log_probs_BT`, `reference_log_probs_BT`, and `teacher_log_probs_BT`
+        with the advantages of tokens, as far as the loss needs them."""
         self.request(step, rollout.batch, policy.micro_batch_tokens)
         if self.config.old_log_probs == "sampler":
             rollout = dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
@@ -380,11 +404,18 @@ class References:
             with self.clock("old_log_probs"):
                 old_BT = self._old_log_probs(rollout, policy)
             rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
-        if self.reference is not None:
-            with self.clock("reference"):
-                reference_BT = self._answers.pop(step)()
+        if "reference" in self._sources:
+            reference_BT = self._log_probs_of("reference", step)
             rollout = dataclasses.replace(rollout, reference_log_probs_BT=reference_BT)
+        if "teacher" in self._sources:
+            teacher_BT = self._log_probs_of("teacher", step)
+            rollout = with_teacher(rollout, teacher_BT, self.config.teacher_weight)
         return rollout
+
+    def _log_probs_of(self, name: str, step: int) -> torch.Tensor:
+        """The log-probs [B, T] that `request` has asked a model for."""
+        with self.clock(name):
+            return self._answers.pop((name, step))()
 
     def _old_log_probs(self, rollout: Rollout, policy: Policy) -> torch.Tensor:
         """Log-probs [B, T] of the policy's present weights, for rows with a gradient."""
@@ -395,3 +426,17 @@ class References:
         return self.old_policy.log_probs(
             rollout.batch, self.config.distribution, policy.micro_batch_tokens, rows
         )
+
+
+def with_teacher(rollout: Rollout, teacher_BT: torch.Tensor, weight: float) -> Rollout:
+    """The rollout with a teacher's log-probs [B, T], and the advantages of tokens that follow from
+    them (`distillation_advantages`); 0 outside the responses that are trained on."""
+    advantages_BT = distillation_advantages(
+        rollout.advantages_B1, teacher_BT, rollout.student_log_probs_BT, weight
+    )
+    trained_BT = rollout.batch.response_mask & rollout.counted_B1
+    return dataclasses.replace(
+        rollout,
+        teacher_log_probs_BT=teacher_BT,
+        token_advantages_BT=advantages_BT.where(trained_BT, 0),
+    )

@@ -54,6 +54,7 @@ from alignment.training.update import (
     rollout_objective,
     rows_with_gradient,
     sampler_mismatch,
+    with_teacher,
 )
 from alignment.verification.papers import PaperLogProbs, paper_values
 
@@ -568,6 +569,10 @@ class Verified:
             rollout, old_log_probs_BT=old_BT, reference_log_probs_BT=reference_BT
         )
         rollout = with_advantages(rollout, self.config.advantage)
+        if self.config.teacher:
+            noise_BT = 0.2 * torch.randn(sampler_BT.shape, generator=generator)
+            teacher_BT = sampler_BT + noise_BT * rollout.batch.response_mask
+            rollout = with_teacher(rollout, teacher_BT, self.config.teacher_weight)
         every_row = range(len(rollout.lengths))
         return prepare_update(self.policy, rollout, every_row, self.config, 1).rollout
 

@@ -106,6 +106,11 @@ def _problem_average(response: PaperResponse) -> float:
     return response.centred
 
 
+def _none(response: PaperResponse) -> float:
+    """No gradient by rewards."""
+    return 0.0
+
+
 ESTIMATORS: Mapping[str, Callable[[PaperResponse], float]] = {
     "group_baseline": _group_baseline,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus,
@@ -115,6 +120,7 @@ ESTIMATORS: Mapping[str, Callable[[PaperResponse], float]] = {
     "pass_at_k": _pass_at_k,
     "maxrl": _maxrl,
     "problem_average": _problem_average,
+    "none": _none,
 }
 
 

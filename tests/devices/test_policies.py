@@ -16,7 +16,7 @@ from alignment.rewards.rules import score_groups
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.clock import Clock
 from alignment.training.sft import SFTConfig, SFTData, fine_tune
-from alignment.training.update import References, update
+from alignment.training.update import LogProbSource, References, update
 
 EXAMPLES = [((1, 2, number), (3 + number, 4, 5)) for number in range(6)]
 SAMPLING = SamplingConfig(n=4, max_new_tokens=12, seed=1, top_k=20)
@@ -45,7 +45,9 @@ def train(
     args = dataclasses.replace(
         ARGS, beta=0.1, train_mini_batch_size=8, max_sampler_mismatch=5.0, sampling_top_k=20
     )
-    references = References(args.update_config, old_policy, reference.log_probs, Clock())
+    references = References(
+        args.update_config, old_policy, LogProbSource(reference.log_probs), Clock()
+    )
     found = {}
     for step in (1, 2):
         problems = problems_of(args, step)

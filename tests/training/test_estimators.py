@@ -45,7 +45,7 @@ def oracle_gradient(folder, rollout, advantages):
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "none"])
 def test_the_gradient_is_the_papers_however_the_batch_is_cut(name, policies, rollout, tiny_folder):
     args = replaced(ARGS, advantage=name, loss_type="reinforce_with_baseline")
     if name == "pass_at_k":  # With sets of all four, every group has one reward.

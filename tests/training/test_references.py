@@ -15,7 +15,7 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
-from alignment.training.update import References, rows_with_gradient, update
+from alignment.training.update import LogProbSource, References, rows_with_gradient, update
 
 
 def test_the_samplers_log_probs_replace_the_old_ones_with_the_flag():
@@ -109,7 +109,7 @@ def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler
 def test_the_reference_keeps_the_weights_that_training_began_with(policy, sampler, tiny_folder):
     config = dataclasses.replace(ARGS, beta=0.1).update_config
     frozen, reports = FrozenModel(str(tiny_folder), "cpu", torch.float32), []
-    references = References(config, None, frozen.log_probs, Clock())
+    references = References(config, None, LogProbSource(frozen.log_probs), Clock())
     for step in (1, 2):
         rollout = references.annotate(sample_rollout(sampler), policy, step)
         reports.append(update(policy, rollout, config, step).report)
@@ -134,7 +134,9 @@ def test_a_reference_in_another_process_computes_while_the_trainer_does_somethin
 ):
     config = dataclasses.replace(ARGS, beta=0.1, epochs_per_rollout=2).update_config
     rollout, elsewhere = sample_rollout(sampler), ReferenceElsewhere()
-    references = References(config, None, elsewhere.log_probs, Clock(), in_background=True)
+    references = References(
+        config, None, LogProbSource(elsewhere.log_probs, in_background=True), Clock()
+    )
     references.request(3, rollout.batch, policy.micro_batch_tokens)  # as soon as it is sampled
     wait_for(lambda: len(elsewhere.asked) == 1)
     elsewhere.may_answer.set()
@@ -165,7 +167,7 @@ def test_a_reference_in_this_process_is_asked_when_its_log_probs_are_needed(poli
         return asked.append(question) or -rollout.batch.response_mask.float()
 
     references = References(
-        dataclasses.replace(ARGS, beta=0.1).update_config, None, reference, Clock()
+        dataclasses.replace(ARGS, beta=0.1).update_config, None, LogProbSource(reference), Clock()
     )
     references.request(1, rollout.batch, policy.micro_batch_tokens)
     assert asked == []
