@@ -8,6 +8,52 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False  # as in `typing`, whose import takes 2 ms
+if TYPE_CHECKING:
+    from alignment.api import (
+        Accuracy,
+        Comparison,
+        Difference,
+        EvaluateArgs,
+        EvaluationResult,
+        RLArgs,
+        RunResult,
+        RunStopped,
+        SFTArgs,
+        UserError,
+        Verdicts,
+        args_of_run,
+        compare,
+        evaluate,
+        preset_names,
+        read_run,
+        train,
+        train_sft,
+    )
+
+# What Python programs use (docs/python.md). Each name is there once it is asked for, so that
+# importing this package loads nothing.
+__all__ = [
+    "Accuracy",
+    "Comparison",
+    "Difference",
+    "EvaluateArgs",
+    "EvaluationResult",
+    "RLArgs",
+    "RunResult",
+    "RunStopped",
+    "SFTArgs",
+    "UserError",
+    "Verdicts",
+    "args_of_run",
+    "compare",
+    "evaluate",
+    "preset_names",
+    "read_run",
+    "train",
+    "train_sft",
+]
+
 # Read once, when torch starts its threads, so it must be set before torch is imported: spinning
 # OpenMP threads make the work 4-9 times slower as soon as a second process (a sampler, a sibling
 # run) wants the same cores.
@@ -36,6 +82,25 @@ if "MALLOC_ARENA_MAX" not in os.environ:
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 # While `python -m alignment.X` imports, for seconds, Ctrl-C ends it without a traceback. Then
-# `errors.run_command` takes over.
-if sys.argv[:1] == ["-m"]:
+# `errors.run_command` takes over. (Another package may be run by -m and import this one.)
+if sys.argv[:1] == ["-m"] and any(
+    word.removeprefix("-m").startswith("alignment") for word in sys.orig_argv[1:]
+):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+if not TYPE_CHECKING:  # for a type checker it would give every misspelt name a type
+
+    def __getattr__(name: str) -> object:
+        """A public name, from `alignment.api`."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module  # here, to keep the import of this package short
+
+        api = import_module("alignment.api")
+        # This has made the module `evaluate` an attribute of this package: it can be called.
+        return globals().get(name, getattr(api, name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

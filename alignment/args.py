@@ -144,6 +144,9 @@ class ReportArgs:
     follow: bool = False
     """Write the report again, every 30 s, until all runs are finished."""
 
+    def __post_init__(self) -> None:
+        check_flags(self)
+
 
 @dataclass(frozen=True)
 class PipelineArgs:

@@ -6,9 +6,13 @@ alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_see
 --num_samples 16"""
 
 import dataclasses
+import importlib
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +37,7 @@ from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.planning.placement import Roles
 from alignment.runs.held_out import evaluation_words
+from alignment.runs.results import EvaluationResult
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import write_json, write_jsonl
@@ -49,8 +54,43 @@ def __getattr__(name: str):
     return evaluate_vllm
 
 
+class EvaluateModule(ModuleType):
+    """The type of this module, which `from alignment import evaluate` names: it can be called."""
+
+    def __call__(self, args: EvaluateArgs) -> EvaluationResult:
+        """Evaluate models as this command does (`alignment.api.evaluate`)."""
+        # by name, since that module imports this one
+        return importlib.import_module("alignment.api").evaluate(args)
+
+
+sys.modules[__name__].__class__ = EvaluateModule
+
+
+@dataclass(frozen=True)
+class CheckedEvaluation:
+    """What there is to evaluate, and on which devices: each model on the tasks, by name."""
+
+    models: Sequence[str]
+    tasks: Mapping[str, EvaluateArgs]
+    roles: Roles
+
+
 def main() -> None:
     args = parse(EvaluateArgs)
+    console = make_console()
+    checked = check_evaluation(args, console)
+    if args.preview:
+        from alignment.preview import preview_problems
+
+        for task_args in checked.tasks.values():
+            preview_problems(task_args, checked.models[0])
+        return
+    evaluate_and_report(args, checked, console)
+
+
+def check_evaluation(args: EvaluateArgs, console: Console) -> CheckedEvaluation:
+    """What the arguments ask for. Raises `UserError` where it cannot be evaluated; prints what a
+    user may not expect of it."""
     models = models_of(args)
     tasks = arguments_by_task(args)
     if args.audit_base:
@@ -65,7 +105,6 @@ def main() -> None:
             check_chat_template(task, model)
         problems = check_test_split(task, args.dataset_path, args.max_problems)
         check_rules(task_args, task, problems)
-    console = make_console()
     if args.reward != EvaluateArgs.reward and not (args.audit_base or args.eval_rule):
         rules = {task_args.evaluation_rule for task_args in tasks.values()}
         for rule in rules - {args.reward}:
@@ -80,13 +119,7 @@ def main() -> None:
     for model in models:
         # says what is wrong with the second before an hour is spent on the first
         resolve_model(model, args.output_dir)
-    if args.preview:
-        from alignment.preview import preview_problems
-
-        for task_args in tasks.values():
-            preview_problems(task_args, models[0])
-        return
-    evaluate_and_report(args, models, tasks, roles, console)
+    return CheckedEvaluation(models, tasks, roles)
 
 
 def models_of(args: EvaluateArgs) -> Sequence[str]:
@@ -141,16 +174,12 @@ def audited_arguments(
     return audited
 
 
-def evaluate_and_report(
-    args: EvaluateArgs,
-    models: Sequence[str],
-    tasks: Mapping[str, EvaluateArgs],
-    roles: Roles,
-    console: Console,
-) -> None:
-    """Evaluate each model, write the run's folder and print the results. Where a signal, a lost
-    sampler or a full disk ends it, what was evaluated is printed all the same, and written as far
-    as it can be, but for the summary of a finished one."""
+def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console: Console) -> Path:
+    """Evaluate each model, print the results and write the run's folder, which is returned. Where a
+    signal, a lost sampler or a full disk ends it, what was evaluated is printed all the same, and
+    written as far as it can be, but for the summary of a finished one."""
+    models = checked.models
+    tasks = checked.tasks
     names = ["evaluate", label(args.model)]
     if args.compare:
         names = ["compare", *map(label, args.compare)]
@@ -162,7 +191,7 @@ def evaluate_and_report(
     groups = []
     stop = None
     try:
-        with closing(evaluate_models(args, models, tasks, roles, console)) as evaluations:
+        with closing(evaluate_models(args, models, tasks, checked.roles, console)) as evaluations:
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
                 if args.audit_base:
@@ -195,6 +224,7 @@ def evaluate_and_report(
         console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
     if stop is not None:
         raise stop
+    return path
 
 
 def evaluate_models(

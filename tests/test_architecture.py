@@ -74,8 +74,9 @@ MAY_IMPORT = {
         "args",
     ),
 }
-# Beside the commands: the arguments, and the names of the field.
+# Beside the commands: the arguments, what Python programs call, and the names of the field.
 TOP_LEVEL = {
+    "api",
     "args",
     "models",
     "preview",

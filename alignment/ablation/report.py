@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
-from alignment.ablation.places import unseen_share
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
+from alignment.ablation.summary import caution, print_verdicts, ranked, verdicts_of
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -28,7 +28,7 @@ from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.templates import fill_template
-from alignment.system.terminal import make_table, printable
+from alignment.system.terminal import printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
@@ -40,40 +40,8 @@ INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, li
 def report(study: Study, folder: Path, console: Console) -> None:
     """Print a table of verdicts for each varied argument of a full grid, else one of the pairs of
     arms; write the report."""
-
-    outcome = verdicts.outcome(study)
-    tables: dict[str, list[Comparison]] = {}
-    for name, comparisons in decide_factors(study).items():
-        tables[f"{outcome.title}: {name}, averaged over all else"] = comparisons
-    if not tables:
-        pairs = decide(study)
-        if pairs:
-            tables[outcome.title] = pairs
-    columns = ("", "difference", "95 % interval", "seeds", "verdict")
-    for title, comparisons in tables.items():
-        rows = [_cells(comparison) for comparison in _ranked(comparisons)]
-        console.print(make_table(title, columns, rows))
-    note = caution(study, _flatten(tables))
-    if note:
-        console.print(note, markup=False, soft_wrap=True)
-    for warning in study.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    if study.match != "steps":
-        console.print(f"verdicts are on {outcome.description}", soft_wrap=True)
-    for name in study.missing:
-        console.print(f"unfinished: {name}", style="red", markup=False)
+    print_verdicts(verdicts_of(study), console)
     console.print(f"report: {write_report(study, folder)[0]}", markup=False, soft_wrap=True)
-
-
-def _cells(comparison: Comparison) -> tuple[str, ...]:
-    """A comparison's row of the printed table."""
-    return (
-        f"{comparison.a} - {comparison.b}",
-        f"{comparison.difference:+.3f}",
-        f"{comparison.low:+.3f} .. {comparison.high:+.3f}",
-        str(comparison.seeds),
-        comparison.verdict,
-    )
 
 
 def _flatten(tables: Mapping[str, Sequence[Comparison]]) -> list[Comparison]:
@@ -134,8 +102,8 @@ def contents(study: Study) -> dict[str, Any]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),
-        "pairs": _ranked(pairs),
-        "pairs_area": _ranked(decide(study, whole_curve=True)),
+        "pairs": ranked(pairs),
+        "pairs_area": ranked(decide(study, whole_curve=True)),
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
         "further": further_accuracies(run.evals) if run else {},
@@ -191,17 +159,6 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
     return rows
 
 
-def _ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The decided comparisons first, each kind by the size of the difference."""
-
-    def rank(comparison: Comparison) -> tuple[bool, float]:
-        # without a shared seed the difference is NaN, which has no order
-        size = abs(comparison.difference) if comparison.seeds else 0
-        return comparison.kind == "undecided", -size
-
-    return sorted(comparisons, key=rank)
-
-
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
     """A line for each varied argument, or for the pairs of arms: the largest differences, and how
     many tie or are undecided."""
@@ -211,7 +168,7 @@ def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Compar
 
 def _summarise(comparisons: Sequence[Comparison]) -> str:
     """The headline of some comparisons."""
-    decided = [comparison for comparison in _ranked(comparisons) if comparison.kind == "greater"]
+    decided = [comparison for comparison in ranked(comparisons) if comparison.kind == "greater"]
     parts = [f"{c.verdict} ({abs(c.difference):.3f})" for c in decided[:WINNERS]]
     if not decided:
         parts.append("no difference shown")
@@ -222,24 +179,6 @@ def _summarise(comparisons: Sequence[Comparison]) -> str:
         if numbers[kind]:
             parts.append(f"{numbers[kind]} of {len(comparisons)} pairs {kind}")
     return "; ".join(parts)
-
-
-def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
-    """What verdicts "in runs like these" leave open, by the fewest seeds of one; "" where every
-    verdict is firm."""
-    infirm = [c for c in comparisons if c.kind != "undecided" and not c.firm]
-    if not infirm:
-        return ""
-    seeds = min(comparison.seeds for comparison in infirm)
-    arms_with_runs = [arm for arm, runs in study.arms.items() if runs]
-    share = unseen_share(seeds, study.alpha / max(1, len(arms_with_runs)))
-    shift = max(comparison.hidden for comparison in infirm)
-    size = f"up to {shift:.2g}" if math.isfinite(shift) else "any amount"
-    return (
-        f"in runs like these: {seeds} seeds cannot exclude that up to {share:.0%} of an arm's runs"
-        f" end elsewhere (they learn or they do not), which could shift a difference by {size}; a"
-        " verdict without these words allows for that"
-    )
 
 
 def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:

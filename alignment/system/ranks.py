@@ -48,6 +48,15 @@ OPEN = ""  # what stands for the method's name in a call that opens an object
 END_OF_WATCH = b"\0"  # ends the thread `Ranks._watch`, which reads it among the signals' numbers
 
 
+_led: list["Ranks"] = []  # those that `lead` has opened and nobody has closed
+
+
+def close_ranks() -> None:
+    """End the ranks of this process, if it leads any."""
+    for ranks in list(_led):
+        ranks.close()
+
+
 @functools.cache
 def lead(local_ranks: int, timeout: float) -> "Ranks":
     """The ranks of this process, which is their rank 0: `local_ranks` on this machine, or those
@@ -82,7 +91,9 @@ def lead(local_ranks: int, timeout: float) -> "Ranks":
                 grace_seconds=0,
             )
         )
-    return Ranks(timeout, store, local_ranks, children)
+    ranks = Ranks(timeout, store, local_ranks, children)
+    _led.append(ranks)
+    return ranks
 
 
 class Heartbeat(NamedTuple):
@@ -175,6 +186,7 @@ class Ranks:
         for child in self.children:
             child.close()
         lead.cache_clear()
+        _led[:] = [ranks for ranks in _led if ranks is not self]
 
     def _end_watch(self) -> None:
         os.write(self.signal_writer, END_OF_WATCH)

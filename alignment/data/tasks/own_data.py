@@ -83,6 +83,11 @@ class _SplitRows:
     test: Rows | None
 
 
+def forget_rows() -> None:
+    """Read files and data sets anew when they are asked for next: they may have changed."""
+    _pairs.cache_clear()
+
+
 @lru_cache(maxsize=2)
 def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     """The pairs of each split. Without test rows, a hash of the question decides."""

@@ -1,0 +1,121 @@
+"""The verdicts of a study as a record, and as they are printed. It loads scipy, but no
+matplotlib."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from alignment.ablation import verdicts
+from alignment.ablation.places import unseen_share
+from alignment.ablation.statistics import Comparison
+from alignment.ablation.study import Study
+from alignment.ablation.verdicts import decide, decide_factors
+from alignment.system.terminal import make_table
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The verdicts of a study. It prints as `alignment.report` does."""
+
+    tables: Mapping[str, tuple[Comparison, ...]]
+    """By title: a table for each varied argument of a full grid, else one of the pairs of arms."""
+    caution: str
+    """What verdicts "in runs like these" leave open; empty where every verdict is firm."""
+    warnings: tuple[str, ...]
+    """What the design cannot tell, and versions in which runs differ."""
+    basis: str
+    """With another `match` than steps, what the verdicts are on; else empty."""
+    unfinished: tuple[str, ...]
+    """Names of runs that are in no verdict because they have not finished."""
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Those of all tables."""
+        comparisons: list[Comparison] = []
+        for table in self.tables.values():
+            comparisons += table
+        return comparisons
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        print_verdicts(self, Console(file=text, emoji=False, width=120))
+        return text.getvalue().rstrip()
+
+
+def verdicts_of(study: Study) -> Verdicts:
+    """The verdicts of a study: decided comparisons first, each kind by size."""
+    outcome = verdicts.outcome(study)
+    tables: dict[str, tuple[Comparison, ...]] = {}
+    for name, comparisons in decide_factors(study).items():
+        tables[f"{outcome.title}: {name}, averaged over all else"] = tuple(ranked(comparisons))
+    if not tables:
+        pairs = decide(study)
+        if pairs:
+            tables[outcome.title] = tuple(ranked(pairs))
+    every_comparison: list[Comparison] = []
+    for comparisons in tables.values():
+        every_comparison += comparisons
+    basis = ""
+    if study.match != "steps":
+        basis = outcome.description
+    return Verdicts(
+        tables, caution(study, every_comparison), tuple(study.warnings), basis, study.missing
+    )
+
+
+def print_verdicts(of_study: Verdicts, console: Console) -> None:
+    """Print the tables, and what is to be known of them."""
+    columns = ("", "difference", "95 % interval", "seeds", "verdict")
+    for title, comparisons in of_study.tables.items():
+        console.print(make_table(title, columns, [_cells(c) for c in comparisons]))
+    if of_study.caution:
+        console.print(of_study.caution, markup=False, soft_wrap=True)
+    for warning in of_study.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if of_study.basis:
+        console.print(f"verdicts are on {of_study.basis}", soft_wrap=True)
+    for name in of_study.unfinished:
+        console.print(f"unfinished: {name}", style="red", markup=False)
+
+
+def _cells(comparison: Comparison) -> tuple[str, ...]:
+    """A comparison's row of the printed table."""
+    return (
+        f"{comparison.a} - {comparison.b}",
+        f"{comparison.difference:+.3f}",
+        f"{comparison.low:+.3f} .. {comparison.high:+.3f}",
+        str(comparison.seeds),
+        comparison.verdict,
+    )
+
+
+def ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The decided comparisons first, each kind by the size of the difference."""
+
+    def rank(comparison: Comparison) -> tuple[bool, float]:
+        # without a shared seed the difference is NaN, which has no order
+        size = abs(comparison.difference) if comparison.seeds else 0
+        return comparison.kind == "undecided", -size
+
+    return sorted(comparisons, key=rank)
+
+
+def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
+    """What verdicts "in runs like these" leave open, by the fewest seeds of one; "" where every
+    verdict is firm."""
+    infirm = [c for c in comparisons if c.kind != "undecided" and not c.firm]
+    if not infirm:
+        return ""
+    seeds = min(comparison.seeds for comparison in infirm)
+    arms_with_runs = [arm for arm, runs in study.arms.items() if runs]
+    share = unseen_share(seeds, study.alpha / max(1, len(arms_with_runs)))
+    shift = max(comparison.hidden for comparison in infirm)
+    size = f"up to {shift:.2g}" if math.isfinite(shift) else "any amount"
+    return (
+        f"in runs like these: {seeds} seeds cannot exclude that up to {share:.0%} of an arm's runs"
+        f" end elsewhere (they learn or they do not), which could shift a difference by {size}; a"
+        " verdict without these words allows for that"
+    )
