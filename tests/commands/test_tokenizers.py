@@ -20,11 +20,13 @@ from small_tokenizers import (
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.evaluations import PreparedEvaluation
 from alignment.builders.run_plan import plan_run
 from alignment.builders.training import longest_row
 from alignment.builders.warm_start import encode_demonstrations
-from alignment.core.records import Problem
+from alignment.core.records import Problem, SamplingConfig
 from alignment.model.loading import load_end_ids, load_model, load_tokenizer
+from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import training_problems
 from alignment.rollouts.source import open_source
 from alignment.sampling.sampler import encode_prompts
@@ -144,7 +146,8 @@ def test_the_longest_prompt_is_counted_as_it_is_sampled_from(made):
     )
     source = open_source(args.rollout_config, tokenizer)
     longest = len("User: 9 + 1?\nAssistant: ") + len(["<s>", "<think>"])
-    assert longest_row(plan_run(args, folder), source, [], tokenizer) == longest + 40
+    evaluations = {"": PreparedEvaluation([], find_rule("r1_zero"), SamplingConfig(), [])}
+    assert longest_row(plan_run(args, folder), source, evaluations, tokenizer) == longest + 40
     assert len(training_problems(source.problems, longest, 0, tokenizer)) == 10
 
 

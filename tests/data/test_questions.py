@@ -157,7 +157,7 @@ def test_demonstrations_of_test_questions_are_left_out(tmp_path, capsys):
         {"prompt": tested.prompt + "\n", "response": "r"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [str(tmp_path / "rows.jsonl")]
+    files = (str(tmp_path / "rows.jsonl"),)
     for seed in range(3):
         splits = check_sft(SFTArgs(sft_base=str(tmp_path / "x"), demonstrations=files, seed=seed))
         asked = {problem.question or problem.prompt for problem, _ in splits["train"]}

@@ -115,6 +115,7 @@ def test_only_adapters_are_trained_and_the_base_keeps_its_bits(adapted, tiny_fol
         name for name in base if name.split(".")[-2] in LINEAR and name.endswith("weight")
     }
     assert backpropagate(adapted, batch_of()).isfinite().all()
+    adapted.drop_gradient()
     for _ in adapted.accumulate(batch_of(), [], OBJECTIVE):
         pass
     # zeros, of adapters alone

@@ -111,7 +111,7 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, seconds=60.0)
+        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, timeout=60.0)
         shard = Shard(
             ranks,
             PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype),
