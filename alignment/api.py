@@ -30,7 +30,7 @@ from alignment.sft import fine_tune
 from alignment.system.command import calling
 from alignment.system.errors import RunStopped, UserError, error_for_user, signal_behind
 from alignment.system.signals import Interrupted, deliver_signals, interruptible_call
-from alignment.system.terminal import make_console, say_once
+from alignment.system.terminal import make_program_console, say_once
 from alignment.system.torchrun import PROCESSES
 from alignment.train_rl import train as train_by_rl
 
@@ -176,7 +176,7 @@ def _carry_out(
             # an earlier call may have said it, or have read files that are others now
             say_once.cache_clear()
             forget_rows()
-            console = make_console()
+            console = make_program_console()
             checked = check(console)
             folder = _compute(checked, console, work)
             deliver_signals()  # in case the work caught the exception of a signal

@@ -1,4 +1,4 @@
-"""Warm up, train, evaluate and compare the embedded tiny model from Python: about three minutes on
+"""Warm up, train, evaluate and compare the embedded tiny model from Python: about four minutes on
 two cores, and nothing to download. A notebook takes each `# %%` as a cell; as a script,
 `uv run docs/from_python.py`, it runs from top to bottom. docs/python.md says more."""
 

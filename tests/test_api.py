@@ -27,6 +27,7 @@ from alignment.runs.results import Accuracy, Difference
 from alignment.system.command import calling, current_command
 from alignment.system.errors import RunStopped, UserError, UsersCodeFailed
 from alignment.system.files import read_json
+from alignment.system.terminal import progress_line
 from tests.ablation.test_report import make_run
 
 ROOT = Path(__file__).parents[1]
@@ -211,6 +212,22 @@ def test_errors_of_a_run(error, kind, words, tiny_folder, monkeypatch):
     with pytest.raises(kind) as raised:
         api.train(RLArgs(sft_base=str(tiny_folder)))
     assert type(raised.value) is kind and str(raised.value) == words
+
+
+def test_a_notebook_gets_lines_of_text(tiny_folder, monkeypatch, capsys):
+    """No pictures, colours or progress bars, although its variables ask for colours."""
+
+    def say(args, console):
+        with progress_line("RL", 2, console) as advance:
+            advance(2, "said")
+        raise RunStopped("enough")
+
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(api, "train_by_rl", say)
+    with pytest.raises(RunStopped, match="enough"):
+        api.train(RLArgs(sft_base=str(tiny_folder)))
+    assert capsys.readouterr().out.endswith("RL, step 2 of 2, said\n")
 
 
 def test_a_call_within_a_call_is_refused(tiny_folder, monkeypatch):
@@ -452,6 +469,10 @@ def test_verdicts_print_as_the_report_does(tmp_path, capsys, monkeypatch):
     words = ["report", "--runs", *map(str, runs)]
     assert exit_code(monkeypatch, report.main, *words) == 0
     printed = capsys.readouterr().out.rsplit("report: ", 1)[0].rstrip()
+    assert str(verdicts) == printed
+    # as in a notebook, whose variables ask for colours too
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert str(verdicts) == printed
     [comparison] = verdicts.comparisons
     assert isinstance(comparison, Comparison) and comparison.seeds == 2

@@ -41,7 +41,11 @@ class Verdicts:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        print_verdicts(self, Console(file=text, emoji=False, width=120))
+        # without `force_jupyter` a notebook would show it, and the text would be empty
+        console = Console(
+            file=text, emoji=False, force_jupyter=False, force_terminal=False, width=120
+        )
+        print_verdicts(self, console)
         return text.getvalue().rstrip()
 
 

@@ -25,6 +25,13 @@ def make_console() -> Console:
     return Console(emoji=False)
 
 
+def make_program_console() -> Console:
+    """The console of a call from a Python program, which prints to the program's stdout. In a
+    notebook rich would show each line as a picture of its own, and variables that ask for colours
+    everywhere would bring a progress bar's control characters; here both are text, in lines."""
+    return Console(emoji=False, force_jupyter=False, force_terminal=sys.stdout.isatty())
+
+
 def make_table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence], numbers: Sequence[str] = ()
 ) -> Table:
