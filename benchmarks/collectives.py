@@ -22,7 +22,6 @@ from rich.table import Table
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -34,6 +33,7 @@ from alignment.model.shape import empty_model
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
 from alignment.system.terminal import make_table
+from benchmarks.fake_ranks import fake_ranks
 from tests.model.published_shapes import qwen2_1_5b
 
 WORLDS = ((1, 1), (1, 2), (1, 4), (2, 2), (1, 8), (2, 8), (4, 8), (8, 8))  # machines, ranks of each
@@ -158,32 +158,20 @@ def batch_of(ranks: int) -> Batch:
 def counted(machines: int, local: int, replicated: bool, model_path: str):
     """A step's traffic on rank 0 as counted and by `closed_form`, and CommDebugMode's number of
     collectives."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=machines * local)
-    try:
-        ranks = SimpleNamespace(
-            rank=0, local_rank=0, count=machines * local, local_count=local, seconds=60.0
-        )
-        shard = Shard(
-            ranks,
-            PolicyConfig(model_path, ("cpu",) * local, "float32", micro_batch_tokens=30),
-            replicated,
-        )
+    with fake_ranks(machines * local, local) as ranks:
+        policy = PolicyConfig(model_path, ("cpu",) * local, "float32", micro_batch_tokens=30)
+        shard = Shard(ranks, policy, replicated)
         shard._gathered = lambda results: results  # Python objects, which go to rank 0 over gloo
         batch = batch_of(ranks.count)
+        rows = range(len(batch.labels))
         debug = CommDebugMode()
         debug.advanced_module_tracker = NO_MODULES
         with debug, Counting() as counting:
-            results = list(
-                shard.accumulate(
-                    batch, range(len(batch.labels)), Objective(negative_log_likelihood)
-                )
-            )
+            results = list(shard.accumulate(batch, rows, Objective(negative_log_likelihood)))
             shard.clip_gradient(1.0)
             shard.step(1e-3)
         expected = closed_form(shard.model, *shard.mesh_shape.values(), len(results))
         return counting.traffic, expected, debug.get_total_counts()
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:

@@ -17,18 +17,15 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -47,6 +44,7 @@ from alignment.policy.sharded import Shard
 from alignment.policy.shards import own_part
 from alignment.system.terminal import make_table
 from benchmarks.collectives import negative_log_likelihood
+from benchmarks.fake_ranks import fake_ranks
 from tests.model.published_shapes import qwen2, qwen2_1_5b, qwen2_7b
 
 MODELS = {"1.5b": qwen2_1_5b, "3b": lambda: qwen2(2048, 11_008, 36, 16), "7b": qwen2_7b}
@@ -136,31 +134,28 @@ def fake_shard(config: PretrainedConfig, case: Case) -> Iterator[Shard]:
             return mesh(*arguments, **named)
 
     world = case.machines * case.ranks
-    excepthook = sys.excepthook  # which torch replaces by one that names the rank
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(lora, "load_model", load_model))
-            stack.enter_context(mock.patch.object(sharded, "init_device_mesh", real_mesh))
-            # PEFT moves adapters to the weights' device, where they are.
-            stack.enter_context(
-                mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module)
-            )
-            # pieces as on a GPU
-            stack.enter_context(mock.patch.object(log_probs, "LOGITS_IN_CACHE", {}))
-            stack.enter_context(FakeFloats(fake_mode))
-            ranks = SimpleNamespace(
-                rank=0, local_rank=0, count=world, local_count=case.ranks, calls=None, seconds=60.0
-            )
-            facts = {"micro_batch_tokens": case.tokens, "lora_rank": case.lora_rank}
-            policy = PolicyConfig("", ("cpu",) * case.ranks, case.dtype, **facts)
-            shard = Shard(ranks, policy, case.replicated)
-            # Python objects, which go to rank 0 over gloo
-            shard._gathered = lambda results: results
-            yield shard
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
+    with ExitStack() as stack:
+        ranks = stack.enter_context(fake_ranks(world, case.ranks))
+        stack.enter_context(mock.patch.object(lora, "load_model", load_model))
+        stack.enter_context(mock.patch.object(sharded, "init_device_mesh", real_mesh))
+        # PEFT moves adapters to the weights' device, where they are.
+        stack.enter_context(
+            mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module)
+        )
+        # pieces as on a GPU
+        stack.enter_context(mock.patch.object(log_probs, "LOGITS_IN_CACHE", {}))
+        stack.enter_context(FakeFloats(fake_mode))
+        policy = PolicyConfig(
+            "",
+            ("cpu",) * case.ranks,
+            case.dtype,
+            micro_batch_tokens=case.tokens,
+            lora_rank=case.lora_rank,
+        )
+        shard = Shard(ranks, policy, case.replicated)
+        # Python objects, which go to rank 0 over gloo
+        shard._gathered = lambda results: results
+        yield shard
 
 
 def bytes_held(shard: Shard) -> dict[str, int]:

@@ -165,9 +165,7 @@ def group_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     config = inputs.config
     counted_PG = inputs.counted_PG
     number_P1 = counted_PG.sum(dim=1, keepdim=True)
-    # In float64 the mean of equal float32 rewards is exact, so that their advantages are exactly 0.
-    mean_P1 = _counted_mean(inputs)
-    centred_PG = (inputs.rewards_PG - mean_P1).where(counted_PG, 0)
+    centred_PG = _centred_rewards(inputs)
     advantages_PG = BASELINES[config.baseline](centred_PG, number_P1)
     if config.normalize_by_std:
         squares_P1 = centred_PG.square().sum(dim=1, keepdim=True)
@@ -183,6 +181,13 @@ def _counted_mean(inputs: AdvantageInputs) -> Tensor:
     return sum_P1 / number_P1.clamp(min=1)
 
 
+def _centred_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Rewards minus the mean of their group's counted ones [P, G]; 0 where a response does not
+    count."""
+    # In float64 the mean of equal float32 rewards is exact, so that their advantages are exactly 0.
+    return (inputs.rewards_PG - _counted_mean(inputs)).where(inputs.counted_PG, 0)
+
+
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = (r - mean of the group) / (std of these differences over the batch + eps).
 
@@ -191,7 +196,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, state: None) -> tuple[
     unbiased and over responses, each of which weighs the same. Responses that do not count enter no
     mean and not the std.
     """
-    centred_PG = (inputs.rewards_PG - _counted_mean(inputs)).where(inputs.counted_PG, 0)
+    centred_PG = _centred_rewards(inputs)
     number = inputs.counted_PG.sum()
     std = (centred_PG.square().sum() / (number - 1).clamp(min=1)).sqrt()
     return centred_PG / (std + inputs.config.advantage_eps), None
@@ -208,7 +213,7 @@ def optimal_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None
     weights_PG = inputs.lengths_PG.double().where(inputs.counted_PG, 0)
     total_P1 = weights_PG.sum(dim=1, keepdim=True)
     # Differences from the group's mean, so that equal rewards have exactly 0.
-    centred_PG = (inputs.rewards_PG - _counted_mean(inputs)).where(inputs.counted_PG, 0)
+    centred_PG = _centred_rewards(inputs)
     shift_P1 = (weights_PG * centred_PG).sum(dim=1, keepdim=True) / total_P1.clamp(min=1)
     return centred_PG - shift_P1, None
 

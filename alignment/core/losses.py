@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, settings_or_defaults
 from alignment.core.flag import flag
-from alignment.core.selection import SELECTIONS
+from alignment.core.selection import SELECTIONS, SelectionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,8 +135,9 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """A loss and its settings, which have the names of their flags."""
+class LossConfig(SelectionConfig):
+    """A loss and its settings, which have the names of their flags; those of --token_selection are
+    `SelectionConfig`'s."""
 
     loss: Loss
     cliprange: float | None = 0.2
@@ -152,11 +153,6 @@ class LossConfig:
     """The loss's own settings, an instance of `Loss.settings`; None: their defaults."""
     correction_floor: float = 0.0
     entropy_coefficient: float = 0.0
-    token_selection: str = "none"
-    selected_share: float | None = None
-    covariance_low: float = 1.0
-    covariance_high: float = 5.0
-    kl_cov_coefficient: float = 1.0
 
 
 def _weigh(weights: Tensor, values_BT: Tensor) -> Tensor:
@@ -206,7 +202,18 @@ def _clipped_surrogate(advantages: Tensor, ratio_BT: Tensor, config: LossConfig)
         floor_BT = floor.expand_as(surrogate_BT)
         clipped_BT = clipped_BT | (floor_BT > surrogate_BT)
         surrogate_BT = surrogate_BT.maximum(floor_BT)
-    return -surrogate_BT, {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
+    return -surrogate_BT, _ratio_and_clipped(ratio_BT, clipped_BT)
+
+
+def _ratio_and_clipped(ratio_BT: Tensor, clipped_BT: Tensor) -> dict[str, Tensor]:
+    """The metadata of a loss with a ratio to the old policy, without gradient."""
+    return {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
+
+
+def _never_clipped(ratio_BT: Tensor) -> dict[str, Tensor]:
+    """The metadata of a loss with a ratio that it never clips."""
+    no_token_BT = ratio_BT.detach() < 0  # False everywhere: a ratio is never negative.
+    return _ratio_and_clipped(ratio_BT, no_token_BT)
 
 
 def _clip_range(config: LossConfig) -> tuple[float, float]:
@@ -234,10 +241,7 @@ def _grpo_no_clip(inputs: LossInputs) -> TokenLoss:
     """-rho * A, per token: GRPO's surrogate (arXiv:2402.03300, eq. 3) without its clipping."""
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
-    loss_BT = -_weigh(advantages, ratio_BT)
-    detached_ratio_BT = ratio_BT.detach()
-    never_clipped_BT = detached_ratio_BT < 0  # False everywhere: a ratio is never negative.
-    return loss_BT, {"ratio": detached_ratio_BT, "clipped": never_clipped_BT}
+    return -_weigh(advantages, ratio_BT), _never_clipped(ratio_BT)
 
 
 def _gspo(inputs: LossInputs) -> TokenLoss:
@@ -266,11 +270,7 @@ def _cispo(inputs: LossInputs) -> TokenLoss:
     low, high = _clip_range(inputs.config)
     weight_BT = ratio_BT.clamp(low, high)
     loss_BT = -(_weigh(advantages, weight_BT) * inputs.log_probs)
-    return loss_BT, {"ratio": ratio_BT, "clipped": weight_BT != ratio_BT}
-
-
-def _ratio_and_clipped(ratio_BT: Tensor, clipped_BT: Tensor) -> dict[str, Tensor]:
-    return {"ratio": ratio_BT.detach(), "clipped": clipped_BT.detach()}
+    return loss_BT, _ratio_and_clipped(ratio_BT, weight_BT != ratio_BT)
 
 
 @dataclass(frozen=True)
@@ -291,13 +291,12 @@ def _sapo(inputs: LossInputs) -> TokenLoss:
     """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
-    is_positive_B1 = advantages > 0
-    temperature_B1 = advantages.new_full((), inputs.settings.positive).where(
-        is_positive_B1, inputs.settings.negative
+    # [batch, 1] or [batch, sequence], as the advantages
+    temperature = advantages.new_full((), inputs.settings.positive).where(
+        advantages > 0, inputs.settings.negative
     )
-    gate_BT = (temperature_B1 * (ratio_BT - 1)).sigmoid() * 4 / temperature_B1
-    never_clipped_BT = ratio_BT.detach() < 0
-    return -_weigh(advantages, gate_BT), _ratio_and_clipped(ratio_BT, never_clipped_BT)
+    gate_BT = (temperature * (ratio_BT - 1)).sigmoid() * 4 / temperature
+    return -_weigh(advantages, gate_BT), _never_clipped(ratio_BT)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from alignment.core.losses import LossConfig
-
 # Values this near to the last one selected are tied with it. Responses of one prompt begin with
 # tokens of equal entropy, of which the last bits depend on how a step is cut.
 TIE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig:
+    """The settings of --token_selection, which have the names of their flags."""
+
+    token_selection: str = "none"
+    selected_share: float | None = None
+    """None: the share of the `SELECTIONS` entry."""
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    kl_cov_coefficient: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,9 @@ class StepTokens:
 class Selection:
     """One way to select tokens, and what the loss does with them."""
 
-    choose: Callable[[StepTokens, float, LossConfig], Tensor]
+    choose: Callable[[StepTokens, float, SelectionConfig], Tensor]
     """(tokens, share, config) -> whether each is selected [N]."""
-    change: Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+    change: Callable[[Tensor, Tensor, Tensor, SelectionConfig], Tensor]
     """(losses, selected, log-ratios to the old policy [batch, sequence], config) -> losses."""
     share: float
     """--selected_share by default: the paper's."""
@@ -66,11 +76,11 @@ def covariances(tokens: StepTokens) -> Tensor:
     return centred_N * (tokens.advantages - tokens.advantages.mean())
 
 
-def _top_entropy(tokens: StepTokens, share: float, config: LossConfig) -> Tensor:
+def _top_entropy(tokens: StepTokens, share: float, config: SelectionConfig) -> Tensor:
     return _highest(tokens.entropies, share)
 
 
-def _random_of_high_covariance(tokens: StepTokens, share: float, config: LossConfig) -> Tensor:
+def _random_of_high_covariance(tokens: StepTokens, share: float, config: SelectionConfig) -> Tensor:
     covariances_N = covariances(tokens)
     eligible_N = (covariances_N >= config.covariance_low) & (
         covariances_N <= config.covariance_high
@@ -82,24 +92,24 @@ def _random_of_high_covariance(tokens: StepTokens, share: float, config: LossCon
     return drawn_N <= drawn_N.kthvalue(number).values
 
 
-def _top_covariance(tokens: StepTokens, share: float, config: LossConfig) -> Tensor:
+def _top_covariance(tokens: StepTokens, share: float, config: SelectionConfig) -> Tensor:
     return _highest(covariances(tokens), share)
 
 
 def _keep_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: LossConfig
+    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
 ) -> Tensor:
     return loss_BT.where(selected_BT, 0)
 
 
 def _leave_out_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: LossConfig
+    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
 ) -> Tensor:
     return loss_BT.where(~selected_BT, 0)
 
 
 def _penalise_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: LossConfig
+    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
 ) -> Tensor:
     divergence_BT = log_ratio_BT.exp() - 1 - log_ratio_BT
     return loss_BT + config.kl_cov_coefficient * divergence_BT.where(selected_BT, 0)
@@ -135,7 +145,7 @@ SELECTION_ARGUMENTS = frozenset().union(*(entry.arguments for entry in SELECTION
 """Flags that only some selections use."""
 
 
-def select_tokens(tokens: StepTokens, config: LossConfig) -> Tensor:
+def select_tokens(tokens: StepTokens, config: SelectionConfig) -> Tensor:
     """Whether each of a step's tokens is selected [N], by `config.token_selection`."""
     selection = SELECTIONS[config.token_selection]
     share = config.selected_share

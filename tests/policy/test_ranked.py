@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from alignment.args import RLArgs, from_preset
 from alignment.builders import checks, run_plan
@@ -24,6 +21,7 @@ from alignment.policy import micro_batches
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
+from benchmarks.fake_ranks import fake_ranks
 
 ROOT = Path(__file__).parents[2]
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
@@ -108,34 +106,24 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
     """Four ranks on one host have a quarter of its memory each. One needs 12 bytes for each
     parameter of its quarter (gradient and moments), and 8 for those outside the layers and in two
     of them, which it gathers; under autocast 2 for all layers'."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        ranks = SimpleNamespace(rank=0, local_rank=0, count=4, local_count=4, timeout=60.0)
-        shard = Shard(
-            ranks,
-            PolicyConfig(str(embedded_model("tiny", str(tmp_path))), ("cpu",) * 4, dtype),
-            replicated=False,
-        )
-        layers, everything = (
-            shard.model.model.layers,
-            sum(p.numel() for p in shard.model.parameters()),
-        )
-        layer = sum(p.numel() for p in layers[0].parameters())
-        whole = 8 * (everything - len(layers) * layer + 2 * layer) + casts * len(layers) * layer
+    model_path = str(embedded_model("tiny", str(tmp_path)))
+    with fake_ranks(count=4, local_count=4) as ranks:
+        shard = Shard(ranks, PolicyConfig(model_path, ("cpu",) * 4, dtype), replicated=False)
+        layers = shard.model.model.layers
+        parameters = sum(p.numel() for p in shard.model.parameters())
+        in_a_layer = sum(p.numel() for p in layers[0].parameters())
+        outside_of_layers = parameters - len(layers) * in_a_layer
+        gathered = 8 * (outside_of_layers + 2 * in_a_layer) + casts * len(layers) * in_a_layer
+        own = 12 * (parameters // 4)
         a_token = activation_bytes(shard.config, shard.dtype.itemsize)
-        free = 4 * (
-            128 * int(a_token / micro_batches.ACTIVATION_SHARE) + 12 * (everything // 4) + whole
-        )
+        activations = 128 * int(a_token / micro_batches.ACTIVATION_SHARE)
+        enough_for_128 = 4 * (activations + own + gathered)
         for spare, tokens in ((4 * 12 * 100, 128), (-4 * a_token, 64)):
-            monkeypatch.setattr(
-                micro_batches, "free_bytes", lambda device, bytes=free + spare: bytes
-            )
+            free = enough_for_128 + spare
+            monkeypatch.setattr(micro_batches, "free_bytes", lambda device, free=free: free)
             shard.micro_batch_tokens = 0
             shard.choose_micro_batch_tokens(longest=10)
             assert shard.micro_batch_tokens == tokens
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -1,0 +1,34 @@
+"""One of many ranks that do not exist: torch's fake process group, whose collectives send nothing."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@dataclass(frozen=True)
+class FakeRanks:
+    """What a `Shard` reads of `alignment.system.ranks.Ranks`, as rank 0 has it."""
+
+    count: int
+    local_count: int
+    """Ranks on this machine."""
+    rank: int = 0
+    local_rank: int = 0
+    timeout: float = 60.0
+    """In seconds."""
+
+
+@contextmanager
+def fake_ranks(count: int, local_count: int) -> Iterator[FakeRanks]:
+    """Be rank 0 of `count` ranks, `local_count` of them on this machine."""
+    excepthook = sys.excepthook  # torch replaces it by one that names the rank
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield FakeRanks(count, local_count)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
