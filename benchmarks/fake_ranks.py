@@ -1,4 +1,4 @@
-"""One of many ranks that do not exist: torch's fake process group, whose collectives send nothing."""
+"""One of many ranks that do not exist, by torch's fake process group: nothing is sent."""
 
 import sys
 from collections.abc import Iterator
