@@ -18,16 +18,15 @@ from typing import Any
 from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
-from alignment.builders.checks import (
-    check,
+from alignment.builders.base_models import (
     check_chat_template,
     check_model_path,
-    check_rules,
-    check_test_split,
     has_chat_template,
     resolve_model,
-    roles_of,
 )
+from alignment.builders.checks import check, check_rules
+from alignment.builders.data_checks import check_test_split
+from alignment.builders.devices import roles_of
 from alignment.builders.held_out import GREEDY, task_arguments, with_greedy
 from alignment.config.settings import flag_values
 from alignment.data.pass_rates import pass_rate_rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
-from alignment.builders.checks import check_processes, roles_of
+from alignment.builders.devices import check_processes, roles_of
 from alignment.config.settings import flag_values
 from alignment.planning.placement import place, teacher_share
 from alignment.planning.seconds import Hardware, hardware_of

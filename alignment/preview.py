@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.builders.evaluations import prepare_evaluation
 from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Completion, Problem

@@ -15,16 +15,10 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
-from alignment.builders.checks import (
-    check,
-    check_chat_template,
-    check_model_path,
-    check_output,
-    check_rules,
-    check_training_split,
-    resolve_model,
-    roles_of,
-)
+from alignment.builders.base_models import check_chat_template, check_model_path, resolve_model
+from alignment.builders.checks import check, check_output, check_rules
+from alignment.builders.data_checks import check_training_split
+from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import read_system_prompt

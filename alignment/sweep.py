@@ -37,7 +37,8 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.builders.checks import check_loss, check_output, check_pass_rates, check_reward
+from alignment.builders.checks import check_loss, check_output, check_reward
+from alignment.builders.data_checks import check_pass_rates
 from alignment.config.data import ALL_PASS_RATES
 from alignment.data.tasks import find_task, try_rows
 from alignment.planning.seconds import hardware_of

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
-from alignment.builders.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl
+from alignment.builders.devices import roles_of
 from alignment.config.settings import flag_values, replaced
 from alignment.runs.run_folder import (
     TRAINER,

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.args import RLArgs, from_preset
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.core.records import Group
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted

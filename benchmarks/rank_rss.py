@@ -16,7 +16,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.model.loading import load_config

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.model.loading import load_tokenizer

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.core.records import SamplingConfig
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task

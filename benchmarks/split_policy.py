@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config
 
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.model.device_map import partition_layers
 from alignment.model.loading import load_config
 from alignment.model.shape import ModelShape

@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import RLArgs, from_preset
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.core.losses import grpo_microbatch_train_step
 from alignment.core.records import Completion, Group, Problem, Rollout
 from alignment.core.tokens import packed_tokens, split_rows, take_rows

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.core.losses import grpo_microbatch_train_step, loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id

@@ -16,7 +16,7 @@ import psutil
 import torch
 import tyro
 
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import SamplerConfig

@@ -8,7 +8,8 @@ import pytest
 
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.builders import run_plan, samplers
-from alignment.builders.checks import resolve_model, roles_of
+from alignment.builders.base_models import resolve_model
+from alignment.builders.devices import roles_of
 from alignment.builders.policies import partition_model_across_devices
 from alignment.model.loading import load_tokenizer
 from alignment.planning.placement import Roles

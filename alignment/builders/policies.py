@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from alignment.args import Args, configuration
-from alignment.builders.checks import resolve_model, roles_of
+from alignment.builders.base_models import resolve_model
+from alignment.builders.devices import roles_of
 from alignment.builders.run_plan import PolicyPlan
 from alignment.model.device_map import partition_layers
 from alignment.model.loading import load_config

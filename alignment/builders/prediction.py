@@ -18,12 +18,8 @@ from rich.console import Console
 
 from alignment.ablation.study import Run, read_run
 from alignment.args import RLArgs, configuration, flags_of
-from alignment.builders.checks import (
-    EMBEDDED,
-    check_model_path,
-    resolve_model,
-    visible_gpus,
-)
+from alignment.builders.base_models import EMBEDDED, check_model_path, resolve_model
+from alignment.builders.devices import visible_gpus
 from alignment.builders.evaluations import evaluation_tokens
 from alignment.builders.run_plan import (
     PlannedMachines,

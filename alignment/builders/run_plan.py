@@ -4,11 +4,7 @@ engines, schedule and lengths. Builders read it here instead of working it out a
 from dataclasses import dataclass, replace
 
 from alignment.args import Args, RLArgs
-from alignment.builders.checks import (
-    check_processes,
-    devices_of_ranks,
-    roles_of,
-)
+from alignment.builders.devices import check_processes, devices_of_ranks, roles_of
 from alignment.builders.evaluations import evaluation_tokens
 from alignment.model.loading import compute_dtype, load_config
 from alignment.model.shape import ModelShape

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs
-from alignment.builders.checks import resolve_model
+from alignment.builders.base_models import resolve_model
 from alignment.builders.evaluations import (
     PreparedEvaluation,
     functions_of_others,

@@ -20,7 +20,9 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
-from alignment.builders.checks import check_sft, resolve_model, roles_of
+from alignment.builders.base_models import resolve_model
+from alignment.builders.checks import check_sft
+from alignment.builders.devices import roles_of
 from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_engine, plan_policy

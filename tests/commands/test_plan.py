@@ -11,7 +11,7 @@ from rich.console import Console
 from alignment import plan
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.builders import prediction
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.builders.prediction import span
 from alignment.builders.run_plan import PlannedMachines, plan_policy, plan_run
 from alignment.system.errors import UserError

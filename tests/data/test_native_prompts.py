@@ -8,7 +8,7 @@ from command_line import exit_code
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import RLArgs
-from alignment.builders.checks import has_chat_template
+from alignment.builders.base_models import has_chat_template
 from alignment.core.records import Problem
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import ChatOptions, prompted, read_system_prompt

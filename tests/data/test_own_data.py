@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import EvaluateArgs, SFTArgs
-from alignment.builders.checks import check_sft, check_test_split, check_training_split
+from alignment.builders.checks import check_sft
+from alignment.builders.data_checks import check_test_split, check_training_split
 from alignment.core.records import Problem
 from alignment.data.prompts import prompted, read_template
 from alignment.data.questions import split_of

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_helpers import ARGS
 
-from alignment.builders.checks import check_pass_rates, run_config
+from alignment.builders.checks import run_config
+from alignment.builders.data_checks import check_pass_rates
 from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.pass_rates import (
     Band,

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, SFTArgs
-from alignment.builders.checks import check_sft, check_test_split, check_training_split
+from alignment.builders.checks import check_sft
+from alignment.builders.data_checks import check_test_split, check_training_split
 from alignment.core.records import Endless, Problem
 from alignment.data.questions import distinct, question_text, without
 from alignment.data.tasks import TASKS, Task, arithmetic, countdown, own_data

@@ -24,7 +24,7 @@ from alignment import (
     train_rl,
     verify,
 )
-from alignment.builders.checks import check_model_path
+from alignment.builders.base_models import check_model_path
 from alignment.system.errors import UserError, run_command
 from benchmarks import audit_grader
 

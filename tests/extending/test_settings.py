@@ -11,7 +11,7 @@ from my_package_helpers import design_of, refusal_of
 
 from alignment.ablation.design import canonical, named_arms
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, as_command, as_toml, command_line, parse
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.builders.run_plan import plan_engine
 from alignment.config import presets
 from alignment.config.settings import flag_values, replaced

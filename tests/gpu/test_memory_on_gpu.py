@@ -12,7 +12,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from alignment.args import RLArgs, from_preset
-from alignment.builders.checks import check_rl, roles_of
+from alignment.builders.checks import check_rl
+from alignment.builders.devices import roles_of
 from alignment.builders.prediction import step_shape
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate

@@ -14,7 +14,7 @@ from torch._inductor.async_compile import AsyncCompile
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from alignment.args import RLArgs, SFTArgs, from_preset
-from alignment.builders import checks
+from alignment.builders.devices import check_kernels, devices_of_ranks, roles_of
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.model import packing
@@ -324,10 +324,10 @@ def test_compilers_and_devices(flags, gpus, variables, message, tmp_path, monkey
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = from_preset(RLArgs, "tiny", sampler="transformers", **flags)
-    devices = checks.devices_of_ranks(args, checks.roles_of(args, gpus).policy)
+    devices = devices_of_ranks(args, roles_of(args, gpus).policy)
     if message:
         with pytest.raises(UserError) as error:
-            checks.check_kernels(args, devices)
+            check_kernels(args, devices)
         assert str(error.value).startswith(message)
     else:
-        checks.check_kernels(args, devices)
+        check_kernels(args, devices)

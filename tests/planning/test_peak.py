@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from alignment.args import PRESETS, RLArgs, from_preset, preset_names
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.builders.prediction import step_shape
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate

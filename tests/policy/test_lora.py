@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.args import RLArgs, SFTArgs, from_preset
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_policy
 from alignment.core.records import Distribution

@@ -6,7 +6,7 @@ from rollout_helpers import open_tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alignment.args import SFTArgs, from_preset
-from alignment.builders.checks import roles_of
+from alignment.builders.devices import roles_of
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_policy
 from alignment.model.activations import activation_bytes, checkpointed_activation_bytes

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
-from alignment.builders import checks, run_plan
+from alignment.builders import checks, devices, run_plan
 from alignment.builders.run_plan import PlannedMachines
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
@@ -61,7 +61,7 @@ def test_rows_are_dealt_largest_group_first():
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "devices", "bytes_of_each", "kind"),
+    ("parallelism", "policy_devices", "bytes_of_each", "kind"),
     [
         ("auto", ("cuda:0",), 1.0, "single"),
         ("auto", ("cuda:0", "cuda:1"), 1e9, "replicated"),
@@ -69,13 +69,13 @@ def test_rows_are_dealt_largest_group_first():
         ("layer_split", ("cuda:0", "cuda:1"), 1e9, "layer_split"),
     ],
 )
-def test_the_kind_of_policy(parallelism, devices, bytes_of_each, kind, tiny_folder):
-    gpus = sum(device != "cpu" for device in devices)
-    own = {"policy_devices": devices} if gpus else {"policy_ranks": len(devices)}
+def test_the_kind_of_policy(parallelism, policy_devices, bytes_of_each, kind, tiny_folder):
+    gpus = sum(device != "cpu" for device in policy_devices)
+    own = {"policy_devices": policy_devices} if gpus else {"policy_ranks": len(policy_devices)}
     args = from_preset(RLArgs, "tiny", policy_parallelism=parallelism, **own)
     machine = PlannedMachines(gpus, bytes_of_each)
-    plan = run_plan.plan_policy(args, checks.roles_of(args, gpus), str(tiny_folder), machine)
-    assert (plan.devices, plan.kind) == (devices, kind)
+    plan = run_plan.plan_policy(args, devices.roles_of(args, gpus), str(tiny_folder), machine)
+    assert (plan.devices, plan.kind) == (policy_devices, kind)
 
 
 @pytest.mark.parametrize(("here", "everywhere"), [(1, 2), (2, 2), (2, 4)])
@@ -83,12 +83,12 @@ def test_auto_takes_all_processes_that_torchrun_has_started(
     here, everywhere, tmp_path, monkeypatch
 ):
     """One on each of two machines, two on one, and two on each of two."""
-    for module in (checks, run_plan):
+    for module in (devices, run_plan):
         monkeypatch.setattr(module, "PROCESSES", everywhere)
-    monkeypatch.setattr(checks, "PROCESSES_HERE", here)
-    monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "PROCESSES_HERE", here)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
     args, base = from_preset(RLArgs, "tiny"), str(embedded_model("tiny", str(tmp_path)))
-    plan = run_plan.plan_policy(args, checks.roles_of(args), base)
+    plan = run_plan.plan_policy(args, devices.roles_of(args), base)
     assert plan.devices == ("cpu",) * here and plan.kind == "replicated"
     with pytest.raises(
         UserError,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alignment.builders import checks
+from alignment.builders import devices
 from alignment.system import gpus
 from alignment.system.errors import UserError
 
@@ -27,7 +27,7 @@ def old_driver(tmp_path, monkeypatch):
 
 def test_a_driver_too_old_is_one_line_that_says_which_is_needed(old_driver):
     with pytest.raises(UserError) as error:
-        checks.visible_gpus()
+        devices.visible_gpus()
     needed = (
         f"torch {torch.__version__} needs an NVIDIA driver for CUDA 13.0, 580 or later; this"
         " machine has 535.104.05"
@@ -41,15 +41,15 @@ def test_a_driver_too_old_is_one_line_that_says_which_is_needed(old_driver):
 def test_a_build_without_cuda_says_so(old_driver, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(UserError, match="was built without CUDA"):
-        checks.visible_gpus()
+        devices.visible_gpus()
 
 
 def test_hidden_gpus_are_not_missed(old_driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert checks.visible_gpus() == 0
+    assert devices.visible_gpus() == 0
 
 
 def test_a_machine_without_device_files_has_no_gpu(monkeypatch):
     monkeypatch.setattr(gpus, "DEVICE_FILES", ("/nowhere",))
-    assert checks.visible_gpus() == 0
+    assert devices.visible_gpus() == 0

@@ -10,7 +10,8 @@ import torch
 from rollout_helpers import ARGS, open_tiny, sample_rollout
 from transformers import AutoModelForCausalLM
 
-from alignment.builders.checks import check_teacher, roles_of
+from alignment.builders.checks import check_teacher
+from alignment.builders.devices import roles_of
 from alignment.builders.prediction import MOST_SHARES, predict, work_of_phases
 from alignment.core.losses import LOSSES, Loss, LossConfig, LossInputs, micro_batch_loss
 from alignment.model.frozen import FrozenModel

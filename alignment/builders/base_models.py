@@ -1,0 +1,89 @@
+"""Where a model and its chat template are, before it is loaded."""
+
+from pathlib import Path
+
+from alignment.data.prompts import CHAT
+from alignment.data.tasks import Task
+from alignment.system.errors import UserError
+from alignment.system.files import read_json
+from alignment.system.manifests import MANIFEST, find_damage
+
+# Models that `alignment.data.embedded` builds without a download.
+EMBEDDED = ("tiny", "tiny_student", "smollm2")
+
+
+EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
+
+
+# Files of a tokenizer's chat templates; older ones have them in tokenizer_config.json.
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
+    """A local model's folder; None for an embedded or hub one. Raises `UserError` for no model
+    there, unless to be `made`."""
+    looks_local = (
+        name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or Path(name).exists()
+        or Path(name).parent.is_dir()
+    )
+    if name in EMBEDDED or not looks_local:
+        return None
+    folder = Path(name).expanduser()
+    if (folder / "final" / "config.json").is_file():
+        raise UserError(
+            f"{flag} {name}: is a run's folder; name the model in it, {folder / 'final'}"
+        )
+    will_be_made = made and not folder.exists()
+    if not (folder / "config.json").is_file() and not will_be_made:
+        choices = (
+            '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
+        )
+        raise UserError(
+            f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
+        )
+    return str(folder)
+
+
+def check_chat_template(task: Task, model: str, flag: str = "--model") -> None:
+    """Raise `UserError` where the prompt is `chat` and the model's tokenizer is known to have no
+    chat template."""
+    if task.prompt == CHAT and has_chat_template(model) is False:
+        raise UserError(
+            f"--prompt chat: the tokenizer of {flag} {model} has no chat template; choose"
+            " --prompt boxed, which asks a base model for the same, or another model"
+        )
+
+
+def has_chat_template(model: str) -> bool | None:
+    """Whether the tokenizer of a model has a chat template, read from its files without a library;
+    None where they are not on this machine."""
+    if model in EMBEDDED:
+        return model in EMBEDDED_CHATS
+    folder = Path(model).expanduser()
+    if any((folder / name).exists() for name in TEMPLATE_FILES):
+        return True
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    return bool(read_json(config).get("chat_template"))
+
+
+def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
+    """A name that `from_pretrained` takes: embedded models are built on first use, folders must
+    hold a whole model."""
+    if name in EMBEDDED:
+        from alignment.data.embedded import embedded_model  # Here, because it loads torch.
+
+        return str(embedded_model(name, output_dir))
+    folder = check_model_path(name, flag)
+    if folder is None:
+        return name
+    if (Path(folder) / MANIFEST).exists():
+        fault = find_damage(Path(folder))
+        if fault:
+            raise UserError(
+                f"{flag} {name}: {fault}; if you changed it on purpose, delete its {MANIFEST}"
+            )
+    return folder

@@ -1,0 +1,146 @@
+"""Which devices a run computes on, and whether its policy and kernels suit them, before a tensor
+library is loaded."""
+
+import os
+import shutil
+from importlib.util import find_spec
+
+from alignment.args import Args, RLArgs
+from alignment.planning.placement import Roles, assign_roles, with_teacher
+from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import POLICIES
+from alignment.sampling.sampler import named_engine
+from alignment.system.errors import UserError
+from alignment.system.gpus import has_gpu_files, unusable_driver
+from alignment.system.registry import find
+from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
+
+
+def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
+    """Which device each role has, by the flags and the number of GPUs; None: those that are
+    visible. Raises `UserError` where that cannot work."""
+    if num_gpus is None:
+        num_gpus = visible_gpus()
+    claims_gpu = named_engine(args.sampler).claims_gpu
+    roles = assign_roles(
+        num_gpus,
+        ",".join(args.sample_device) or None,
+        args.reference_model_device,
+        args.eval_device,
+        args.policy_devices,
+        claims_gpu,
+    )
+    if isinstance(args, RLArgs) and args.teacher:
+        roles = with_teacher(roles, args.teacher_device, num_gpus, bool(args.policy_devices))
+    number = len(roles.sample)
+    parallel = args.sampler_tensor_parallel
+    if parallel > 1 and not claims_gpu:
+        raise UserError(
+            f"--sampler_tensor_parallel {parallel}: only vLLM takes several devices; choose"
+            " --sampler vllm"
+        )
+    if number % parallel:
+        named = f"{number} ({' '.join(roles.sample)}); name {parallel} for each engine"
+        raise UserError(f"--sampler_tensor_parallel {parallel}: --sample_device names {named}")
+    return roles
+
+
+def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of
+    torchrun's processes; ranks without GPUs share the CPU. Raises `UserError` where there are too
+    few devices."""
+    number = PROCESSES_HERE or args.policy_ranks or len(devices)
+    if args.policy_ranks not in (0, number):
+        raise UserError(
+            f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here;"
+            " leave the flag out"
+        )
+    if devices == ("cpu",):
+        return devices * number
+    if number > len(devices):
+        raise UserError(
+            f"--policy_ranks {number}: the policy has {len(devices)} devices ({', '.join(devices)})"
+        )
+    return devices[:number]
+
+
+def check_processes(args: Args, kind: str) -> None:
+    """Raise `UserError` for an unknown kind of policy, several processes of a policy that is one,
+    and an optimiser that it does not take."""
+    names = dict.fromkeys(("auto", *POLICIES), "")
+    find("--policy_parallelism", kind, names, wrap=lambda policy_class: policy_class)
+    # "auto" becomes a kind that fits the processes; of a user's own class nothing is known.
+    policy = POLICIES.get(kind)
+    if policy is None:
+        return
+    several = _several_processes(args)
+    if several and not policy.ranked:
+        raise UserError(f"{several}: a policy that is {kind} is one process")
+    optimizer = getattr(args, "optimizer", "")
+    if optimizer in policy.refused_optimizers:
+        *others, last = (name for name in OPTIMIZERS if name not in policy.refused_optimizers)
+        raise UserError(
+            f"--optimizer {optimizer}: a {kind} policy takes {', '.join(others)} or {last}"
+        )
+
+
+def _several_processes(args: Args) -> str:
+    """What asks for several processes of the policy; empty where nothing does."""
+    for flag in ("machines", "policy_ranks"):
+        number = getattr(args, flag, 1)
+        if number > 1:
+            return f"--{flag} {number}"
+    if PROCESSES > 1:
+        return f"torchrun has started {PROCESSES} processes"
+    return ""
+
+
+def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
+    """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
+    the policy's `devices`."""
+    on_cpu = devices[0] == "cpu"
+    kind = POLICIES.get(args.policy_parallelism)
+    is_split = len(devices) > 1 and kind is not None and not kind.ranked
+    if args.use_liger_kernel and (on_cpu or is_split):
+        remedy = "leave the flag out"
+        if is_split:
+            remedy = "choose --policy_parallelism sharded"
+        raise UserError(
+            "--use_liger_kernel needs a GPU for each process of the policy, not"
+            f" {' '.join(devices)}: {remedy}"
+        )
+    if not args.compile and not args.use_liger_kernel:
+        return
+    # torch compiles C++ for a CPU, and launchers of Triton's kernels, in C, for a GPU.
+    variable = "CC"
+    compilers = ["gcc", "clang"]
+    needed_packages = ""
+    has_packages = True
+    if on_cpu:
+        variable = "CXX"
+        compilers = ["g++"]
+    else:
+        needed_packages = " and triton"
+        has_packages = find_spec("triton") is not None
+    if variable in os.environ:
+        compilers = [os.environ[variable]]
+    if not any(map(shutil.which, compilers)) or not has_packages:
+        flag = "--compile" if args.compile else "--use_liger_kernel"
+        raise UserError(
+            f"{flag} needs {compilers[0]}{needed_packages}: install that, or leave the flag out"
+        )
+
+
+def visible_gpus() -> int:
+    """The number of GPUs that torch sees. Raises `UserError` where the machine has some that torch
+    cannot use."""
+    if not has_gpu_files():
+        return 0
+    fault = unusable_driver()
+    if fault:
+        raise UserError(
+            f"{fault}. Update the driver, or hide the GPUs by CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    import torch  # Here, because it takes seconds.
+
+    return torch.cuda.device_count()
