@@ -253,6 +253,7 @@ def fields_of(file: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "heading", "also"),
     [
@@ -277,6 +278,7 @@ def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
     assert not [name for name in fields if not listed(heading).fullmatch(name)]
 
 
+@pytest.mark.slow
 def test_every_field_of_metrics_that_is_listed_is_one_of_a_run(recorded):
     """But for those of asynchronous rollouts, and of a teacher."""
     fields = fields_of(recorded / "metrics.jsonl") | {"staleness", "seconds_wait"}
@@ -314,6 +316,7 @@ def test_the_names_that_trl_logs_are_trls():
     assert [name for name in names if f'"{name}"' not in source] == []
 
 
+@pytest.mark.slow
 def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
     rare = {
         "kl",
@@ -331,6 +334,7 @@ def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
     assert rare <= fields_of(recorded / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_every_file_of_a_run_is_listed(recorded):
     tree = (ROOT / "docs/files.md").read_text().split("\n## ")[0]
     for path in recorded.iterdir():

@@ -138,6 +138,7 @@ def test_threads_see_the_gpus_and_nothing_stays_behind():
     assert not torch.cuda.is_available() and str(torch.ones(1).device) == "cpu"
 
 
+@pytest.mark.slow
 def test_processes_see_the_gpus_too():
     code = "import torch; print(torch.cuda.device_count(), torch.ones(1, device='cuda:2').device)"
     done = subprocess.run(

@@ -38,23 +38,20 @@ def question(seed: int = 0, distribution=Distribution(), micro_batch_tokens=100)
     return make_batch(seed), distribution, micro_batch_tokens
 
 
-@pytest.mark.parametrize(
-    ("distribution", "micro_batch_tokens"),
-    [
+def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(process, model):
+    for distribution, micro_batch_tokens in (
         (Distribution(), 1),
         (Distribution(), 100),
         (Distribution(0.7), 100),
         (Distribution(0.9, 0.8, 20), 100),
-    ],
-)
-def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(
-    process, model, distribution, micro_batch_tokens
-):
-    asked = question(1, distribution, micro_batch_tokens)
-    batch, log_probs = asked[0], process.log_probs(*asked)
-    expected = model.log_probs(*asked)
-    assert log_probs.shape == batch.labels.shape and (log_probs[~batch.response_mask] == 0).all()
-    assert torch.equal(log_probs[batch.response_mask], expected[batch.response_mask])
+    ):
+        arguments = question(1, distribution, micro_batch_tokens)
+        batch = arguments[0]
+        log_probs = process.log_probs(*arguments)
+        expected = model.log_probs(*arguments)
+        assert log_probs.shape == batch.labels.shape
+        assert (log_probs[~batch.response_mask] == 0).all()
+        assert torch.equal(log_probs[batch.response_mask], expected[batch.response_mask])
 
 
 @pytest.fixture

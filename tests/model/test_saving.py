@@ -193,6 +193,7 @@ def test_a_full_disk_is_no_refusal(tiny_folder, tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_sft_from_such_a_model_says_one_line_and_saves_its_work(
     changed, tmp_path, monkeypatch, capsys
 ):

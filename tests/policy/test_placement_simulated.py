@@ -188,12 +188,12 @@ def check(config: PretrainedConfig, devices: tuple[str, ...]) -> None:
     assert logits.shape == (2, 16, config.vocab_size)
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_qwen_1_5b_runs_over_simulated_gpus(count: int):
     check(QWEN_1_5B, tuple(f"cuda:{index}" for index in range(count)))
 
 
-@pytest.mark.parametrize("num_gpus", [1, 4, 5, 6, 8])
+@pytest.mark.parametrize("num_gpus", [1, 4, 8])
 def test_the_policy_runs_on_the_devices_without_another_role(num_gpus: int):
     check(QWEN3_06B, assign_roles(num_gpus).policy)
 

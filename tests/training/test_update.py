@@ -263,7 +263,7 @@ def test_the_learning_rate_rises_and_stays():
     assert [learning_rate(config, number) for number in range(1, 7)] == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     prompts=st.integers(1, 3),
     group_size=st.integers(2, 4),

@@ -199,6 +199,7 @@ def peaks_as_predicted(summary: Path) -> None:
     write_json(summary, facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "flags", "code"), [(("cpu",), (), 1), ((), (), 0), ((), ("--deterministic",), 1)]
 )

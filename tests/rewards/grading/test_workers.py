@@ -100,9 +100,6 @@ def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_tha
     ("answer", "truth", "equal"),
     [
         (r"\int_0^1 x^2 dx", r"\frac{1}{3}", True),
-        (r"\lim_{x \to 0} \frac{\sin x}{x}", "1", True),
-        (r"\sum_{n=1}^{\infty} \frac{n}{3^n}", r"\frac{3}{4}", True),
-        (r"\int_0^1 x^3 dx", r"\frac{1}{3}", False),
         (r"\lim_{x \to 2} \frac{x^2-4}{x-2}", "2", False),
     ],
 )
