@@ -2,8 +2,9 @@
 recover."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 
 from alignment.runs.run_folder import Record
 from alignment.system.errors import RunStopped
@@ -36,14 +37,18 @@ class Health:
         self.first = steps[:WINDOW]
         self.latest = steps[-self.latest_count :]
 
-    def judge(self, record: Record) -> tuple[list[str], Record]:
-        """Judge and keep the record of the next step. Returns the messages to print, and the record
-        with the names of its warnings added. A warning has a message where the step before did not
-        have the same warning."""
+    def judge(
+        self, record: Record, of_update: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[list[str], Record]:
+        """Judge and keep the record of the next step, of which the update has warnings of its own,
+        name -> message. Returns the messages to print, and the record with the names of its
+        warnings added. A warning has a message where the step before did not have the same
+        warning."""
         names_before: set[str] = set()
         if self.latest:
             names_before = set(self.latest[-1]["warnings"])
         warnings = health_warnings(self.first, [*self.latest, record], self.max_new_tokens)
+        warnings |= of_update
         messages = [warnings[name] for name in sorted(warnings.keys() - names_before)]
         if record["bad_updates"]:
             messages.append(

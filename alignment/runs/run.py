@@ -276,7 +276,7 @@ class Run:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
-        warnings, record_with_warnings = self.started.health.judge(record)
+        warnings, record_with_warnings = self.started.health.judge(record, result.warnings)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)

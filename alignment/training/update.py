@@ -3,6 +3,7 @@ against the trainer."""
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,17 @@ from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
+from alignment.training.invariants import clip_warning, equal_answers_warning, ratio_warnings
 from alignment.training.preparation import entropy_report, has_entropy_bonus, prepare_update
 
 COMPARED = 16  # About as many responses of an evaluation are compared between sampler and trainer.
 # The least limit on the mismatch, in nats a token, of a sampler some steps behind the trainer. One
 # update changes log-probs by far less.
 STALE_MISMATCH = 0.5
+# The norms of clipped gradients are measured in so many steps of a run: it takes a pass over them.
+CLIP_TESTED_STEPS = 3
+# Updates at lower learning rates may change no bit of a ratio.
+LEAST_MOVING_RATE = 1e-6
 
 
 @dataclass
@@ -42,6 +48,8 @@ class UpdateResult:
     config: UpdateConfig
     """That of the next rollout, whose entropy coefficient --entropy_target may have changed."""
     bad: list[Sequence[int]] = field(default_factory=list)
+    warnings: dict[str, str] = field(default_factory=dict)
+    """Of broken invariants: name -> message."""
 
 
 def do_nothing() -> None:
@@ -68,6 +76,8 @@ def update(
     computed: list[MicroBatchResult] = []  # Of all mini-batches.
     stepped: list[MicroBatchResult] = []  # Of the mini-batches that were not skipped as bad.
     norms: list[torch.Tensor] = []
+    clipped_norms: list[torch.Tensor] = []
+    of_mini_batches: list[list[MicroBatchResult]] = []
     bad: list[Sequence[int]] = []
     comparison: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
     previous_updates = (step - 1) * config.updates_per_rollout
@@ -83,7 +93,10 @@ def update(
         objective = rollout_objective(prepared.rollout, mini_batch, prepared.config)
         results = list(policy.accumulate(rollout.batch, rows, objective))
         norm = policy.clip_gradient(config.max_grad_norm)
+        if step <= CLIP_TESTED_STEPS:
+            clipped_norms.append(policy.clip_gradient(math.inf))  # It changes nothing.
         computed += results
+        of_mini_batches.append(results)
         if not is_finite(norm, results):
             policy.drop_gradient()
             bad.append(mini_batch)
@@ -107,7 +120,11 @@ def update(
     # Later mini-batches saw changed weights; these log-probs are all from before the first update.
     if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
         trainer_BT = rollout.old_log_probs_BT
-    return UpdateResult(report, trainer_BT, informative, config, bad)
+    warnings = equal_answers_warning(rollout, config.advantage.group_size)
+    warnings |= clip_warning(clipped_norms, config.max_grad_norm)
+    has_moved = rate >= LEAST_MOVING_RATE and any(norm > 0 for norm in norms[:-1])
+    warnings |= ratio_warnings(of_mini_batches, config, policy.dtype, has_moved)
+    return UpdateResult(report, trainer_BT, informative, config, bad, warnings)
 
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:

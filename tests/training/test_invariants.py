@@ -1,0 +1,148 @@
+"""Invariants of rollouts and updates: silent where they hold, one warning where they do not."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
+
+from alignment.core.records import SamplingConfig
+from alignment.core.tokens import collate
+from alignment.model.loading import load_tokenizer
+from alignment.policy.policy import MicroBatchResult, PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rewards.rules import score_groups
+from alignment.sampling.transformers import TransformersSampler
+from alignment.training import invariants
+from alignment.training.invariants import (
+    clip_warning,
+    equal_answers_warning,
+    ratio_warnings,
+)
+from alignment.training.update import update
+
+POLICY_RATIO = dataclasses.replace(ARGS, epochs_per_rollout=2).update_config
+
+
+@dataclass
+class Answers:
+    """What `equal_answers_warning` reads of a rollout."""
+
+    batch: object
+    sampler_log_probs_BT: torch.Tensor
+
+
+def answers_of(responses: list[list[int]], log_prob: float) -> Answers:
+    """Responses to one prompt, each token of which has a log-prob."""
+    batch = collate([[1, 2]] * len(responses), responses, pad_token_id=0)
+    return Answers(batch, log_prob * batch.response_mask)
+
+
+def test_the_chance_of_equal_answers_by_hand():
+    """Of probability 1/4, two pairs of two equal ones: m = 1/2 and x = 2, so that Chernoff's bound
+    is exp(3/2) / 16."""
+    assert invariants._log_tail(2, 0.5) == pytest.approx(1.5 - math.log(16), abs=1e-12)
+    equal = answers_of([[5, 6]] * 4, log_prob=-math.log(2))
+    assert equal_answers_warning(equal, group_size=4) == {}
+    improbable = answers_of([[5, 6]] * 4, log_prob=-10.0)
+    (name,) = warning = equal_answers_warning(improbable, group_size=4)
+    assert name == "equal_answers"
+    assert warning[name].startswith("2 of 2 pairs of answers are the same")
+
+
+def test_answers_of_other_groups_are_not_compared():
+    """Three answers of a group make one pair, and a fourth belongs to the next group."""
+    rows = answers_of([[5], [6], [7], [7], [8], [9]], log_prob=-50.0)
+    assert equal_answers_warning(rows, group_size=3) == {}
+    assert list(equal_answers_warning(rows, group_size=6)) == ["equal_answers"]
+
+
+def test_likely_answers_may_be_equal():
+    """300 rollouts of 32 short answers by a sampler that is sure of most tokens: no false alarm."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.tensor([0.9, 0.05, 0.03, 0.02])
+    for _ in range(300):
+        drawn = torch.multinomial(probabilities.expand(32, 4), 3, True, generator=generator)
+        rows = answers_of(drawn.tolist(), log_prob=0.0)
+        log_probs = probabilities.log()[drawn].flatten()
+        rows.sampler_log_probs_BT[rows.batch.response_mask] = log_probs
+        assert equal_answers_warning(rows, group_size=8) == {}
+
+
+def results_of(ratio_sum: float, ratio_max: float, tokens: int = 10) -> list[MicroBatchResult]:
+    sums = {"ratio_sum": ratio_sum, "ratio_max": ratio_max, "response_tokens": tokens}
+    return [MicroBatchResult([0], torch.zeros(1, 1), sums)]
+
+
+def test_ratios_by_hand():
+    one = results_of(10.0, 1.0)
+    moved = results_of(10.01, 1.05)
+    wrong = results_of(11.0, 2.0)
+
+    def names(*mini_batches, dtype=torch.float32, has_moved=True, config=POLICY_RATIO):
+        return list(ratio_warnings(mini_batches, config, dtype, has_moved))
+
+    assert names(one, moved) == []
+    assert names(wrong, moved) == ["first_ratio"]
+    assert names(one, one) == ["later_ratio"]
+    assert names(one, one, has_moved=False) == []
+    assert names(one, one, dtype=torch.bfloat16) == []
+    # The momentum of a first update without rows has moved the weights.
+    assert names([], wrong) == []
+    assert names(wrong, moved, config=dataclasses.replace(ARGS).update_config) == []
+
+
+def test_clipped_gradients_are_as_short_as_the_limit():
+    assert clip_warning([torch.tensor(1.0), torch.tensor(0.3)], 1.0) == {}
+    assert list(clip_warning([torch.tensor(0.3), torch.tensor(1.2)], 1.0)) == ["gradient_clip"]
+
+
+def warnings_of_update(folder, **changed) -> dict[str, str]:
+    """The warnings of an update of the tiny model on its own samples."""
+    args = dataclasses.replace(
+        ARGS,
+        epochs_per_rollout=2,
+        loss_type="grpo_clip",
+        learning_rate=1e-3,
+        warmup_steps=0,
+        max_grad_norm=1e-2,
+        **changed,
+    )
+    policy = SingleDevicePolicy(
+        PolicyConfig(str(folder), ("cpu",), "float32", micro_batch_tokens=200)
+    )
+    sampler = TransformersSampler(policy.model, load_tokenizer(str(folder)), context=256)
+    problems = problems_of(args)
+    sampling = SamplingConfig(n=args.group_size, max_new_tokens=8, seed=1)
+    completions = sampler.sample([problem.prompt for problem in problems], sampling)
+    rollout = rollout_of(score_groups(problems, completions, parity_reward), args)
+    old_BT = policy.log_probs(rollout.batch, args.update_config.distribution)
+    rollout = dataclasses.replace(rollout, old_log_probs_BT=old_BT)
+    return update(policy, rollout, args.update_config, step=1).warnings
+
+
+def test_a_sound_update_has_no_warning(tiny_folder):
+    assert warnings_of_update(tiny_folder) == {}
+
+
+def test_planted_faults_are_named(tiny_folder, monkeypatch):
+    with monkeypatch.context() as planted:
+        planted.setattr(SingleDevicePolicy, "clip_gradient", clip_by_value)
+        assert list(warnings_of_update(tiny_folder)) == ["gradient_clip"]
+    with monkeypatch.context() as planted:
+        planted.setattr(
+            "alignment.sampling.transformers.draw_uniforms",
+            lambda prompts, sampling: torch.rand(1, 1, sampling.max_new_tokens).expand(
+                prompts, sampling.n, -1
+            ),
+        )
+        assert list(warnings_of_update(tiny_folder)) == ["equal_answers"]
+
+
+def clip_by_value(policy: SingleDevicePolicy, max_norm: float) -> torch.Tensor:
+    parameters = list(policy.model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    torch.nn.utils.clip_grad_value_(parameters, max_norm)
+    return norm
