@@ -38,8 +38,8 @@ class Deaf:
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ranks("sharded", 2), ["--rollouts", "async"]],
-    ids=["one process", "sharded", "async"],
+    [[], ranks("sharded", 2)],
+    ids=["one process", "sharded"],
 )
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path):
     whole = tmp_path / "whole"

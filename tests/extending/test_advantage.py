@@ -120,12 +120,8 @@ def test_one_that_cannot_work_is_refused_before_anything_loads(body, tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [(), ("--rollouts", "async")], ids=lambda flags: " ".join(flags) or "sync"
-)
-def test_a_resumed_run_has_its_state_and_ends_in_the_same_bits(
-    flags, train, train_in_two_parts, weights
-):
+def test_a_resumed_run_has_its_state_and_ends_in_the_same_bits(train, train_in_two_parts, weights):
+    flags = ("--rollouts", "async")
     whole = train(*OWN, "--advantage.decay", "0.5", *flags)
     assert read_json(whole / "args.json")["args"]["advantage.decay"] == 0.5
     states = [

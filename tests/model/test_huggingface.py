@@ -38,14 +38,12 @@ print([name for name in {LEFT_OUT} if name in sys.modules], changed)
     "code",
     [
         "print(torch.compile(lambda x: 2 * x + 1, backend='eager')(torch.ones(1)).item())",
-        "import torch._dynamo.config as config; print(3.0 * (torch._dynamo.config is config))",
-        "from torch._dynamo import optimize; print(3.0 * optimize('eager')(lambda x: x)(1))",
         (
             "from transformers.masking_utils import TransformGetItemToIndex as masks\nwith masks():"
             " print(3.0)"
         ),
     ],
-    ids=["compiles", "module", "name", "masks"],
+    ids=["compiles", "masks"],
 )
 def test_the_compiler_is_loaded_where_it_is_used(code):
     assert result(f"{code}\nassert '_inductor' in dir(torch)") == "3.0"

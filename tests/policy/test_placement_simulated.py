@@ -403,9 +403,7 @@ FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [QWEN_1_5B, LLAMA_1B, QWEN3_06B], ids=["qwen2", "llama", "qwen3"]
-)
+@pytest.mark.parametrize("config", [QWEN_1_5B, QWEN3_06B], ids=["qwen2", "qwen3"])
 def test_forward_and_backward_cross_each_boundary_once(
     config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
 ):

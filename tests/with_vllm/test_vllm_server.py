@@ -124,7 +124,6 @@ def status(port: int, method: str, path: str, key: str) -> int | None:
 
 
 HOW = {
-    "as they are": OPEN_END,
     "another temperature, nucleus and tokens": SamplingConfig(
         n=4, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=24, stop=()
     ),
