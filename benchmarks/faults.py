@@ -1,4 +1,4 @@
-"""Does `alignment.verify` see a fault, or does a run of three steps stop for it?
+"""Does `alignment.verify` see a fault, or does a run of three steps stop or warn for it?
 
 uv run -m benchmarks.faults
 uv run -m benchmarks.faults --only "other betas" "decay added to the gradient"
@@ -101,10 +101,7 @@ def try_plant(plant: Plant | None, base: Path) -> Outcome:
         resumes = plant is not None and plant.resumes
         seen_by = seen_by_verify(folder, flags, resumes)
         if not seen_by:
-            steps = ["--num_steps", "3", *flags]
-            trained = run_command(folder, "train_rl", [*COMMON, *steps])
-            if trained.returncode:
-                seen_by = [f"train_rl: {message_of(trained)}"]
+            seen_by = seen_by_run(folder, flags)
     return Outcome(plant, seen_by, time.monotonic() - start)
 
 
@@ -120,6 +117,19 @@ def seen_by_verify(folder: Path, flags: Sequence[str], resumes: bool) -> list[st
         return [f"verify: {message_of(verified)}"]
     checks = json.loads(summary.read_text())["checks"]
     return [check["what"] for check in checks if not check["passed"]]
+
+
+def seen_by_run(folder: Path, flags: Sequence[str]) -> list[str]:
+    """The error of three steps of `train_rl` there, or the warnings."""
+    run = "trained"
+    steps = ["--num_steps", "3", "--run_name", run]
+    trained = run_command(folder, "train_rl", [*COMMON, *steps, *flags])
+    if trained.returncode:
+        return [f"train_rl: {message_of(trained)}"]
+    names: dict[str, None] = {}
+    for line in (folder / "output" / run / "metrics.jsonl").read_text().splitlines():
+        names |= dict.fromkeys(json.loads(line)["warnings"])
+    return [f"train_rl: warning {name}" for name in names]
 
 
 def row_of(outcome: Outcome) -> tuple[str, str, str]:
