@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
-from alignment.builders.devices import check_processes, roles_of
+from alignment.builders.devices import check_one_device, check_processes, roles_of
 from alignment.config.settings import flag_values
 from alignment.planning.placement import place, teacher_share
 from alignment.planning.seconds import Hardware, hardware_of
@@ -36,7 +36,7 @@ def main() -> None:
     find_reward(args.reward, args.task_in_format.rules, settings=args.reward_settings)
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
-    roles_of(args, hardware.gpus)
+    check_one_device(args.policy_parallelism, roles_of(args, hardware.gpus).policy)
     # Here, because it loads torch: mistakes are reported first.
     from alignment.builders.prediction import calibrate, duration, predict, ranked, remedies, span
 

@@ -37,7 +37,7 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.builders.checks import check_loss, check_output, check_reward
+from alignment.builders.checks import check_loss, check_output, check_reward, check_trackers
 from alignment.builders.data_checks import check_pass_rates
 from alignment.config.data import ALL_PASS_RATES
 from alignment.data.tasks import find_task, try_rows
@@ -104,6 +104,7 @@ def make_design(args: SweepOptions) -> Design:
     refuse_faulty_arms(arms, seeds)
     refuse_incomparable_arms(arms)
     refuse_rare_evaluations(arms, args.match)
+    check_trackers(args.trackers)
     try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     if warnings and args.strict:

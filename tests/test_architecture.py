@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "system",
         "policy.optimizers",
         "rollouts.config",
+        "policy.policy",
         "rewards.rules",
         "sampling.sampler",
         "data.tasks",
@@ -86,6 +87,7 @@ TOP_LEVEL = {
     "log_probs",
 }
 ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "EvaluateArgs", "SweepOptions"}
+KINDS = "alignment.policy.policy"  # the table of kinds of policy
 TAKES_ARGUMENTS = {"alignment.ablation.design"}  # a design consists of arguments
 MOST_PARAMETERS = 6
 # Names of the field, whose signatures are older than this code; and `attention`, which transformers
@@ -280,6 +282,24 @@ def branches_on_a_loss(package: Package) -> list[str]:
     ]
 
 
+def names_of_policy_kinds(package: Package) -> list[str]:
+    """Kinds of policy that a module names, beside that of their table: facts of an entry decide."""
+    table = next(
+        node.value
+        for node in package[KINDS].body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "POLICIES"
+    )
+    assert isinstance(table, ast.Dict)
+    kinds = {ast.literal_eval(key) for key in table.keys if key is not None}
+    return [
+        f"{name}:{node.lineno} {node.value}"
+        for name, tree in package.items()
+        if name != KINDS
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in kinds
+    ]
+
+
 def functions_of_arguments(package: Package) -> list[str]:
     return [
         f"{name}.{function.name}({ast.unparse(parameter)})"
@@ -384,6 +404,7 @@ PLANTED = [
         "def f(args):\n    return 'grpo_clip' == args.loss_type",
     ),
     (branches_on_a_loss, "alignment.core.new", "if loss_type in ('gspo', 'cispo'):\n    pass"),
+    (names_of_policy_kinds, "alignment.planning.new", "def f(kind):\n    return kind == 'single'"),
     (functions_of_arguments, "alignment.training.new", "def f(*, args: 'RLArgs | None'): ..."),
     (
         functions_of_many_parameters,

@@ -22,7 +22,7 @@ from alignment.builders.data_checks import (
     check_training_split,
     print_left_out,
 )
-from alignment.builders.devices import check_kernels, check_processes, devices_of_ranks, roles_of
+from alignment.builders.devices import check_policy_devices, check_processes
 from alignment.builders.held_out import held_out_arguments
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import flag_values, own_flags
@@ -51,6 +51,7 @@ from alignment.rewards.rules import (
 )
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
+from alignment.runs.trackers import find_tracker
 from alignment.sampling.sampler import check_sampler_url, find_engine
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import try_writing
@@ -78,6 +79,7 @@ def check(args: Args) -> Task:
             " http://HOST:PORT"
         )
     find_engine(args.sampler)
+    check_trackers(args.trackers)
     check_processes(args, args.policy_parallelism)
     output_dir = Path(args.output_dir)
     if output_dir.exists() and not output_dir.is_dir():
@@ -116,7 +118,13 @@ def check_rl(args: RLArgs) -> None:
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
     check_reward(args, task, reward, training[0])
     # This comes last, because it may load torch to count the GPUs.
-    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
+    check_policy_devices(args)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `UserError` for a tracker of the user's own that cannot be imported."""
+    for name in names:
+        find_tracker(name)
 
 
 def check_evaluation_rule(args: Args, task: Task) -> None:
@@ -231,7 +239,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     kept = task.untested(training, args.dataset_path)
     print_left_out(len(training), len(kept), "demonstrations")
     splits = {"train": kept, "test": _read_demonstrations(args, task, "test") or kept}
-    check_kernels(args, devices_of_ranks(args, roles_of(args).policy))
+    check_policy_devices(args)
     return splits
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from alignment.args import Args, RLArgs
 from alignment.planning.placement import Roles, assign_roles, with_teacher
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES
+from alignment.policy.policy import POLICIES, policy_kind
 from alignment.sampling.sampler import named_engine
 from alignment.system.errors import UserError
 from alignment.system.gpus import has_gpu_files, unusable_driver
@@ -84,6 +84,17 @@ def check_processes(args: Args, kind: str) -> None:
         )
 
 
+def check_one_device(kind: str, devices: tuple[str, ...]) -> None:
+    """Raise `UserError` for several devices of a policy of a kind that computes on one only."""
+    if len(devices) > 1 and policy_kind(kind).one_device:
+        *others, last = (name for name, other in POLICIES.items() if not other.one_device)
+        raise UserError(
+            f"--policy_parallelism {kind} computes on one device, and the policy has"
+            f" {len(devices)} ({', '.join(devices)}): name one, as --policy_devices {devices[0]},"
+            f" or choose {', '.join(others)} or {last}"
+        )
+
+
 def _several_processes(args: Args) -> str:
     """What asks for several processes of the policy; empty where nothing does."""
     for flag in ("machines", "policy_ranks"):
@@ -95,16 +106,24 @@ def _several_processes(args: Args) -> str:
     return ""
 
 
+def check_policy_devices(args: Args) -> None:
+    """Raise `UserError` as `check_one_device` and `check_kernels`. It may load torch to count the
+    GPUs."""
+    devices = roles_of(args).policy
+    check_one_device(args.policy_parallelism, devices)
+    check_kernels(args, devices_of_ranks(args, devices))
+
+
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
     the policy's `devices`."""
     on_cpu = devices[0] == "cpu"
-    kind = POLICIES.get(args.policy_parallelism)
-    is_split = len(devices) > 1 and kind is not None and not kind.ranked
+    is_split = policy_kind(args.policy_parallelism).stages(len(devices)) > 1
     if args.use_liger_kernel and (on_cpu or is_split):
         remedy = "leave the flag out"
         if is_split:
-            remedy = "choose --policy_parallelism sharded"
+            ranked = [name for name, kind in POLICIES.items() if kind.ranked]
+            remedy = f"choose --policy_parallelism {' or '.join(ranked)}"
         raise UserError(
             "--use_liger_kernel needs a GPU for each process of the policy, not"
             f" {' '.join(devices)}: {remedy}"

@@ -68,36 +68,59 @@ class Prompts(NamedTuple):
 
 
 GSM8K = Prompts(longest=320, test_problems=1319)
-"""By SmolLM2's tokenizer."""
+"""Tokens of the longest prompt, and test problems, where a task's files are not on the machine.
+
+Source: GSM8K's, by SmolLM2's tokenizer. Shown wrong by: the longest `prompt_ids` of a run's
+completions. Read by: `prompts_of`, `step_shape`."""
 
 LONGER = 1.25
-"""Of the longest prompt of the test problems: the longest of training, at most. SVAMP's is, which
-learns from other sets."""
+"""Times the longest prompt of the test problems that the longest of training has at most.
+
+Source: SVAMP's, which learns from other sets. Shown wrong by: the longest `prompt_ids` of a run's
+completions. Read by: `prompts_of`."""
 
 # --- how far seconds may be off, either way, by factors -------------------------------------------
 
 ONE_RUN = 1.5
-"""Of what one finished run tells."""
+"""Factor by which what one finished run tells may be off.
+
+Source: chosen, as the three below, on the runs of docs/plan_measured.md#seconds, of which 28 of 29
+figures lie in their ranges. Shown wrong by: `benchmarks.step_time`. Read by: `seconds_of`."""
 
 SEVERAL_RUNS = 1.25
-"""Of what several tell, at least."""
+"""Factor by which what several runs tell may be off, at least.
+
+Source: chosen on the same runs. Shown wrong by: `benchmarks.step_time`. Read by: `seconds_of`."""
 
 OF_SIZE = 1.1
-"""For each e-fold of size that the nearest run is off."""
+"""Factor for each e-fold of size that the nearest run is off.
+
+Source: chosen on the same runs. Shown wrong by: `benchmarks.step_time`. Read by: `seconds_of`."""
 
 NEAREST_SIZE = 0.1
-"""E-folds of size below which all runs are near: a run weighs (this + its distance)^-2."""
+"""E-folds of size below which all runs are near: a run weighs (this + its distance)^-2.
+
+Source: chosen on the same runs. Shown wrong by: `benchmarks.step_time`. Read by: `seconds_of`."""
 
 # --- below which nothing is compared --------------------------------------------------------------
 
 SHORTEST_MEASURED = 0.001
-"""Seconds of a phase, below which it tells no rates."""
+"""Seconds of a phase, below which it tells no rates.
+
+Assumption: a choice. Shown wrong by: a run of such phases whose rates fit others. Read by:
+`read_finished_run`."""
 
 SHORTEST = 0.1
-"""Seconds of a phase: less is latency, and other processes, whatever was predicted."""
+"""Seconds of a phase: less is latency, and other processes, whatever was predicted.
+
+Assumption: a choice. Shown wrong by: the spread of such seconds over repeated runs. Read by:
+`beside_plan`."""
 
 SMALLEST = 5e8
-"""Bytes of a device's peak: less is libraries' own, whatever was predicted."""
+"""Bytes of a device's peak: less is libraries' own, whatever was predicted.
+
+Assumption: a choice. Shown wrong by: what torch allocates on a GPU before a model is loaded. Read
+by: `largest_of`."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +258,9 @@ def changes_that_save(prediction: Prediction) -> list[list[Change]]:
     changes += [[{"optimizer": name}] for name in optimizers]
     if not run.lora_rank:
         changes.append([{"lora_rank": 16}])
-    changes += [[{"policy_parallelism": kind}] for kind in ("sharded", "layer_split")]
+    dividing = [name for name, kind in POLICIES.items() if kind.divides_weights]
+    dividing.sort(key=lambda name: not POLICIES[name].ranked)
+    changes += [[{"policy_parallelism": name}] for name in dividing]
     if prediction.step.vllm:
         changes.append([{"gpu_memory_utilization": tenths / 10} for tenths in (4, 3, 2, 1)])
     return changes
@@ -390,15 +415,19 @@ class PhaseSample(NamedTuple):
 
 
 LEAST_SHARES = Shares(prompt=0.1, response=0.25, trained=0.5)
-"""What a run has on average at least, of what it may have.
+"""Shares that a run has on average at least, of what it may have.
 
-Assumptions, chosen as a wide end of a range and not measured. The prompts and completions of a run,
-and `response_length` and `rows_with_gradient` in its metrics.jsonl, show them wrong: in four steps
-of the tiny preset prompts are 1.0 of the longest, responses .90 of --max_new_tokens, and .34 of the
-responses have a gradient, less than is assumed here, or all of them with --beta. `calibrate` takes
-those of finished runs."""
+Assumption: a wide end of a range. Shown wrong by: the prompts and completions of a run, and
+`response_length` and `rows_with_gradient` in its metrics.jsonl: in four steps of the tiny preset
+prompts are 1.0 of the longest, responses .90 of --max_new_tokens, and .34 of the responses have a
+gradient, less than is assumed here, or all of them with --beta. `calibrate` takes those of finished
+runs. Read by: `Known`."""
 
 MOST_SHARES = Shares(prompt=1.0, response=1.0, trained=1.0)
+"""Shares that a run has on average at most.
+
+Source: no prompt is longer than the longest, and so on. Shown wrong by: nothing. Read by:
+`Known`."""
 
 
 class Known(NamedTuple):
@@ -704,7 +733,7 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration
         if prediction is None:
             continue
         is_alone = len(prediction.roles.policy) == 1
-        if is_alone == (kind == "single"):
+        if is_alone == POLICIES[kind].one_device:
             spent = duration(prediction, hardware, known)
             by_placement[kind, prediction.roles] = (spent, prediction)
     return sorted(by_placement.values(), key=lambda pair: np.prod(pair[0].hours))

@@ -4,13 +4,18 @@ engines, schedule and lengths. Builders read it here instead of working it out a
 from dataclasses import dataclass, replace
 
 from alignment.args import Args, RLArgs
-from alignment.builders.devices import check_processes, devices_of_ranks, roles_of
+from alignment.builders.devices import (
+    check_one_device,
+    check_processes,
+    devices_of_ranks,
+    roles_of,
+)
 from alignment.builders.evaluations import evaluation_tokens
 from alignment.model.loading import compute_dtype, load_config
 from alignment.model.shape import ModelShape
 from alignment.planning.placement import STATE_SHARE, Roles, engine_share
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, policy_kind
+from alignment.policy.policy import automatic_kind, policy_kind
 from alignment.rollouts.config import Schedule
 from alignment.sampling.sampler import SamplerConfig
 from alignment.system.device_memory import total_bytes
@@ -61,7 +66,7 @@ class RunPlan:
     # Whether rollouts are sampled between the updates; else during them, in other processes.
     samples_between_updates: bool
     # Whether engines must wait until the policy is loaded: torchrun's ranks then say which machines
-    # there are, and a policy class of the user's own which weights it has.
+    # there are, and a policy that may not start from the base which weights it has.
     engines_need_policy: bool
     schedule: Schedule
     # Whether a copy of the policy on the reference's device computes old log-probs.
@@ -99,7 +104,7 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = PlannedMachine
         rollouts=rollouts,
         shares_sampler=shares_sampler,
         samples_between_updates=samples_between_updates,
-        engines_need_policy=bool(PROCESSES) or policy.kind not in POLICIES,
+        engines_need_policy=bool(PROCESSES) or not policy_kind(policy.kind).starts_from_base,
         schedule=args.schedule,
         keeps_old_policy=keeps_old_policy(args, roles, policy.kind),
         response_tokens=args.max_new_tokens,
@@ -185,13 +190,9 @@ def plan_policy(
         devices = devices_of_ranks(args, devices)
     if kind == "auto":
         ranks = max(PROCESSES, machines.number * len(devices))
-        if ranks == 1:
-            kind = "single"
-        elif _fits_each_device(args, base, devices, machines):
-            kind = "replicated"
-        else:
-            kind = "sharded"
+        kind = automatic_kind(ranks, lambda: _fits_each_device(args, base, devices, machines))
     check_processes(args, kind)
+    check_one_device(kind, devices)
     return PolicyPlan(kind, devices, compute_dtype(args.dtype, devices[0]))
 
 

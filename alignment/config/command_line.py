@@ -127,6 +127,8 @@ def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> 
         # The metavar says already that there may be several.
         if action.nargs == "*":
             action.nargs = None
+        if declared[name].values_in_words:
+            action.help = f"{action.help} {declared[name].values_in_words}."
         if declared[name].choices:
             action.metavar = _choices_in_help(action.metavar, declared[name].choices)
         action.option_strings = [

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from alignment.config.flag import Extra, flag
+from alignment.policy.policy import kinds_in_words
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,19 @@ class PlacementFlags:
     )
     """Devices the policy is split over; by default every GPU that no other role holds."""
     policy_parallelism: str = flag(
-        "auto", group="devices", bookkeeping=True, changeable=True, setting=True
+        "auto",
+        group="devices",
+        values_in_words=kinds_in_words(),
+        bookkeeping=True,
+        changeable=True,
+        setting=True,
     )
-    """How the policy uses its devices: single, layer_split (the hand-built device map), replicated
-    (one process a device, each with all weights), sharded (each with a part of them), or a class of
-    your own as package.module:name; auto: single on one device; on several, replicated where
-    weights, gradients and moments fit on each, else sharded."""
+    """How the policy uses its devices: by a kind of policy, or a class of your own as
+    package.module:name."""
     policy_ranks: int = flag(
         0, group="devices", at_least=0, zero="one a device", changeable=True, setting=True
     )
-    """Processes, on each machine, of a replicated or sharded policy; 0: one for each policy
+    """Processes, on each machine, of a policy that has one a device; 0: one for each policy
     device."""
     rank_timeout: float = flag(60.0, group="devices", above=0, changeable=True)
     """Seconds after which a process of the policy that does not answer is lost, and the run
@@ -93,8 +97,8 @@ class MachineFlags:
     num_gpus: int | None = flag(None, group="devices", at_least=0)
     """GPUs of a machine to plan for; by default those of this one."""
     machines: int = flag(1, group="devices", above=0)
-    """Machines to plan for, all alike; several start the processes of a replicated or sharded
-    policy."""
+    """Machines to plan for, all alike; several start the processes of a policy that has one a
+    device."""
     gpu_memory: float | None = flag(None, group="devices", at_least=1)
     """GB (1e9 bytes) of each GPU, or of a host without; by default this machine's, where --num_gpus
     says nothing."""

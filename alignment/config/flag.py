@@ -157,7 +157,8 @@ def _check_tuple(name: str, part: Any, value: object) -> None:
 def check_flag(name: str, facts: Flag, value: Any) -> None:
     """Raise `UserError` as `check_flags`, of one flag."""
     if facts.choices:
-        check_choices(name, value if isinstance(value, tuple) else (value,), facts.choices)
+        values = value if isinstance(value, tuple) else (value,)
+        check_choices(name, values, facts.choices, facts.takes_own)
     if facts.names_folder and not is_plain_folder_name(str(value)):
         raise refused(name, value, "a plain folder name without slashes, of at most 150 bytes")
     if not facts.has_bound or value is None or isinstance(value, tuple):
@@ -173,13 +174,18 @@ def is_plain_folder_name(name: str) -> bool:
     return is_plain and len(name.encode(errors="surrogateescape")) <= 150
 
 
-def check_choices(name: str, values: Iterable[object], choices: Iterable[str]) -> None:
-    """Raise `UserError`, which suggests the nearest choice, for a value that is not a choice."""
+def check_choices(
+    name: str, values: Iterable[object], choices: Iterable[str], takes_own: bool = False
+) -> None:
+    """Raise `UserError`, which suggests the nearest choice, for a value that is not a choice. With
+    `takes_own` a value may be package.module:name, which is not imported here."""
     choices = list(choices)
+    own = ", or name one of your own as package.module:name" if takes_own else ""
     for value in values:
-        if value not in choices:
+        is_own = takes_own and ":" in str(value)
+        if value not in choices and not is_own:
             nearest = did_you_mean(str(value), choices)
-            raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{nearest}")
+            raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{own}{nearest}")
 
 
 def check_packages(arguments: Any) -> None:

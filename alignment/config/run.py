@@ -25,9 +25,15 @@ class RunFlags:
     run_name: str = flag("", group="run", names_folder=True, swept=False, changeable=True)
     """Name of the run's folder; empty: made from the preset, the command and the seed."""
     trackers: tuple[str, ...] = flag(
-        ("tensorboard",), group="run", choices=tuple(TRACKERS), swept=False, changeable=True
+        ("tensorboard",),
+        group="run",
+        choices=tuple(TRACKERS),
+        takes_own=True,
+        swept=False,
+        changeable=True,
     )
-    """Where a run's numbers go besides its folder; the others are extras."""
+    """Where a run's numbers go besides its folder, all but tensorboard by extras; or your
+    package.module:name."""
 
 
 @dataclass(frozen=True)

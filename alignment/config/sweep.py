@@ -62,7 +62,9 @@ class SweepOptions:
     """Name of the folder, a new one or to continue."""
     output_dir: str = flag("checkpoints", group="run")
     """Folder that holds the sweep's folder; with several machines, one that all of them share."""
-    trackers: tuple[str, ...] = flag(("tensorboard",), group="run", choices=tuple(TRACKERS))
+    trackers: tuple[str, ...] = flag(
+        ("tensorboard",), group="run", choices=tuple(TRACKERS), takes_own=True
+    )
     """Where every run's numbers go besides its folder."""
     eval_tasks: tuple[str, ...] = flag((), group="evaluation")
     """Tasks that every run is evaluated on beside --task; verdicts are on --task alone."""

@@ -40,6 +40,11 @@ class Flag:
     """Other names of the flag, without dashes."""
     choices: tuple[str, ...] = ()
     """The values that it may have; empty: any. If the value is a tuple, those of its elements."""
+    takes_own: bool = False
+    """Whether it may also have, beside `choices`, an entry of the user's own, as
+    package.module:name. The command that uses the entry imports it."""
+    values_in_words: str = ""
+    """What each named value means, where a table says it; --help adds it to the field's text."""
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None

@@ -64,6 +64,11 @@ class DeviceLoad:
         return policy_kind(self.step.policy_parallelism).ranked
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether the policy's gradients stay in memory through all phases."""
+        return policy_kind(self.step.policy_parallelism).keeps_gradients
+
+    @property
     def has_adapters(self) -> bool:
         return bool(self.shape.adapters)
 
@@ -135,12 +140,16 @@ def resident_bytes(load: DeviceLoad) -> Bytes:
     "weights": fp32 masters. "moments": what the optimiser keeps on the device; those that a GPU
     would send to the host stay on a CPU. "sampler": a whole copy of the weights for each engine
     that is ours. "reference" and "teacher": whole frozen models, whose linear layers are in the
-    type of products.
-    "context": CUDA's, or Python and its libraries on a CPU."""
+    type of products. "context": CUDA's, or Python and its libraries on a CPU. "kept gradients":
+    those that the kind of policy keeps from one update to the next; without any there is no such
+    key."""
     optimizer = OPTIMIZERS[load.step.optimizer]
     moment_bytes = optimizer.device_bytes - WEIGHT_AND_GRADIENT
     if load.on_cpu:
         moment_bytes += optimizer.host_bytes
+    kept = {}
+    if load.keeps_gradients:
+        kept["kept gradients"] = FP32 * load.trained_parameters
     return {
         "weights": load.shape.state_bytes(load.share.modules, FP32) // load.share.parts,
         "moments": moment_bytes * load.trained_parameters,
@@ -148,6 +157,7 @@ def resident_bytes(load: DeviceLoad) -> Bytes:
         "reference": load.shape.frozen_bytes(load.step.itemsize) * load.frozen_models,
         "teacher": load.teacher_bytes,
         "context": _context_bytes(load),
+        **kept,
     }
 
 
@@ -160,7 +170,7 @@ def _sampler_bytes(load: DeviceLoad) -> int:
         load.on_cpu
         and load.trains
         and load.share.parts == 1
-        and not load.ranked_policy
+        and policy_kind(load.step.policy_parallelism).lends_model
         and not load.has_adapters
         and not load.step.in_bfloat16
     )

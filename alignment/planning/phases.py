@@ -20,24 +20,74 @@ from alignment.model.activations import (
 from alignment.model.loading import mlp_width
 from alignment.planning.device_load import BF16, FP32, Bytes, DeviceLoad, total
 from alignment.planning.head import HeadUse, head_bytes
-from alignment.policy.micro_batches import MAX_ACTIVATION_BYTES, gathered_bytes, tokens_that_fit
+from alignment.policy.micro_batches import (
+    GATHERED_LAYERS,
+    MAX_ACTIVATION_BYTES,
+    gathered_bytes,
+    tokens_that_fit,
+)
 
-# Vectors of the hidden size in fp32 that the head keeps of a token: the last norm's input and
-# output, of all tokens, and two of responses alone, which are half of the tokens at most.
 END_VECTORS = 4
+"""Vectors of the hidden size, in fp32, that the head keeps of a token.
 
-# Vectors of the hidden size in fp32 that a layer does not keep where its two norms are frozen: each
-# norm's normalised input, which only the gradient of the norm's weight needs, in fp32.
+Source: the last norm's input and output, of all tokens, and two of responses alone, which count as
+if all tokens were responses'. Shown wrong by: the count over fake tensors of
+tests/planning/test_peak.py. Read by: `layers_bytes`."""
+
 FROZEN_NORM_VECTORS = 2
+"""Vectors of the hidden size, in fp32, that a layer does not keep of a token where its norms are
+frozen.
 
-# Of what a layer keeps for backward, the share that its forward and backward pass makes again.
-# Fitted to what torch's tracker counted over fake tensors.
+Source: each of two norms' normalised input, which only the gradient of the norm's weight needs.
+Shown wrong by: that count, with adapters. Read by: `layers_bytes`."""
+
 REMADE_IN_BACKWARD = (3, 4)
+"""The share, as a fraction, of what a layer keeps for backward that its backward pass makes again.
 
-# fp32 tensors [rows, vocabulary] that live while our own sampler draws a token: logits, log-probs,
-# probabilities, their sums up to each token; with top-p or top-k the logits that are left.
+Source: fitted to what torch's tracker counted over fake tensors. Shown wrong by: that count, where
+a layer's backward pass is the peak (a small vocabulary). Read by: `Update`."""
+
 DRAW_TENSORS = 4
+"""Tensors [rows, vocabulary] in fp32 that live while our own sampler draws a token.
+
+Source: logits, log-probs, probabilities, and their sums up to each token. Shown wrong by: torch's
+peak of sampling, where the last token is it. Read by: `Decoding`."""
+
 TRUNCATED_DRAW_TENSORS = 5
+"""Tensors [rows, vocabulary] in fp32 that live while it draws with top-p or top-k.
+
+Source: the same, and the logits that are left. Shown wrong by: the same peak. Read by:
+`Decoding`."""
+
+CACHE_COPIES = 2
+"""Copies of the prompts' keys and values that are there at a time, at most.
+
+Source: they are copied into the cache that has room for responses. Shown wrong by: torch's peak of
+sampling, with long prompts and short responses. Read by: `Decoding`."""
+
+WHOLE_GRADIENT_LAYERS = 2
+"""Layers whose whole gradients a rank has at a time in backward.
+
+Source: those of the layer at work, and those of the one before on its way to its ranks, as FSDP2
+sends them. Shown wrong by: `benchmarks.rank_memory`. Read by: `RankUpdate`."""
+
+LAYERS_DONE = 2
+"""Layers that have given back what they kept, at a rank's worst instant in backward.
+
+Source: the worst instant is that of the last layer but one, by torch's tracker. Shown wrong by:
+`benchmarks.rank_memory`. Read by: `RankUpdate`."""
+
+RANK_HOST_COPIES = 2
+"""Whole copies of the weights, in fp32, that a rank on a CPU has while a checkpoint is written.
+
+Source: one gathered, and one that safetensors is given. Shown wrong by: the resident bytes of
+`benchmarks.memory` in a checkpoint. Read by: `Checkpoint`."""
+
+MERGED_HOST_COPIES = 1
+"""Whole copies of the weights, in fp32, that a process on a CPU has while it writes merged
+adapters.
+
+Source: the merged weights. Shown wrong by: the same bytes. Read by: `Checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +176,7 @@ class Decoding(Phase):
                 "keys and values": prompt_tokens * token,
                 "activations": prompt_tokens * passing_bytes(config, step.itemsize),
             },
-            {"keys and values": 2 * prompt_tokens * token},
+            {"keys and values": CACHE_COPIES * prompt_tokens * token},
             {"keys and values": prompts * group * token, "logits": tensors * logits},
         ]
 
@@ -187,7 +237,7 @@ class LogProbPass(Phase):
         if load.ranked_policy:
             layers = load.layer_parameters
             outside = load.parameters - sum(layers)
-            gathered = FP32 * (outside + 2 * max(layers))
+            gathered = FP32 * (outside + GATHERED_LAYERS * max(layers))
         return [
             {
                 "casts": casts,
@@ -249,7 +299,8 @@ class TeacherLogProbs(Phase):
 class Update(Phase):
     """Forward, backward and the optimiser's step, a micro-batch after another.
 
-        "gradients"        4 for each trained parameter here; an earlier micro-batch's are there
+        "gradients"        4 for each trained parameter here; an earlier micro-batch's are there;
+                           0 where they stay through all phases ("kept gradients")
         "casts"            2 for each parameter of the layers here, autocast to bfloat16, which
                            backward keeps; computed twice, of one layer
         "activations"      T x what L layers keep for backward
@@ -271,7 +322,10 @@ class Update(Phase):
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of the gradients of all that is trained here, in fp32."""
+        """Bytes of the gradients of all that is trained here, in fp32, but for those that stay
+        through all phases."""
+        if self.load.keeps_gradients:
+            return 0
         return FP32 * self.load.trained_parameters
 
     @cached_property
@@ -308,7 +362,7 @@ class Update(Phase):
             ]
         else:
             instants = [at_head, self.layers_backward()]
-        if self.limit.tokens < self.load.step.update_tokens:
+        if self.load.keeps_gradients or self.limit.tokens < self.load.step.update_tokens:
             return instants
         # All rows are at work at once: no earlier micro-batch has left gradients.
         embedding = min(self.gradients, self.load.embedding_bytes)
@@ -413,7 +467,7 @@ class RankUpdate:
         if not self.load.has_adapters:
             matrix = BF16 * mlp_width(config) * config.hidden_size
             products = matrix + self.load.embedding_bytes
-        share_left = max(len(shape.layers) - 2, 0) / len(shape.layers)
+        share_left = max(len(shape.layers) - LAYERS_DONE, 0) / len(shape.layers)
         left = {
             kind: int(share_left * update[kind]) for kind in ("casts", "activations", "attention")
         }
@@ -421,8 +475,8 @@ class RankUpdate:
             **update,
             **left,
             "logits": 0,
-            "gathered": self.outside + 2 * layer,
-            "whole gradients": 2 * gradient + products,
+            "gathered": self.outside + GATHERED_LAYERS * layer,
+            "whole gradients": WHOLE_GRADIENT_LAYERS * gradient + products,
         }
 
 
@@ -464,5 +518,5 @@ class Checkpoint(Phase):
         if not self.load.on_cpu:
             return 0
         if self.load.is_rank:
-            return 2
-        return 1 if self.load.has_adapters else 0
+            return RANK_HOST_COPIES
+        return MERGED_HOST_COPIES if self.load.has_adapters else 0

@@ -17,8 +17,11 @@ from alignment.policy.policy import policy_kind
 from alignment.system.errors import UserError
 
 STATE_SHARE = 0.7
-"""Of a device's memory: what weights, gradients and moments may take; the rest is for
-activations."""
+"""Share of a device's memory that weights, gradients and moments may take where each has all of
+them; the rest is for activations.
+
+Assumption: a choice. Shown wrong by: a run with `--policy_parallelism auto` that replicates and
+runs out of memory, or computes layers twice. Read by: `_fits_each_device`."""
 
 HELPERS = ("sample", "reference", "eval")
 """The roles beside the policy, in the order in which GPUs are handed out, highest first."""
@@ -225,10 +228,16 @@ def _refuse_vllm_clashes(
 
 
 SHARED_GPU = 0.4
-"""The share of a GPU's memory that vLLM claims beside the policy or a reference. A choice."""
+"""Share of a GPU's memory that vLLM claims beside the policy or a reference.
+
+Assumption: a choice. Shown wrong by: tokens a second of rollouts at other shares, and peaks of the
+update. Read by: `engine_share`."""
 
 OWN_GPU = 0.9
-"""The same on a GPU of its own: vLLM's default."""
+"""Share of a GPU's memory that vLLM claims on a GPU of its own.
+
+Source: vLLM's default when it was written. Shown wrong by: vLLM's documentation of
+gpu_memory_utilization. Read by: `engine_share`."""
 
 
 def engine_share(roles: Roles, device: str, engines: int = 1) -> float:
@@ -275,9 +284,9 @@ def policy_shares(
 def place(
     shape: ModelShape,
     roles: Roles,
-    optimizer: str = "adamw",
-    itemsize: int = 2,
-    kind: str = "layer_split",
+    optimizer: str,
+    itemsize: int,
+    kind: str,
     tensor_parallel: int = 1,
 ) -> list[Share]:
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then

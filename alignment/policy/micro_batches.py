@@ -15,14 +15,33 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.shards import own_part
 from alignment.system.device_memory import free_bytes, release_memory
 
-# larger micro-batches are no faster on a CPU (benchmarks/README.md); not measured on a GPU
 MAX_TOKENS = 16384
+"""Tokens of a micro-batch at most.
 
-# 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the free
-# memory is a limit.
+Source: larger ones are no faster on a CPU (benchmarks/README.md); on an H200 16,384 were faster
+than 8,192, and more were not measured. Shown wrong by: seconds of an update by `benchmarks.update`
+with more. Read by: `tokens_that_fit`."""
+
 MAX_ACTIVATION_BYTES = {"cpu": 3 * 2**30, "cuda": 2**40}
+"""Bytes of a micro-batch's activations at most, by type of device.
 
-ACTIVATION_SHARE = 0.5  # of the free memory; logits, copies and other processes use the rest
+Assumption: 3 GiB are enough for two parallel micro-batches that keep a CPU busy; on a GPU only the
+free memory is a limit. Shown wrong by: seconds of an update on a CPU of many cores with more. Read
+by: `choose_micro_batch_tokens`, `micro_batches_beside`."""
+
+ACTIVATION_SHARE = 0.5
+"""Share of the free memory that a micro-batch's activations may take; logits, copies and other
+processes use the rest.
+
+Assumption: a choice. Shown wrong by: the measured peaks of updates, by what they leave free. Read
+by: `tokens_that_fit`."""
+
+GATHERED_LAYERS = 2
+"""Layers whose weights a rank has gathered at a time.
+
+Source: FSDP2 has one at work while the next is on its way. Shown wrong by:
+`benchmarks.rank_memory`. Read by: `gathered_bytes`, `LogProbPass`, `RankUpdate`."""
+
 WEIGHT_BYTES = 4  # of a trained weight, in fp32
 
 
@@ -112,9 +131,8 @@ def tokens_that_fit(
 def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:
     """Bytes that a rank holds beside its own parts, of layers of so many parameters and so many
     outside."""
-    # One layer is at work while the next is on its way. Each has weights and gradients in fp32, and
-    # so has what is outside.
-    in_fp32 = outside + 2 * max(layers)
+    # The gathered layers have weights and gradients in fp32, and so has what is outside.
+    in_fp32 = outside + GATHERED_LAYERS * max(layers)
     gathered = 2 * WEIGHT_BYTES * in_fp32
     if itemsize == 2:
         # autocast keeps its casts of all layers until the pass ends

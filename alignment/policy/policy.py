@@ -159,12 +159,17 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """One kind of policy: the path of its class, and the facts about it that planning and checks
-    need before any weight, or torch, is loaded. The defaults are all that is known of a class of a
-    user's own."""
+    """One kind of policy: the path of its class, and the facts about it that planning, checks and
+    --help need before any weight, or torch, is loaded. The defaults are all that is known of a
+    class of a user's own."""
 
     path: str
     """package.module:name of the class; its constructor takes a `PolicyConfig`."""
+    summary: str = ""
+    """What it is, in a few words, for --help."""
+    one_device: bool = False
+    """Whether it computes on one device only, so that a plan for several is refused; else it is
+    made for several, and gains nothing on one."""
     ranked: bool = False
     """Whether each device has a process of its own, a rank of torch.distributed; else one process
     has all devices."""
@@ -174,8 +179,22 @@ class PolicyKind:
     moves: tuple[Literal["hidden states", "weights", "gradients"], ...] = ()
     """What devices send one another in an update: hidden states from layer to layer, weights that
     each pass gathers, gradients that ranks sum."""
+    keeps_gradients: bool = False
+    """Whether the memory of the gradients stays taken from one update to the next, as that of
+    buffers which are zeroed; else `drop_gradient` frees it."""
+    lends_model: bool = True
+    """Whether `Policy.model_on` may return the model, for a sampler in the policy's process to
+    read; else such a sampler has a copy of the weights, which plans count."""
+    starts_from_base: bool = False
+    """Whether its first weights are those of `PolicyConfig.model_path`, so that an engine may load
+    the same ones before the policy is there; else engines wait for the policy."""
     refused_optimizers: tuple[str, ...] = ()
     """Keys of `OPTIMIZERS` that it does not take."""
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each of several devices holds less than all of the weights."""
+        return self.holds != "copy" and not self.one_device
 
     def processes(self, devices: int) -> int:
         """Processes on a machine where the policy has so many devices."""
@@ -196,26 +215,60 @@ class PolicyKind:
 
 # --policy_parallelism -> the kind
 POLICIES: Mapping[str, PolicyKind] = {
-    "single": PolicyKind("alignment.policy.single_device:SingleDevicePolicy"),
+    "single": PolicyKind(
+        "alignment.policy.single_device:SingleDevicePolicy",
+        summary="the whole model on one device",
+        one_device=True,
+        starts_from_base=True,
+    ),
     "layer_split": PolicyKind(
         "alignment.policy.layer_split:LayerSplitPolicy",
+        summary="some layers on each device (the hand-built device map)",
         moves=("hidden states",),
+        starts_from_base=True,
     ),
     "replicated": PolicyKind(
         "alignment.policy.sharded:ReplicatedPolicy",
+        summary="one process a device, each with all weights",
         ranked=True,
         holds="copy",
         moves=("gradients",),
+        lends_model=False,
+        starts_from_base=True,
         refused_optimizers=("adamw_8bit",),
     ),
     "sharded": PolicyKind(
         "alignment.policy.sharded:ShardedPolicy",
+        summary="one process a device, each with a part of every weight",
         ranked=True,
         holds="part",
         moves=("weights", "gradients"),
+        lends_model=False,
+        starts_from_base=True,
         refused_optimizers=("adamw_8bit",),
     ),
 }
+
+AUTO_SUMMARY = (
+    "single on one device; on several, replicated where weights, gradients and moments fit on each,"
+    " else sharded"
+)
+"""What --policy_parallelism auto means, for --help."""
+
+
+def automatic_kind(ranks: int, fits_each_device: Callable[[], bool]) -> str:
+    """The kind that --policy_parallelism auto means for so many ranks of all machines.
+    `fits_each_device` says whether a device holds all weights, gradients and moments."""
+    if ranks == 1:
+        return "single"
+    return "replicated" if fits_each_device() else "sharded"
+
+
+def kinds_in_words() -> str:
+    """Each value of --policy_parallelism but a user's own, with what it is."""
+    summaries = {name: kind.summary for name, kind in POLICIES.items()}
+    summaries["auto"] = AUTO_SUMMARY
+    return "; ".join(f"{name}: {summary}" for name, summary in summaries.items() if summary)
 
 
 def policy_kind(name: str) -> PolicyKind:

@@ -1,5 +1,5 @@
-"""Trackers: where a run's numbers go besides its own files. Each has the name of its library, which
-is imported late."""
+"""Trackers: where a run's numbers go besides its own files. Each of ours has the name of its
+library, which is imported late; a user's own is named `package.module:name`."""
 
 # The libraries are extras, which a checkout may lack.
 # pyright: reportMissingImports=false
@@ -10,10 +10,12 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignment.system.files import read_json, write_json
+from alignment.system.registry import find
 
 Numbers = Mapping[str, float]
 
@@ -25,6 +27,21 @@ class Tracker(NamedTuple):
     """Sends the numbers of a step and, as HTML, the sample of an evaluation; "" where there is
     none."""
     close: Callable[[], object]
+
+
+OpenTracker = Callable[[Path, str, Mapping[str, object]], Tracker]
+"""Opens a run at a tracker, by the run's folder, its id, which a resumed run keeps, and the
+arguments of its args.json."""
+
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """One kind of tracker, and the facts about it."""
+
+    open: OpenTracker
+    starts_anew: bool = False
+    """Whether opening deletes what the tracker had of the run, so that a resumed run sends all of
+    its steps again; else it sends those that are new."""
 
 
 def open_tensorboard(folder: Path, run_id: str, arguments: Mapping[str, object]) -> Tracker:
@@ -98,12 +115,20 @@ def open_mlflow(folder: Path, run_id: str, arguments: Mapping[str, object]) -> T
     return Tracker(log, mlflow.end_run)
 
 
-TRACKERS = {
-    "tensorboard": open_tensorboard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
-    "mlflow": open_mlflow,
+TRACKERS: Mapping[str, TrackerKind] = {
+    "tensorboard": TrackerKind(open_tensorboard, starts_anew=True),
+    "wandb": TrackerKind(open_wandb),
+    "trackio": TrackerKind(open_trackio),
+    "mlflow": TrackerKind(open_mlflow),
 }
+"""--trackers -> its kind."""
+
+
+def find_tracker(name: str) -> TrackerKind:
+    """The kind of tracker that is called `name` in `TRACKERS`, or the user's own that
+    `package.module:name` imports: a `TrackerKind`, or a function that opens a tracker. Raises
+    `UserError` as `find`."""
+    return find("--trackers", name, TRACKERS, wrap=TrackerKind)
 
 
 class Trackers:
@@ -120,9 +145,10 @@ class Trackers:
         arguments: Mapping[str, object] = {}
         if (folder / "args.json").exists():
             arguments = read_json(folder / "args.json")["args"]
+        self._kinds = {name: find_tracker(name) for name in names}
         self._open: dict[str, Tracker] = {}
-        for name in names:
-            tracker = self._attempt(name, TRACKERS[name], folder, self._sent["id"], arguments)
+        for name, kind in self._kinds.items():
+            tracker = self._attempt(name, kind.open, folder, self._sent["id"], arguments)
             if tracker is not None:
                 self._open[name] = tracker
 
@@ -133,7 +159,7 @@ class Trackers:
             if step <= self._sent.get(key, -1):
                 continue
             was_sent = self._attempt(name, tracker.log, step, numbers, sample)
-            if was_sent and name != "tensorboard":
+            if was_sent and not self._kinds[name].starts_anew:
                 self._sent[key] = step
                 write_json(self._file, self._sent)
 

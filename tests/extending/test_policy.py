@@ -32,5 +32,6 @@ def test_a_whole_run_ends_in_the_weights_of_a_policy_on_one_device(
         weights(train_in_two_parts("--run_name", "resumed", "--policy_parallelism", PATH))
         == expected
     )
-    monkeypatch.setitem(POLICIES, "flat", PolicyKind(PATH))
+    entry = PolicyKind(PATH, one_device=True, keeps_gradients=True, lends_model=False)
+    monkeypatch.setitem(POLICIES, "flat", entry)
     assert weights(train("--run_name", "by_name", "--policy_parallelism", "flat")) == expected

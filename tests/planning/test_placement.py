@@ -642,7 +642,7 @@ def test_the_map_is_one_that_from_pretrained_takes(tmp_path):
 
 
 def test_eight_gpus_by_hand():
-    shares = place(QWEN_1_5B, assign_roles(8))
+    shares = place(QWEN_1_5B, assign_roles(8), "adamw", 2, "layer_split")
     assert [(share.device, share.role) for share in shares] == [
         *((gpu, "policy") for gpu in gpus(5)),
         ("cuda:7", "sample"),
@@ -654,7 +654,7 @@ def test_eight_gpus_by_hand():
     assert sum(share.bytes for share in shares[:5]) == 16 * ALL  # 24.7 GB
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
     assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, REFERENCE]  # 3.1 GB
-    in_float32 = place(QWEN_1_5B, assign_roles(8), itemsize=4)
+    in_float32 = place(QWEN_1_5B, assign_roles(8), "adamw", 4, "layer_split")
     assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 3 and in_float32[:5] == shares[
         :5
     ]
@@ -669,7 +669,7 @@ def bytes_by_device(shares):
 
 
 def test_sampler_and_eval_on_one_gpu_are_one_copy():
-    shares = place(QWEN_1_5B, assign_roles(2))
+    shares = place(QWEN_1_5B, assign_roles(2), "adamw", 2, "layer_split")
     assert [(share.device, share.role) for share in shares] == [
         ("cuda:0", "policy"),
         ("cuda:1", "sample+eval"),
@@ -677,27 +677,29 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
     ]
     assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * ALL + REFERENCE}
     # the policy is the reference
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1))) == {"cuda:0": (16 + 2) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw", 2, "layer_split")) == {
+        "cuda:0": (16 + 2) * ALL
+    }
     # reference and eval share cuda:1
     three = {
         "cuda:0": 16 * ALL,
         "cuda:2": 2 * ALL,
         "cuda:1": 2 * ALL + REFERENCE,
     }
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(3))) == three
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(3), "adamw", 2, "layer_split")) == three
 
 
 def test_the_optimizer_decides_the_policys_bytes():
-    offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload")
+    offloaded = place(QWEN_1_5B, assign_roles(1), "adamw_cpu_offload", 2, "layer_split")
     # 15.4 GB, and 12.3 of moments
     assert bytes_by_device(offloaded) == {
         "cuda:0": (8 + 2) * ALL,
         "cpu": 8 * ALL,
     }
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload")) == {
-        "cpu": (16 + 2) * ALL
-    }
-    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit")) == {
+    assert bytes_by_device(
+        place(QWEN_1_5B, assign_roles(0), "adamw_cpu_offload", 2, "layer_split")
+    ) == {"cpu": (16 + 2) * ALL}
+    assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw_8bit", 2, "layer_split")) == {
         "cuda:0": (10 + 2) * ALL
     }
 

@@ -46,7 +46,8 @@ def recorded(monkeypatch):
 
         return trackers.Tracker(log, close)
 
-    monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "recorded": open_recorded})
+    kind = trackers.TrackerKind(open_recorded)
+    monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "recorded": kind})
     return ids, sent
 
 

@@ -91,6 +91,7 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
         works(
             arguments(
                 policy_parallelism=kind,
+                policy_devices=("cuda:0",) if kind == "single" else (),
                 policy_ranks=ranks,
                 train_mini_batch_size=0,
                 micro_batch_tokens=1775,
