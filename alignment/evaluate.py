@@ -28,7 +28,6 @@ from alignment.builders.checks import check, check_rules
 from alignment.builders.data_checks import check_test_split
 from alignment.builders.devices import roles_of
 from alignment.builders.held_out import GREEDY, task_arguments, with_greedy
-from alignment.config.settings import flag_values
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import find_task
@@ -198,7 +197,7 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
                 groups.append(evaluation.groups)
                 # not before there is something to write
                 if run is None:
-                    settings = flag_values(args)
+                    settings = args.recorded_values
                     path = claim_run_folder(
                         args.output_dir, args.run_name, default, settings, {"all": args.seed}
                     )
@@ -344,7 +343,7 @@ def write_report(
     summary = {"evaluations": rows} if len(rows) > 1 else rows[0]
     write_json(path / "summary.json", summary)
     settings = {
-        "args": flag_values(args),
+        "args": args.recorded_values,
         "rules": {name: task_args.evaluation_rule for name, task_args in tasks.items()},
         "sampled": tasks,
         "versions": versions(),

@@ -23,7 +23,7 @@ from rich.console import Console
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
-from alignment.config.settings import flag_values, replaced
+from alignment.config.settings import replaced
 from alignment.runs.run_folder import (
     TRAINER,
     checkpoint_folder,
@@ -367,7 +367,7 @@ def main() -> None:
         args.output_dir,
         args.run_name,
         f"verify_{args.preset}",
-        flag_values(args),
+        args.recorded_values,
         args.seeds,
     )
     word = write_results(folder, records)

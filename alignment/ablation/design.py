@@ -52,12 +52,12 @@ class Design:
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
-        return varied_values({name: flag_values(args) for name, args in self.arms.items()})
+        return varied_values({name: args.recorded_values for name, args in self.arms.items()})
 
     def facts(self) -> dict[str, object]:
         """What sweep.json keeps of the design and must not change when the sweep is continued:
         everything but the seeds. As JSON gives it back, so that it can be compared to the file."""
-        arms = {name: flag_values(args) for name, args in self.arms.items()}
+        arms = {name: args.recorded_values for name, args in self.arms.items()}
         settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
         return json.loads(json.dumps({**settings, "arms": arms}))
 
@@ -373,7 +373,7 @@ def canonical(args: RLArgs) -> dict[str, object]:
     With one update a rollout, sampled by the current weights, the ratio to the old policy is 1.
     There every loss with a ratio, of a token or of a response, clipped or not, has the gradient of
     -A log pi (arXiv:2402.03300, section 4.1.3; PPO, arXiv:1707.06347, section 3)."""
-    facts = {name: value for name, value in flag_values(args).items() if _decides(name)}
+    facts = {name: value for name, value in args.recorded_values.items() if _decides(name)}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
     facts["max_staleness"] = args.staleness

@@ -25,7 +25,7 @@ from alignment.builders.data_checks import (
 from alignment.builders.devices import check_policy_devices, check_processes
 from alignment.builders.held_out import held_out_arguments
 from alignment.config.flag import defaults_of_flags
-from alignment.config.settings import flag_values, own_flags
+from alignment.config.settings import own_flags
 from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
 from alignment.core.records import Problem, Problems
@@ -276,10 +276,11 @@ def run_config(args: RLArgs) -> RunConfig:
     changeable = CHANGEABLE_ON_RESUME | changeable_settings
     if args.lr_schedule != "constant":  # The learning rate depends on the number of steps.
         changeable -= {"num_steps"}
-    arguments = flag_values(args)
+    arguments = args.recorded_values
     if args.pass_rates:
         # A file of other pass rates selects other problems, so a run cannot go on with it.
         arguments["sha256_of_pass_rates"] = sha256(Path(args.pass_rates))
+    defaults = defaults_of_flags(RLArgs) | {name: own.default for name, own in own.items()}
     return configuration(
         RunConfig,
         args,
@@ -288,5 +289,5 @@ def run_config(args: RLArgs) -> RunConfig:
         arguments=arguments,
         changeable=changeable,
         setting=REPRODUCIBILITY_SETTING,
-        defaults=defaults_of_flags(RLArgs) | {name: own.default for name, own in own.items()},
+        defaults=defaults | {"reward": args.default_reward},
     )

@@ -27,7 +27,6 @@ from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import plan_engine, plan_policy
 from alignment.builders.samplers import make_sampler, stoppable
-from alignment.config.settings import flag_values
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import read_system_prompt, trained_response, without_repeated_tag
@@ -109,8 +108,8 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
         output_dir=str(target.parent),
         default_name=f"{target.name}_unfinished",
         run_name=run_name,
-        defaults={},
-        arguments={**flag_values(args), "sha256_of_the_tokens": digest},
+        defaults={"reward": args.default_reward},
+        arguments={**args.recorded_values, "sha256_of_the_tokens": digest},
         seeds={"all": args.seed},
         keep_checkpoints=1,
         max_bad_steps=0,

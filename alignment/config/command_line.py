@@ -28,6 +28,7 @@ from alignment.config.settings import (
     root_flag,
 )
 from alignment.config.words import check_words, given_words, single_values, split_own_words
+from alignment.core.args_file import was_auto
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.terminal import make_console
@@ -257,11 +258,14 @@ def args_of_run(cls: type[CommandType], folder: str | PathLike[str], **changes) 
     `UserError` if it has no args.json."""
     path = Path(folder)
     file = path / "args.json"
-    given = read_json(file).get("args") if file.is_file() else None
+    record = read_json(file) if file.is_file() else {}
+    given = record.get("args")
     if not isinstance(given, dict):
         raise UserError(f"--resume {path}: must be a run's folder, which has an args.json")
     values = defaults_of_flags(cls)
     for name, value in given.items():
+        if was_auto(record, name):
+            continue
         if name in values or is_own(name):
             values[name] = tuple(value) if isinstance(value, list) else value
     values |= {"output_dir": str(path.parent), "run_name": path.name, "resume": True}

@@ -42,6 +42,7 @@ from alignment.config.settings import (
     fields_of,
     find_advantage,
     find_loss,
+    flag_values,
     settings_of,
 )
 from alignment.core.advantages import ADVANTAGES, Advantage, AdvantageConfig
@@ -50,7 +51,12 @@ from alignment.core.records import SamplingConfig
 from alignment.core.selection import SELECTIONS, Selection
 from alignment.data.pass_rates import read_band
 from alignment.data.tasks import DataConfig, Task, find_task
-from alignment.rewards.rules import evaluation_rule, refuse_unknown_reward
+from alignment.rewards.rules import (
+    AUTO,
+    evaluation_rule,
+    refuse_unknown_reward,
+    resolved_reward,
+)
 from alignment.rollouts.config import RolloutConfig, Schedule, UpdateConfig
 from alignment.system.errors import UserError
 
@@ -125,6 +131,29 @@ class Args(
     def sampler_settings(self) -> Any:
         """The settings that the engine of --sampler has of its own; None where it has none."""
         return settings_of(self, "sampler")
+
+    @property
+    def resolved_reward(self) -> str:
+        """--reward, and for "auto" the rule that it stands for. Raises `UserError` for an unknown
+        --task."""
+        return resolved_reward(self.reward, self.task_in_format.rules)
+
+    @property
+    def default_reward(self) -> str:
+        """The rule that --reward "auto" stands for. Raises `UserError` for an unknown --task."""
+        task = find_task(self.task, self.data).in_format(self.prompt, AUTO)
+        return resolved_reward(AUTO, task.rules)
+
+    @property
+    def recorded_values(self) -> dict[str, Any]:
+        """The values of all flags as args.json has them: as `flag_values`, with the reward that
+        "auto" stands for. Raises `UserError` for an unknown --task."""
+        return flag_values(self) | {"reward": self.resolved_reward}
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """Names of the flags that are "auto" and have another value in `recorded_values`."""
+        return ("reward",) if self.reward == AUTO else ()
 
     @property
     def task_rule(self) -> str:

@@ -15,10 +15,10 @@ class DataFlags:
     """Where problems come from: arithmetic, gsm8k, svamp, countdown, countdown_small; rows of your
     own, file:FILE (JSONL, JSON, CSV, Parquet) or hf:NAME (a hub's data set or a folder,
     hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
-    reward: str = flag("r1_zero", group="data")
-    """What responses are paid for. A rule: r1_zero, as published, r1_zero_strict, for exactly one
-    worked-out final answer, boxed, for the last \\boxed{}, which is the default with --prompt chat,
-    flexible, for the last box or number, or countdown. Or a weighted sum, such as
+    reward: str = flag("auto", group="data")
+    """What responses are paid for. auto: the task's rule, or with --prompt chat boxed. A rule:
+    r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, boxed, for the
+    last \\boxed{}, flexible, for the last box or number, or countdown. Or a weighted sum, such as
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, cosine_length, signed_format, signed_accuracy, the negative controls
     random, format_only and inverted, and functions of your own, as package.module:function, which

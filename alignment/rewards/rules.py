@@ -39,8 +39,10 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.registry import find, import_object
 
 RewardFn = Callable[[str, str], Score]  # (response, ground truth) -> score.
+AUTO = "auto"
+"""The value of --reward that leaves the choice to the task and its prompt (`resolved_reward`)."""
 DEFAULT_RULE = "r1_zero"
-"""The default of --reward, in whose place a prompt that asks for a box is graded by `boxed`."""
+"""The rule that `AUTO` stands for where the task has it."""
 GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 
 RULES = {
@@ -79,12 +81,21 @@ def settings_of_reward(name: str) -> list[type | None]:
     return classes
 
 
+def resolved_reward(name: str, rules: Sequence[str]) -> str:
+    """The reward that --reward names for a task with these rules: of "auto" the rule r1_zero, if
+    the task has it, else the first of its rules."""
+    if name != AUTO:
+        return name
+    return DEFAULT_RULE if DEFAULT_RULE in rules else rules[0]
+
+
 def evaluation_rule(reward: str, rules: Sequence[str]) -> str:
     """The name of the rule that evaluates a run trained on `reward`.
 
     That is the reward itself, if it is one of the task's rules; else the first of these.
     """
-    return reward if reward in rules else rules[0]
+    resolved = resolved_reward(reward, rules)
+    return resolved if resolved in rules else rules[0]
 
 
 def graded_text(rule: RewardFn, problem: Problem, response: str) -> str:
@@ -351,17 +362,16 @@ def find_reward(
 ) -> Reward:
     """The reward that --reward names, for a task with these rules.
 
-    That is one of the rules, or `part[:weight]`, several with commas. A part is one of `PARTS` or
-    `CONTROLS`, a rule, or the user's own package.module:function, whose calls may take `seconds`.
-    `settings` are the rule's or the parts' own ones, by name; those not among them have their
-    defaults.
+    That is one of the rules ("auto": `resolved_reward`), or `part[:weight]`, several with commas. A
+    part is one of `PARTS` or `CONTROLS`, a rule, or the user's own package.module:function, whose
+    calls may take `seconds`. `settings` are the rule's or the parts' own ones, by name; those not
+    among them have their defaults.
     Raises `UserError` for any other name, a rule that is not the task's, and a part that cannot go
     with its rules.
     """
+    name = resolved_reward(name, rules)
     if name in rules:
         return Reward(find_rule(name, seconds, settings))
-    if name == DEFAULT_RULE and "boxed" in rules:  # the prompt asks for a box
-        return Reward(find_rule(rules[0], seconds, settings))
     if name in RULES:
         raise UserError(
             f"--reward {name}: it does not fit this --task, which is graded by {' or '.join(rules)}"
@@ -381,7 +391,9 @@ def refuse_unknown_reward(name: str) -> None:
 
     A function of the user's own, package.module:function, is not imported yet.
     """
-    table = {**RULES, **CONTROLS, **PARTS}
+    if name == AUTO:
+        return
+    table = {AUTO: AUTO, **RULES, **CONTROLS, **PARTS}
     for part, _ in named_parts(name):
         if ":" not in part:
             find("--reward", part, table)
@@ -394,7 +406,7 @@ def check_reward_name(name: str, rules: Sequence[str], seconds: float | None = N
     A rule or part that does not fit a task with these `rules` will do: evaluations grade by the
     task's own.
     """
-    if name in (*rules, *RULES):
+    if name in (AUTO, *rules, *RULES):
         return
     for part, _ in named_parts(name):
         _find_part(part, (), seconds)

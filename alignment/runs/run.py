@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
+from alignment.core.args_file import was_auto
 from alignment.core.records import Rollout, SampledStep
 from alignment.runs import run_folder
 from alignment.runs.health import Health
@@ -49,10 +50,13 @@ class RunConfig:
     changeable: frozenset[str]
     setting: frozenset[str]
     """Names of the arguments that decide how far a run is reproducible."""
-    # The values of arguments that an older version did not know, so that its args.json lacks them.
+    # The values of arguments that an older version did not know, so that its args.json lacks them,
+    # and of those whose default has another name there.
     defaults: Mapping[str, object]
     seeds: Mapping[str, int]
     command: str  # The command that trains, "train_rl" or "sft".
+    # Names of the flags that are "auto"; `arguments` has what each comes to.
+    automatic: tuple[str, ...] = ()
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
 
 
@@ -189,10 +193,11 @@ class Run:
                 config.default_name,
                 config.arguments,
                 config.seeds,
+                config.automatic,
             )
             self.closing.enter_context(lock_run_folder(self.path))
         else:
-            run_folder.write_args(self.path, config.arguments, config.seeds)
+            run_folder.write_args(self.path, config.arguments, config.seeds, config.automatic)
         folder = self.closing.enter_context(
             closing(run_folder.RunFolder(self.path, self.last_step, config.trackers))
         )
@@ -406,7 +411,8 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
 
 def refuse_other_arguments(path: Path, config: RunConfig) -> None:
     """Raise `UserError` if a run was started with other arguments than those of `config`."""
-    recorded = read_json(path / "args.json").get("args")
+    record = read_json(path / "args.json")
+    recorded = record.get("args")
     if not isinstance(recorded, dict):
         raise UserError(
             f"--resume: {path / 'args.json'} is damaged, so it does not say how the run was started"
@@ -421,6 +427,8 @@ def refuse_other_arguments(path: Path, config: RunConfig) -> None:
         if key in config.changeable:
             continue
         before = recorded.get(key, defaults.get(key))
+        if was_auto(record, key):
+            before = defaults.get(key)
         if before != now.get(key):
             changed.append(f"--{key} was {before!r}, now {now.get(key)!r}")
     if changed:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from alignment.core.args_file import AUTO
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
 from alignment.core.state_tree import join_tensors, split_tensors
 from alignment.runs.metric_names import with_current_names
@@ -233,30 +234,37 @@ def numbered_names(name: str) -> Iterator[str]:
 
 
 def claim_run_folder(
-    output_dir: str, run_name: str, default: str, arguments: Record, seeds: Mapping[str, int]
+    output_dir: str,
+    run_name: str,
+    default: str,
+    arguments: Record,
+    seeds: Mapping[str, int],
+    automatic: Sequence[str] = (),
 ) -> Path:
     """Make a folder named `run_name`, or `default` as a `plain_name` with the first free number,
     that has an args.json (`write_args`). Two commands never get the same folder. Raises `UserError`
     where `run_name` is taken."""
     if run_name:
         path = Path(output_dir) / run_name
-        if not make_run_folder(path, arguments, seeds):
+        if not make_run_folder(path, arguments, seeds, automatic):
             raise taken_name(output_dir, run_name)
         return path
     for name in numbered_names(plain_name(default)):
         path = Path(output_dir) / name
-        if make_run_folder(path, arguments, seeds):
+        if make_run_folder(path, arguments, seeds, automatic):
             break
     return path
 
 
-def make_run_folder(path: Path, arguments: Record, seeds: Mapping[str, int]) -> bool:
+def make_run_folder(
+    path: Path, arguments: Record, seeds: Mapping[str, int], automatic: Sequence[str] = ()
+) -> bool:
     """Make a folder that has an args.json. Returns False where another run has that folder."""
     if _is_taken(path):
         return False
     try:
         with files.atomic_folder(path) as building:
-            write_args(building, arguments, seeds)
+            write_args(building, arguments, seeds, automatic)
     except OSError as error:
         # Another command may have made it in between. A link to nowhere above it gives the same
         # number.
@@ -266,11 +274,14 @@ def make_run_folder(path: Path, arguments: Record, seeds: Mapping[str, int]) -> 
     return True
 
 
-def write_args(folder: Path, arguments: Record, seeds: Mapping[str, int]) -> None:
-    """Write args.json: the resolved arguments, the seeds, the command, `versions()`, and which
-    machine it is."""
+def write_args(
+    folder: Path, arguments: Record, seeds: Mapping[str, int], automatic: Sequence[str] = ()
+) -> None:
+    """Write args.json: the resolved arguments, the names of the flags that were "auto", the seeds,
+    the command, `versions()`, and which machine it is."""
     record = {
         "args": dict(arguments),
+        AUTO: list(automatic),
         "seeds": dict(seeds),
         "command": list(current_command().words),
         "versions": versions(),

@@ -126,11 +126,11 @@ def test_every_arm_survives_its_command_line():
 def test_controls():
     arms = with_controls({"a": arm()})
     assert {name: a.reward for name, a in arms.items()} == {
-        "a": "r1_zero",
+        "a": "auto",
         "control_random": "random",
         "control_format_only": "format_only",
         "control_inverted": "inverted",
-        "control_no_training": "r1_zero",
+        "control_no_training": "auto",
     }
     assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)
     assert all(

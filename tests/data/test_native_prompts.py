@@ -1,18 +1,28 @@
 r"""Prompts in the tokenizer's own chat template, and which prompt and rule a run comes to."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import small_tokenizers
 from command_line import exit_code
 
 from alignment import evaluate, rejection_sample, sft, train_rl
-from alignment.args import RLArgs
+from alignment.ablation.design import grid
+from alignment.args import RLArgs, SweepArgs, command_line, parse, swept_values
 from alignment.builders.base_models import has_chat_template
+from alignment.builders.checks import run_config
+from alignment.config import presets
+from alignment.config.command_line import args_of_run
 from alignment.core.records import Problem
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import ChatOptions, prompted, read_system_prompt
 from alignment.data.tasks import TASKS, Task, answer_in_box
+from alignment.rewards.rules import find_reward, find_rule
+from alignment.runs.run import refuse_other_arguments
+from alignment.runs.run_folder import write_args
+from alignment.system.errors import UserError
 
 IM_START = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -88,7 +98,10 @@ def test_an_empty_prompt_is_the_models_choice():
     assert problem.prompt == "What is 2 + {x}?"
 
 
-def format_of(task: Task, prompt: str = "", reward: str = "r1_zero") -> tuple:
+ANSWERED = (("boxed", "flexible"), ("\nQuestion:",))
+
+
+def format_of(task: Task, prompt: str = "", reward: str = "auto") -> tuple:
     task = task.in_format(prompt, reward)
     return task.prompt, task.rules, task.stop
 
@@ -97,7 +110,7 @@ def test_prompt_and_rule_choose_each_other_and_defaults_stay():
     gsm8k = TASKS["gsm8k"]
     box = ("boxed", "flexible")
     for task in TASKS.values():
-        assert task.in_format("", "r1_zero") is task.in_format("", "format:0.5,accuracy") is task
+        assert task.in_format("", "auto") is task.in_format("", "format:0.5,accuracy") is task
     assert format_of(gsm8k, "chat") == ("chat", box, ())
     assert format_of(gsm8k, "chat", "format:0.5,accuracy") == ("chat", box, ())
     assert format_of(gsm8k, "", "boxed") == ("", box, ())
@@ -109,8 +122,68 @@ def test_prompt_and_rule_choose_each_other_and_defaults_stay():
     assert format_of(countdown, "chat") == ("chat", ("countdown",), countdown.stop)
     unnamed = Task("mine", gsm8k.problems, gsm8k.demonstrations)
     assert format_of(unnamed) == ("", box, ())
+    boxes = Task("mine", gsm8k.problems, gsm8k.demonstrations, "question_answer")
+    assert format_of(boxes) == format_of(boxes, "", "boxed") == ("question_answer", *ANSWERED)
     assert RLArgs(task="gsm8k", prompt="chat").evaluation_rule == "boxed"
     assert RLArgs(task="gsm8k", prompt="chat", reward="flexible").evaluation_rule == "flexible"
+
+
+TAGS = ("r1_zero", "r1_zero_strict")
+
+
+@pytest.mark.parametrize("reward", TAGS)
+@pytest.mark.parametrize("prompt", ["chat", "boxed", "question", "question_answer"])
+def test_a_named_reward_stands_in_a_prompt_that_asks_for_a_box(prompt, reward, tmp_path):
+    """From Python, the command line, a sweep's factor, and args.json at resume."""
+    flags = ["--task", "gsm8k", "--prompt", prompt, "--reward", reward]
+    swept = parse(SweepArgs, [*flags, "auto"])
+    [named, chosen] = grid("tiny", swept_values(swept), "rollouts").values()
+    for args in (
+        parse(RLArgs, flags),
+        RLArgs(task="gsm8k", prompt=prompt, reward=reward),
+        parse(RLArgs, command_line(named)),
+        resumed(named, tmp_path / "named"),
+    ):
+        assert args.evaluation_rule == args.resolved_reward == reward
+        task = args.task_in_format
+        assert (task.prompt, task.rules, task.stop) == (prompt, TAGS, ("</answer>",))
+        assert not task.wants_box
+        source = find_reward(args.rollout_config.reward, task.rules)
+        assert source.rule is find_rule(reward)
+    for args in (chosen, resumed(chosen, tmp_path / "chosen")):
+        assert args.reward == "auto" and args.recorded_values["reward"] in ("boxed", "flexible")
+        assert args.task_in_format == TASKS["gsm8k"].in_format(prompt, "auto")
+
+
+def resumed(args: RLArgs, folder: Path) -> RLArgs:
+    """What a run with these arguments goes on with."""
+    config = run_config(args)
+    folder.mkdir()
+    write_args(folder, config.arguments, config.seeds, config.automatic)
+    again = args_of_run(RLArgs, folder)
+    refuse_other_arguments(folder, run_config(again))
+    return again
+
+
+def test_a_preset_that_names_the_reward_counts_as_naming_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(presets, "PRESETS", tmp_path)
+    (tmp_path / "mine.toml").write_text('task = "gsm8k"\nprompt = "chat"\nreward = "r1_zero"\n')
+    for args in (parse(RLArgs, ["--preset", "mine"]), RLArgs(preset="mine")):
+        assert args.evaluation_rule == "r1_zero"
+    assert RLArgs(preset="mine", reward="auto").evaluation_rule == "boxed"
+
+
+def test_an_older_run_in_a_chat_goes_on_with_its_box(tmp_path):
+    """There r1_zero was the default, and gave way to the box also where it had been named."""
+    config = run_config(RLArgs(task="gsm8k", prompt="chat"))
+    arguments = {**config.arguments, "reward": "r1_zero"}
+    (tmp_path / "args.json").write_text(json.dumps({"args": arguments}))
+    again = args_of_run(RLArgs, tmp_path)
+    assert again.resolved_reward == "boxed"
+    refuse_other_arguments(tmp_path, run_config(again))
+    named = dataclasses.replace(again, reward="r1_zero")
+    with pytest.raises(UserError, match="--reward was 'boxed', now 'r1_zero'"):
+        refuse_other_arguments(tmp_path, run_config(named))
 
 
 def test_worked_solutions_of_a_chat_end_in_a_box():

@@ -107,11 +107,13 @@ def test_a_thought_that_the_prompt_opens_must_close():
     assert outside_thoughts("a <think> b </think> c") == "a  c"
 
 
-def test_the_default_rule_gives_way_to_the_box_that_a_prompt_asks_for():
+def test_the_automatic_reward_is_the_box_that_a_prompt_asks_for():
     rules = ("boxed", "flexible")
-    assert find_reward("r1_zero", rules).rule is boxed_reward_fn
+    assert find_reward("auto", rules).rule is boxed_reward_fn
+    assert find_reward("auto", ("r1_zero_strict", "r1_zero")).rule is find_rule("r1_zero")
     assert find_reward("format:0.5,accuracy", rules).rule is boxed_reward_fn
-    with pytest.raises(UserError, match="--reward r1_zero_strict: it does not fit"):
-        find_reward("r1_zero_strict", rules)
+    for named in ("r1_zero", "r1_zero_strict"):
+        with pytest.raises(UserError, match=f"--reward {named}: it does not fit"):
+            find_reward(named, rules)
     with pytest.raises(UserError, match="tag_count: it counts tags, and the prompt asks for a box"):
         find_reward("accuracy,tag_count", rules)

@@ -66,14 +66,17 @@ class Task:
         """This task with the prompt, rules and stop strings that --prompt and --reward ask for.
 
         A prompt of `FORMATS` replaces the tags of `r1_zero` by a box, and so does a rule of
-        `BOXED_RULES`, in a prompt of the model's choice unless one is named. Where neither is
-        given, the task's own format stays. A task that `r1_zero` cannot grade keeps its rules."""
+        `BOXED_RULES`, in a prompt of the model's choice unless one is named here or by the task.
+        Where neither is given, the task's own format stays. A task that `r1_zero` cannot grade
+        keeps its rules, and so does one whose reward is named and one of them: its prompt then
+        asks for no box."""
         is_mathematical = "r1_zero" in self.rules
         wants_box = is_mathematical and reward in BOXED_RULES
         name = prompt
-        if not prompt and not wants_box:
+        if not prompt and (not wants_box or self.prompt in FORMATS):
             name = self.prompt
-        if not is_mathematical or not (wants_box or name in FORMATS):
+        is_boxed = wants_box or (name in FORMATS and reward not in self.rules)
+        if not is_mathematical or not is_boxed:
             return self if name == self.prompt else replace(self, prompt=name)
         answer_format = FORMATS.get(name, BOXED_FORMAT)
         return replace(self, prompt=name, rules=answer_format.rules, stop=answer_format.stop)
