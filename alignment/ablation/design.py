@@ -272,7 +272,7 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
             )
-    for field in ("eval_temperature", "eval_top_p", "eval_samples", "eval_rule"):
+    for field in ("eval_temperature", "eval_top_p", "eval_top_k", "eval_samples", "eval_rule"):
         values = sorted({str(getattr(args, field)) for args in arms.values()})
         if len(values) > 1:
             raise UserError(
@@ -551,7 +551,8 @@ def _evaluation_of(args: RLArgs) -> tuple:
     """What decides how an arm's evaluation samples and scores."""
     temperature, top_p = args.evaluation_temperature, args.evaluation_top_p
     longest = args.eval_max_new_tokens or args.max_new_tokens
-    return args.evaluation_rule, temperature, top_p, args.sampling_top_k, longest, args.prompt
+    top_k = args.evaluation_top_k
+    return args.evaluation_rule, temperature, top_p, top_k, longest, args.prompt
 
 
 def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:

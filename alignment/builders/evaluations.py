@@ -110,7 +110,7 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
         n,
         args.evaluation_temperature,
         args.evaluation_top_p,
-        args.sampling_top_k,
+        args.evaluation_top_k,
         evaluation_tokens(args),
         args.task_in_format.stop,
         args.seed,

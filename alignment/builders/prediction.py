@@ -398,11 +398,12 @@ def evaluated_rows(args: RLArgs, problems: int) -> SampledRows:
         problems += min(args.max_problems or published, published)
     samples = args.eval_samples
     greedy = ceil(problems / samples) if args.eval_greedy else 0
+    is_truncated = args.evaluation_top_p < 1 or args.evaluation_top_k > 0
     return SampledRows(
         problems + greedy,
         samples,
         evaluation_tokens(args),
-        truncated=args.evaluation_top_p < 1 and args.evaluation_temperature > 0,
+        truncated=is_truncated and args.evaluation_temperature > 0,
     )
 
 

@@ -179,6 +179,13 @@ class Args(
         return self.eval_top_p or self.sampling_top_p
 
     @property
+    def evaluation_top_k(self) -> int:
+        """Likeliest tokens that evaluation samples are drawn from; 0: all."""
+        if self.eval_top_k is None:
+            return self.sampling_top_k
+        return self.eval_top_k
+
+    @property
     def task_in_format(self) -> Task:
         """The task with the prompt, rules and stop strings that --prompt and --reward ask for.
         Raises `UserError` for an unknown --task."""
@@ -589,6 +596,7 @@ class RejectionArgs(Args):
         "eval_device",
         "eval_temperature",
         "eval_top_p",
+        "eval_top_k",
         "eval_rule",
         "eval_greedy",
         "max_problems",
@@ -621,6 +629,10 @@ class RejectionArgs(Args):
     @property
     def evaluation_top_p(self) -> float:
         return self.sampling_top_p
+
+    @property
+    def evaluation_top_k(self) -> int:
+        return self.sampling_top_k
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ class EvaluationFlags:
     empty: --reward where that is one of the task's, else the task's first."""
     eval_greedy: bool = flag(False, group="evaluation", bookkeeping=True)
     """Evaluate one greedy response a problem, too, beside the samples."""
+    eval_top_k: int | None = flag(None, group="evaluation", at_least=0, zero="all")
+    """Likeliest tokens that evaluation samples are drawn from, before the nucleus; 0: all. By
+    default --sampling_top_k."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ def evaluation_words(args: Mapping[str, Any], rule: str = "") -> str:
         words = [f"sampled at T={temperature:g}"]
     if args.get("eval_top_p") is not None:
         words.append(f"top-p {args['eval_top_p']:g}")
+    if args.get("eval_top_k") is not None:
+        words.append(f"top-k {args['eval_top_k']}" if args["eval_top_k"] else "no top-k")
     samples = args.get("eval_samples") or args.get("num_samples") or 1
     if samples > 1:
         words.append(f"{samples} samples a problem")

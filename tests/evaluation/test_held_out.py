@@ -57,11 +57,16 @@ def test_without_flags_an_evaluation_samples_as_training_does():
 
 
 def test_its_own_temperature_and_nucleus_leave_training_as_it_is():
-    args = with_flags(eval_temperature=0.6, eval_top_p=0.95)
+    args = with_flags(eval_temperature=0.6, eval_top_p=0.95, eval_top_k=20)
     sampling = eval_sampling(args, 4)
-    assert (sampling.n, sampling.temperature, sampling.top_p) == (4, 0.6, 0.95)
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k) == (4, 0.6, 0.95, 20)
     assert args.sampling == ARGS.sampling
     assert args.update_config == ARGS.update_config
+
+
+@pytest.mark.parametrize(("own", "top_k"), [(None, 50), (0, 0), (20, 20)])
+def test_the_top_k_of_evaluations_is_that_of_training_unless_given(own, top_k):
+    assert eval_sampling(with_flags(sampling_top_k=50, eval_top_k=own)).top_k == top_k
 
 
 def test_greedy_evaluations_stand_beside_sampled_ones(tiny_folder):
@@ -150,10 +155,15 @@ def test_a_rule_that_cannot_grade_one_of_the_tasks_is_refused():
 
 def test_rejection_sampling_is_no_evaluation():
     args = from_preset(
-        RejectionArgs, "tiny", eval_temperature=0.0, eval_top_p=0.5, eval_rule="r1_zero_strict"
+        RejectionArgs,
+        "tiny",
+        eval_temperature=0.0,
+        eval_top_p=0.5,
+        eval_top_k=5,
+        eval_rule="r1_zero_strict",
     )
     sampling = eval_sampling(args, 8)
-    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert args.evaluation_rule == "r1_zero"
 
 
@@ -221,6 +231,8 @@ def test_accuracies_beside_the_first_have_labels():
             {"eval_temperature": 0.6, "eval_top_p": 0.95, "eval_samples": 4},
             "sampled at T=0.6, top-p 0.95, 4 samples a problem",
         ),
+        ({"eval_top_k": 20}, "sampled at T=1, top-k 20"),
+        ({"sampling_top_k": 20, "eval_top_k": 0}, "sampled at T=1, no top-k"),
         (
             {"eval_rule": "boxed", "eval_greedy": True},
             "sampled at T=1, graded by boxed, and greedy ones beside them",
@@ -242,6 +254,8 @@ def test_predicted_rows_follow_the_samples():
     tasks = with_flags(eval_tasks=("math500", "aime24"), **few)
     assert evaluated_rows(tasks, 500)[:2] == (1030, 1)
     assert evaluated_rows(with_flags(eval_top_p=0.9), 500).truncated
+    assert evaluated_rows(with_flags(eval_top_k=20), 500).truncated
+    assert not evaluated_rows(with_flags(eval_top_k=20, eval_temperature=0.0), 500).truncated
     assert not evaluated_rows(ARGS, 500).truncated
 
 
