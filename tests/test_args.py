@@ -326,6 +326,27 @@ def test_help_has_each_flag_of_a_command_once_in_its_group(command, monkeypatch,
     assert {"model", "data", "rollouts", "devices", "run"} <= set(groups)
 
 
+@pytest.mark.parametrize("command", WITH_TABLES)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ten_flags_are_what_is_seen_first(command, is_terminal, monkeypatch, capsys, tmp_path):
+    """On a terminal of 24 lines the end of the help would be on the screen: a pager shows its
+    beginning. Elsewhere, as in a pipe, there is none."""
+    cls = WITH_TABLES[command]
+    pages = tmp_path / "pages"
+    monkeypatch.setenv("PAGER", f"tee {pages}")
+    monkeypatch.setenv("LINES", "24")
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    printed = help_of(cls, monkeypatch, capsys)
+    assert pages.exists() == is_terminal
+    if is_terminal:
+        printed = pages.read_text()
+    first, _, rest = printed.partition("\nmodel:\n")
+    assert re.findall(r"^  --(\w+)", first, re.MULTILINE) == list(cls.FIRST_FLAGS)
+    assert first.startswith("usage: ")
+    assert len(cls.FIRST_FLAGS) == 10 and rest
+
+
 def test_help_of_few_flags_has_no_groups_and_fits_a_narrow_terminal(monkeypatch, capsys):
     printed = help_of(GradientsArgs, monkeypatch, capsys, columns="60")
     assert max(map(len, printed.splitlines())) <= 60

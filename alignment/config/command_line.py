@@ -31,7 +31,7 @@ from alignment.config.words import check_words, given_words, single_values, spli
 from alignment.core.args_file import was_auto
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
-from alignment.system.terminal import make_console
+from alignment.system.terminal import make_console, print_from_the_top
 
 ArgumentsType = TypeVar("ArgumentsType", bound=DataclassInstance)
 CommandType = TypeVar("CommandType", bound=Args)
@@ -155,7 +155,7 @@ def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> 
         formatter.start_section(title)
         formatter.add_arguments(actions)
         formatter.end_section()
-    console.print(formatter.format_help(), markup=False, highlight=False, soft_wrap=True)
+    print_from_the_top(formatter.format_help(), console)
 
 
 def _actions_of_settings(

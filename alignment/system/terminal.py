@@ -2,6 +2,11 @@
 
 import functools
 import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +48,23 @@ def make_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_from_the_top(text: str, console: Console) -> None:
+    """Print a text. One that is longer than the terminal goes through the pager (PAGER, by default
+    less), so that its beginning is what is seen first."""
+    pager = shlex.split(os.environ.get("PAGER", "less"))
+    is_longer = text.count("\n") >= console.height
+    is_watched = sys.stdin.isatty() and sys.stdout.isatty()
+    if not (is_watched and is_longer and pager and shutil.which(pager[0])):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    # Ctrl-C is the pager's.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        subprocess.run(pager, input=text, text=True, check=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
