@@ -197,9 +197,13 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
                 groups.append(evaluation.groups)
                 # not before there is something to write
                 if run is None:
-                    settings = args.recorded_values
                     path = claim_run_folder(
-                        args.output_dir, args.run_name, default, settings, {"all": args.seed}
+                        args.output_dir,
+                        args.run_name,
+                        default,
+                        args.recorded_values,
+                        {"all": args.seed},
+                        args.automatic,
                     )
                     # evaluations of several tasks make no curve for trackers
                     has_curve = not (args.eval_tasks or args.audit_base or args.eval_greedy)

@@ -369,6 +369,7 @@ def main() -> None:
         f"verify_{args.preset}",
         args.recorded_values,
         args.seeds,
+        args.automatic,
     )
     word = write_results(folder, records)
     console.print(f"reproducible: {word}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)

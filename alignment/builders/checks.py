@@ -21,6 +21,7 @@ from alignment.builders.data_checks import (
     check_test_split,
     check_training_split,
     print_left_out,
+    print_shared_questions,
 )
 from alignment.builders.devices import check_policy_devices, check_processes
 from alignment.builders.held_out import held_out_arguments
@@ -114,8 +115,9 @@ def check_rl(args: RLArgs) -> None:
             check_chat_template(task, args.model)
     check_teacher(args)
     check_test_split(task, args.dataset_path, args.max_problems)
-    check_held_out(args)
+    held_out = check_held_out(args)
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
+    print_shared_questions(training, held_out, "training problems")
     check_reward(args, task, reward, training[0])
     # This comes last, because it may load torch to count the GPUs.
     check_policy_devices(args)
@@ -144,13 +146,17 @@ def check_evaluation_rule(args: Args, task: Task) -> None:
     find("--eval_rule", name, RULES, wrap=lambda function: function)
 
 
-def check_held_out(args: RLArgs | SFTArgs) -> None:
-    """Check the tasks of --eval_tasks, as `check` does, and read their test problems."""
+def check_held_out(args: RLArgs | SFTArgs) -> Mapping[str, Sequence[Problem]]:
+    """Check the tasks of --eval_tasks, as `check` does, and return their test problems, by the
+    prefix of their metrics."""
+    held_out: dict[str, Sequence[Problem]] = {}
     for prefix, task_args in held_out_arguments(args).items():
         if prefix:
             task = check(task_args)
             problems = check_test_split(task, task_args.dataset_path, task_args.max_problems)
             check_rules(task_args, task, problems)
+            held_out[prefix] = problems
+    return held_out
 
 
 def check_teacher(args: RLArgs) -> None:
@@ -232,12 +238,13 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     if not args.preview:
         check_output(target.parent, target.name)
     check_rules(args, task, check_test_split(task, args.dataset_path, args.max_problems))
-    check_held_out(args)
+    held_out = check_held_out(args)
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     training = _read_demonstrations(args, task, "train")
     kept = task.untested(training, args.dataset_path)
     print_left_out(len(training), len(kept), "demonstrations")
+    print_shared_questions([problem for problem, _ in kept], held_out, "demonstrations")
     splits = {"train": kept, "test": _read_demonstrations(args, task, "test") or kept}
     check_policy_devices(args)
     return splits

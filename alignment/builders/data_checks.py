@@ -1,12 +1,15 @@
 """The problems that a run trains and is tested on, read before a model is loaded."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignment.args import RLArgs
+from alignment.builders.held_out import GREEDY
 from alignment.config.data import ALL_PASS_RATES
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.pass_rates import PassRates, problems_in_band, read_band, read_pass_rates
+from alignment.data.questions import number_shared
 from alignment.data.tasks import Task, try_rows
 from alignment.system.errors import UserError
 
@@ -98,3 +101,23 @@ def print_left_out(number: int, kept: int, noun: str) -> None:
             f"{number - kept} of {number} {noun} ask what a test problem asks: they are left out",
             file=sys.stderr,
         )
+
+
+def print_shared_questions(
+    problems: Problems, held_out: Mapping[str, Sequence[Problem]], noun: str
+) -> None:
+    """Print how many of the problems to train on ask what a test problem of --eval_tasks asks.
+    `Endless` ones cannot be compared."""
+    if isinstance(problems, Endless):
+        return
+    for prefix, test_problems in held_out.items():
+        # Greedy evaluations are of the same problems.
+        if prefix.rpartition("/")[2] == GREEDY:
+            continue
+        number = number_shared(problems, test_problems)
+        if number:
+            print(
+                f"{number} of {len(problems)} {noun} ask what a test problem of --eval_tasks"
+                f" {prefix} asks: they are trained on, so its accuracy is not of unseen questions",
+                file=sys.stderr,
+            )

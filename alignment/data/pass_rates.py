@@ -159,6 +159,18 @@ def problems_in_band(problems: Problems, rates: PassRates, band: Band) -> BandSe
     return BandSelection(kept, tuple(outside), unmeasured)
 
 
+def rows_with_rates(problems: Iterable[Problem], file: str) -> Iterator[dict[str, Any]]:
+    """A line for each problem, with the pass rate that a file has of it. Raises `UserError` as
+    `read_pass_rates`."""
+    rates = read_pass_rates(file)
+    for problem in problems:
+        yield {
+            "id": problem.id,
+            "question": problem.question or problem.prompt,
+            "pass_rate": rates.rate_of(problem),
+        }
+
+
 def banded(problems: Problems, file: str, band: str) -> Problems:
     """The problems whose pass rate, of the file, lies in the band "LOW-HIGH"; all of them where no
     file is named. Raises `UserError` as `read_pass_rates`."""

@@ -39,6 +39,18 @@ def distinct(problems: Iterable[Problem], key: Key, most: int | None = None) -> 
     return list(by_key.values())
 
 
+def number_shared(problems: Iterable[Problem], held_out: Iterable[Problem]) -> int:
+    """How many problems, or an earlier turn of theirs, ask what a held-out one asks, by
+    `question_text`."""
+    questions = frozenset(map(question_text, held_out))
+    number = 0
+    for problem in problems:
+        turns = [plain(text) for _, text in problem.turns]
+        if not questions.isdisjoint((question_text(problem), *turns)):
+            number += 1
+    return number
+
+
 def without(problems: Problems, keys: Container[str], key: Key) -> Problems:
     """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after
     `MOST_REDRAWS` in a row."""

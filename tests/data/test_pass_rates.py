@@ -20,6 +20,7 @@ from alignment.data.pass_rates import (
     problems_in_band,
     read_band,
     read_pass_rates,
+    rows_with_rates,
 )
 from alignment.data.questions import question_text
 from alignment.system.errors import UserError
@@ -176,6 +177,13 @@ def test_a_run_that_would_have_no_problem_is_refused(change, message, file):
     args = dataclasses.replace(ARGS, **{"pass_rates": path} | change)
     with pytest.raises(UserError, match=message):
         check_pass_rates(args, PROBLEMS)
+
+
+def test_the_problems_of_a_run_are_listed_with_their_rates(file):
+    path = file(row(PROBLEMS[0], 5), row(PROBLEMS[1], 2))
+    assert list(rows_with_rates(banded(PROBLEMS, path, "0.2-0.4"), path)) == [
+        {"id": "t/1", "question": "What is 1?", "pass_rate": 0.2}
+    ]
 
 
 def test_a_run_records_the_digest_of_its_file(file):

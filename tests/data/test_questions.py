@@ -2,14 +2,19 @@
 it alone."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, SFTArgs
-from alignment.builders.checks import check_sft
-from alignment.builders.data_checks import check_test_split, check_training_split
+from alignment.builders.checks import check_rl, check_sft
+from alignment.builders.data_checks import (
+    check_test_split,
+    check_training_split,
+    print_shared_questions,
+)
 from alignment.core.records import Endless, Problem
 from alignment.data.questions import distinct, question_text, without
 from alignment.data.tasks import TASKS, Task, arithmetic, countdown, own_data
@@ -135,6 +140,51 @@ def test_nothing_is_said_of_a_task_without_duplicates(capsys):
     check_test_split(TASKS["arithmetic"], "", RLArgs.max_problems)
     check_training_split(TASKS["arithmetic"], "")
     assert capsys.readouterr() == ("", "")
+
+
+def test_training_questions_are_compared_with_those_of_other_evaluated_tasks(capsys):
+    """A turn of a conversation counts as a question; greedy evaluations are of the same ones."""
+    talk = Problem("talk", "", "", "1", turns=(("user", "Five?"), ("assistant", "5")))
+    training = [question("One?"), question("two? "), question("One?"), talk]
+    held_out = {
+        "greedy": [question("one?")],
+        "mine": [question("ONE?"), question("3?")],
+        "mine/greedy": [question("ONE?"), question("3?")],
+        "other": [question("3?")],
+        "file.talks.jsonl": [question("five?")],
+    }
+    print_shared_questions(training, held_out, "training problems")
+    end = "asks: they are trained on, so its accuracy is not of unseen questions"
+    assert capsys.readouterr().err.splitlines() == [
+        f"2 of 4 training problems ask what a test problem of --eval_tasks mine {end}",
+        f"1 of 4 training problems ask what a test problem of --eval_tasks file.talks.jsonl {end}",
+    ]
+    print_shared_questions(Endless(lambda index: training[0]), held_out, "training problems")
+    assert capsys.readouterr().err == ""
+
+
+def test_both_commands_say_which_training_questions_an_evaluated_task_asks(
+    tmp_path, monkeypatch, capsys
+):
+    """Of 20 rows, whose test split is another file, 3 ask what Countdown's test problems ask; SFT
+    keeps one of these to validate on, and leaves that out as well."""
+    monkeypatch.chdir(tmp_path)
+    asked = [problem.question for problem in TASKS["countdown_small"].test_problems("", 3)]
+    asked += [f"What is {n}?" for n in range(17)]
+    rows = [json.dumps({"question": text, "answer": "So 1.\n#### 1"}) + "\n" for text in asked]
+    Path("train.jsonl").write_text("".join(rows))
+    Path("test.jsonl").write_text(rows[-1])
+    flags = {
+        "task": "file:train.jsonl",
+        "test_split": "test.jsonl",
+        "eval_tasks": ("countdown_small",),
+        "output_dir": ".",
+    }
+    said = "ask what a test problem of --eval_tasks countdown_small asks"
+    check_rl(RLArgs(sft_base="", **flags))
+    assert f"3 of 19 training problems {said}" in capsys.readouterr().err
+    check_sft(SFTArgs(sft_base="made", **flags))
+    assert f"2 of 18 demonstrations {said}" in capsys.readouterr().err
 
 
 def test_endless_problems_draw_another_in_the_place_of_a_test_question():

@@ -501,6 +501,9 @@ def test_training_takes_the_problems_of_a_band_of_measured_pass_rates(
     rollouts = [Path(f"banded/completions/rollout_{step:06d}.jsonl") for step in (1, 2)]
     trained = {line["problem"] for file in rollouts for line in read_jsonl(file)}
     assert trained and trained <= banded
+    listed = read_jsonl(Path("banded/training_problems.jsonl"))
+    assert {line["id"] for line in listed} == banded
+    assert {line["pass_rate"] for line in listed} <= {0.25, 0.5}
     Path("kept.pass_rates.jsonl").write_text(json.dumps(rows[0]) + "\n")
     wider = [*flags, "--pass_rate_band", "0-1", "--resume"]
     assert run(monkeypatch, "train_rl", *wider) == 2
