@@ -39,7 +39,7 @@ def train(args: RLArgs, console: Console) -> Path:
                     run.log_completions(sampled, rollout, result)
                 run.log_step(sampled, rollout, result)
             parts.evaluator.run_if_due(step)
-            run.save_if_due()
+            run.save_if_due(parts.references.reset)  # --reference_reset_interval
         run.finish(args.evaluation_rule)
     return run.path
 

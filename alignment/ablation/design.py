@@ -376,6 +376,9 @@ def canonical(args: RLArgs) -> dict[str, object]:
     facts = {name: value for name, value in args.recorded_values.items() if _decides(name)}
     if facts["train_mini_batch_size"] >= args.rollout_size:
         facts["train_mini_batch_size"] = 0
+    if facts["reference_reset_interval"] >= args.num_steps:
+        facts["reference_reset_interval"] = 0
+        facts["reference_reset_optimizer"] = False
     facts["max_staleness"] = args.staleness
     facts["rollouts"] = "async" if args.staleness else "sync"
     loss = args.loss

@@ -356,8 +356,6 @@ def step_shape(
     prompt = args.max_prompt_tokens or longest_prompt
     problems = min(args.max_problems or test_problems, test_problems)
     keeps_copy = keeps_old_policy(args, roles, args.policy_parallelism)
-    # with adapters the policy is the reference, too
-    keeps_reference = args.beta > 0 and not args.lora_rank
     passes = set()
     if args.needs_old_policy:
         passes.add("old_log_probs")
@@ -383,7 +381,7 @@ def step_shape(
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(passes),
-        frozen=sum([keeps_reference, keeps_copy]),
+        frozen=sum([args.keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
     )

@@ -1,7 +1,8 @@
 """From arguments and a run folder to all that `train_rl` needs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,8 +20,9 @@ from alignment.builders.prediction import expected_peaks, warn_of_short_memory
 from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
 from alignment.builders.warm_start import encode_problems, prepare_warm_start
-from alignment.core.records import Endless, Group, SampledStep
+from alignment.core.records import Endless, Group, Problems, SampledStep
 from alignment.core.tokens import pad_token_id
+from alignment.data.pass_rates import rows_with_rates
 from alignment.evaluation.accuracy import Evaluator
 from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
@@ -38,11 +40,12 @@ from alignment.rollouts.source import (
     open_source,
 )
 from alignment.runs.run import Run
-from alignment.runs.run_folder import TRAINER, load_rollouts
+from alignment.runs.run_folder import TRAINER, checkpoint_folder, load_rollouts
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
-from alignment.system.files import read_jsonl
+from alignment.system.errors import UserError
+from alignment.system.files import read_jsonl, write_jsonl
 from alignment.training.preparation import resumed_config
 from alignment.training.update import LogProbSource, References, sampler_mismatch
 
@@ -82,12 +85,7 @@ def build(args: RLArgs, run: Run) -> RunParts:
     references = make_references(args, run, plan, policy)
     engines.use_policy(policy)
     eval_sampler = engines.open("evaluation")
-    previous_tokens = 0
-    if run.last_step:
-        previous_tokens = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
-    message = policy.choose_micro_batch_tokens(longest, previous_tokens)
-    if message:
-        run.console.print(message)
+    choose_micro_batch_tokens(policy, longest, run)
     sampler = eval_sampler
     if not plan.shares_sampler:
         sampler = engines.open("rollouts")
@@ -119,8 +117,29 @@ def build(args: RLArgs, run: Run) -> RunParts:
     )
     peak_meter = PeakMeter(policy, expected_peaks(args, plan))
     run.start(policy, tokenizer, rollouts, peak_meter)
+    write_training_problems(args, run, source.problems)
     update_config = resumed_config(args.update_config, run.last_record)
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
+
+
+def choose_micro_batch_tokens(policy: Policy, longest: int, run: Run) -> None:
+    """Choose the tokens that are computed at once, where the longest row has so many; a resumed run
+    keeps its number. Prints what the policy says of it."""
+    previous_tokens = 0
+    if run.last_step:
+        previous_tokens = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
+    message = policy.choose_micro_batch_tokens(longest, previous_tokens)
+    if message:
+        run.console.print(message)
+
+
+def write_training_problems(args: RLArgs, run: Run, problems: Problems) -> None:
+    """With --pass_rates, write the problems that are trained on, and their pass rates, to the run's
+    folder."""
+    # Problems whose rate is measured are a list.
+    if args.pass_rates and not isinstance(problems, Endless):
+        rows = rows_with_rates(problems, args.pass_rates)
+        write_jsonl(run.path / "training_problems.jsonl", rows)
 
 
 def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
@@ -131,7 +150,14 @@ def make_policy_of_run(args: RLArgs, run: Run, plan: RunPlan) -> Policy:
         # The base model again, to which the checkpoint's adapters are added.
         start = prepare_warm_start(args, run.console)
     policy = make_policy(args, plan.policy, start, run.checkpoint)
-    if run.checkpoint:
+    if args.reference_reset_optimizer and not hasattr(policy, "reset_optimizer"):
+        raise UserError(
+            "--reference_reset_optimizer: the class of --policy_parallelism has no method"
+            " reset_optimizer"
+        )
+    # A checkpoint is saved before a reset forgets the optimiser's state.
+    is_forgotten = args.reference_reset_optimizer and run.last_reset == run.last_step
+    if run.checkpoint and not is_forgotten:
         policy.load_optimizer(run.checkpoint / TRAINER)
     threads = torch.get_num_threads()
     noun = "CPU threads" if threads > 1 else "CPU thread"
@@ -211,23 +237,40 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
             " effect"
         )
     reference = make_reference(args, run, plan, policy)
-    return References(config, old_policy, reference, run.clock, teacher)
+    return References(config, old_policy, reference, run.clock, teacher, run.last_reset)
 
 
 def make_reference(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> LogProbSource | None:
-    """The source of the log-probs of a KL penalty; None without one."""
+    """The source of the log-probs of a KL penalty; None without one. Its model has the weights of
+    the last reset's checkpoint, if there was one. Each reset is printed, and with
+    --reference_reset_optimizer forgets the optimiser's moments, as in ProRL."""
     if not args.beta:
         return None
-    if args.lora_rank:
+    if not args.keeps_reference:
 
         def base_log_probs(batch, distribution, micro_batch_tokens):
             return policy.base_log_probs(batch, distribution)
 
         return LogProbSource(base_log_probs)
     start = plan.base
-    if run.last_step:
+    if run.last_reset:
+        start = str(checkpoint_folder(run.path, run.last_reset))
+    elif run.last_step:
         start = prepare_warm_start(args, run.console)
-    return open_frozen(args, run, plan, start, plan.roles.reference)
+    source = open_frozen(args, run, plan, start, plan.roles.reference)
+    reload = source.reload
+    assert reload is not None
+
+    def reset(checkpoint: Path) -> None:
+        reload(checkpoint)
+        if args.reference_reset_optimizer:
+            policy.reset_optimizer()
+        run.console.print(
+            f"The reference of --beta has the policy's weights of step {run.last_step} now",
+            soft_wrap=True,
+        )
+
+    return replace(source, reload=reset)
 
 
 def make_teacher(args: RLArgs, run: Run, plan: RunPlan) -> LogProbSource | None:
@@ -256,8 +299,11 @@ def open_frozen(
     beside the updates, so that it computes beside them too."""
     dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     if plan.samples_between_updates:
-        return LogProbSource(FrozenModel(folder, device, dtype).log_probs)
+        model = FrozenModel(folder, device, dtype)
+        return LogProbSource(model.log_probs, reload=lambda path: model.reload(str(path)))
     process = run.open(
         ReferenceProcess(folder, device, dtype, args.deterministic, args.sampler_timeout, name)
     )
-    return LogProbSource(process.log_probs, in_background=True)
+    return LogProbSource(
+        process.log_probs, in_background=True, reload=lambda path: process.reload(str(path))
+    )

@@ -351,6 +351,12 @@ class RLArgs(
         require(self, "correction_floor", is_valid, f"below --correction_cap {self.correction_cap}")
         self._check_selection()
         self._check_teacher()
+        is_valid = not self.reference_reset_interval or self.beta > 0
+        wanted = "0 without --beta, which alone has a reference"
+        require(self, "reference_reset_interval", is_valid, wanted)
+        is_valid = not self.reference_reset_optimizer or self.reference_reset_interval > 0
+        wanted = "left out, or go with --reference_reset_interval"
+        require(self, "reference_reset_optimizer", is_valid, wanted)
 
     def _check_selection(self) -> None:
         """Raise `UserError` for a --token_selection that can have no effect, or lacks what it
@@ -465,6 +471,12 @@ class RLArgs(
         return self.needs_old_policy and not (
             self.lora_rank or self.compile or self.use_liger_kernel
         )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a model beside the policy gives the log-probs of --beta. With adapters the policy
+        without them does, unless --reference_reset_interval asks for other weights later."""
+        return self.beta > 0 and not (self.lora_rank and not self.reference_reset_interval)
 
     @property
     def loss(self) -> Loss:

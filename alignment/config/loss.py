@@ -41,8 +41,8 @@ class LossFlags:
     advantage_eps: float = flag(1e-6, group="algorithm", above=0)
     """Added to that standard deviation."""
     beta: float = flag(0.0, group="algorithm", at_least=0, zero="none")
-    """Weight of the KL divergence from the warm start in the loss; 0: there is none, and no
-    reference model."""
+    """Weight of the KL divergence from the reference, the warm start unless
+    --reference_reset_interval is given, in the loss; 0: there is none, and no reference model."""
     kl_estimator: str = flag("k3", group="algorithm", choices=tuple(KL_ESTIMATORS))
     """How that is estimated; k3 is GRPO's, k1 has on average no gradient."""
     old_log_probs: Literal["policy", "sampler"] = flag("policy", group="algorithm")
@@ -96,6 +96,12 @@ class LossFlags:
     """clip_cov: the largest."""
     kl_cov_coefficient: float = flag(1.0, group="algorithm", above=0)
     """kl_cov: weight of the divergence from the old policy."""
+    reference_reset_interval: int = flag(0, group="algorithm", at_least=0, zero="never")
+    """Steps after which the reference of --beta becomes the policy as it is then, again and again
+    (ProRL); 0: never. Each time a checkpoint is saved. With --lora_rank the reference is then a
+    model beside the policy."""
+    reference_reset_optimizer: bool = flag(False, group="algorithm")
+    """Each such reset forgets the optimiser's moments, too."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Learning rates: a linear warm-up, then a schedule (--lr_schedule).
+"""Learning rates, a linear warm-up and then a schedule (--lr_schedule), and the steps after which
+the reference is reset.
 
 Importing this module loads no torch, so that arguments can read `SCHEDULES` at once."""
 
@@ -30,6 +31,12 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
     "linear": _linear,
     "cosine": _cosine,
 }
+
+
+def last_reset(step: int, interval: int) -> int:
+    """The last step, up to `step`, after which the reference took the policy's weights
+    (--reference_reset_interval); 0: none, so that it has those which training started from."""
+    return step - step % interval if interval else 0
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,15 @@ class FrozenModel:
     autocast would cast is in `dtype`, all else in fp32."""
 
     def __init__(self, model_path: str, device: str, dtype: torch.dtype):
-        self.model = load_model(model_path, (device,), torch.float32, dtype)
         self.dtype = dtype
+        self.device = device
+        self.model = load_model(model_path, (device,), torch.float32, dtype)
+
+    def reload(self, model_path: str) -> None:
+        """Load the weights of another folder instead. Raises `UserError` as the constructor."""
+        # The device has room for one of them.
+        del self.model
+        self.model = load_model(model_path, (self.device,), torch.float32, self.dtype)
 
     def log_probs(
         self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows=None
@@ -203,6 +210,21 @@ class ReferenceProcess:
             self._start()
             return torch.from_numpy(self._child.ask(self.timeout, *question))
 
+    def reload(self, model_path: str) -> None:
+        """Load the weights of another folder instead; a process that is started again has these,
+        too."""
+        _, *others = self._model
+        with self._turn:
+            self._model = (model_path, *others)
+            try:
+                self._child.ask(max(self.timeout, START_SECONDS), "reload", model_path)
+            except ProcessLost as lost:
+                if self._is_closed:
+                    raise
+                print(f"the {self.name} is started again: {lost}", file=sys.stderr)
+                self.restarts += 1
+                self._start()
+
     def close(self) -> None:
         """End it, also while another thread waits for it."""
         self._is_closed = True
@@ -231,6 +253,10 @@ def serve(descriptor: int) -> None:
             raise ValueError("some are no logarithms of probabilities")
         return log_probs_BT.numpy()
 
+    def reload(model: FrozenModel, _, path: str) -> None:
+        model.reload(path)
+
     answer_requests(
-        descriptor, {"start": start, "log_probs": log_probs, "stop": lambda model: None}
+        descriptor,
+        {"start": start, "log_probs": log_probs, "reload": reload, "stop": lambda model: None},
     )

@@ -156,6 +156,10 @@ class Policy(Protocol):
     def load_optimizer(self, folder: Path) -> None:
         """Read what `save_optimizer` of any kind of policy, of any number of processes, wrote."""
 
+    def reset_optimizer(self) -> None:
+        """Forget the optimiser's state, moments and number of updates, as if it were new. Only
+        --reference_reset_optimizer calls it."""
+
 
 @dataclass(frozen=True)
 class PolicyKind:

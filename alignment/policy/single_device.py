@@ -243,6 +243,9 @@ class SingleDevicePolicy(MicroBatchedModel):
             {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
         )
 
+    def reset_optimizer(self) -> None:
+        self.optimizer.state.clear()
+
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the optimiser's state; each name begins with the number of its
         parameter."""

@@ -104,6 +104,7 @@ class UpdateConfig:
     data_seed: int = 0
     teacher: str = ""
     teacher_weight: float = 1.0
+    reference_reset_interval: int = 0
 
 
 def derived_seed(*parts: int | str) -> int:

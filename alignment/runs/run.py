@@ -14,6 +14,7 @@ from rich.console import Console
 
 from alignment.core.args_file import was_auto
 from alignment.core.records import Rollout, SampledStep
+from alignment.core.schedules import last_reset
 from alignment.runs import run_folder
 from alignment.runs.health import Health
 from alignment.runs.held_out import evaluation_words
@@ -57,6 +58,7 @@ class RunConfig:
     command: str  # The command that trains, "train_rl" or "sft".
     # Names of the flags that are "auto"; `arguments` has what each comes to.
     automatic: tuple[str, ...] = ()
+    reference_reset_interval: int = 0  # Steps between resets of the reference; 0: never.
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
 
 
@@ -135,6 +137,12 @@ class Run:
         return run_folder.checkpoint_folder(self.path, self.last_step)
 
     @property
+    def last_reset(self) -> int:
+        """The last step after which the reference took the policy's weights, of which there is a
+        checkpoint; 0: none."""
+        return last_reset(self.last_step, self.config.reference_reset_interval)
+
+    @property
     def last_record(self) -> Mapping[str, Any]:
         """The line of metrics.jsonl of the last finished step; empty before the first."""
         if self.last_step == 0:
@@ -153,7 +161,7 @@ class Run:
         summary = self.path / "summary.json"
         if summary.exists():
             self._refuse_if_done(read_json(summary).get("steps", 0), at=config.num_steps)
-        step, damages = run_folder.last_whole_step(self.path)
+        step, damages = run_folder.last_whole_step(self.path, config.reference_reset_interval)
         # After exactly `num_steps` steps a run without a summary still has to finish.
         self._refuse_if_done(step, at=config.num_steps + 1)
         for damage in damages:
@@ -268,6 +276,7 @@ class Run:
         record: dict[str, Any] = {
             "step": sampled.step,
             "micro_batch_tokens": self.started.policy.micro_batch_tokens,
+            **self._reference_report(sampled.step),
             **result.report,
             **sampled.report,
             "restarts": restarts - self._restarts,
@@ -287,6 +296,13 @@ class Run:
         self.folder.log_step(record_with_warnings)
         self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
 
+    def _reference_report(self, step: int) -> dict[str, int]:
+        """With resets, the step whose weights the reference has in a step; 0: none of this run."""
+        interval = self.config.reference_reset_interval
+        if not interval:
+            return {}
+        return {"reference_step": last_reset(step - 1, interval)}
+
     def finish_sft_step(self, record: Mapping[str, Any], words: str) -> None:
         """Log a finished step of SFT. `words` are for the progress line."""
         self.folder.log_step(
@@ -294,13 +310,19 @@ class Run:
         )
         self._words = words
 
-    def save_if_due(self) -> None:
-        """Write a checkpoint every --save_interval steps, and after the last."""
+    def save_if_due(self, reset: Callable[[int, Path], None] | None = None) -> None:
+        """Write a checkpoint every --save_interval steps, after the last, and every
+        --reference_reset_interval steps; then call `reset` with the step and the checkpoint, whose
+        weights the reference takes."""
+        is_reset = self.last_step == self.last_reset
         if (
             self.last_step % self.config.save_interval == 0
             or self.last_step == self.config.num_steps
+            or is_reset
         ):
             self.save()
+        if is_reset and reset is not None:
+            reset(self.last_step, run_folder.checkpoint_folder(self.path, self.last_step))
 
     def save(self) -> None:
         """Write a checkpoint, and delete old ones but not that of `resumed_at`: the samplers of a
@@ -319,7 +341,10 @@ class Run:
             self.advantage_state,
         )
         run_folder.drop_old_checkpoints(
-            self.path, self.config.keep_checkpoints, spared=self.resumed_at
+            self.path,
+            self.config.keep_checkpoints,
+            spared=self.resumed_at,
+            reset_interval=self.config.reference_reset_interval,
         )
 
     def finish(self, rule: str) -> None:
@@ -353,14 +378,20 @@ class Run:
         try:
             if signals_are_deferred():
                 # An update has begun, so the weights are those of no finished step.
-                step, _ = run_folder.last_whole_step(self.path)
+                step = self._last_whole_step()
             elif step and not run_folder.checkpoint_folder(self.path, step).exists():
                 self.save()
         except RunStopped:
             # `save` failed: a checkpoint needs the rollouts sampled ahead, and the sampler has
             # died.
-            step, _ = run_folder.last_whole_step(self.path)
+            step = self._last_whole_step()
         self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
+
+    def _last_whole_step(self) -> int:
+        """The step that `resume` would go on from; 0: none."""
+        interval = self.config.reference_reset_interval
+        step, _ = run_folder.last_whole_step(self.path, interval)
+        return step
 
     @property
     def resume_command(self) -> str:
@@ -393,7 +424,7 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
                 raise
             kept = "it had no checkpoint yet"
             with suppress(UserError, OSError):
-                step, _ = run_folder.last_whole_step(run.path)
+                step = run._last_whole_step()
                 if step:
                     kept = f"its checkpoint of step {step} is whole"
             raise RunStopped(

@@ -23,6 +23,7 @@ from typing import Any
 
 from alignment.core.args_file import AUTO
 from alignment.core.records import Completion, Group, Problem, Rollout, SampledStep, Score
+from alignment.core.schedules import last_reset
 from alignment.core.state_tree import join_tensors, split_tensors
 from alignment.runs.metric_names import with_current_names
 from alignment.runs.state import STATE
@@ -368,13 +369,19 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / f"step_{step:06d}"
 
 
-def last_whole_step(run: Path) -> tuple[int, list[str]]:
-    """The newest whole checkpoint's step, or 0, and what is wrong with newer ones. Raises
-    `UserError` where all are damaged."""
+def last_whole_step(run: Path, reset_interval: int = 0) -> tuple[int, list[str]]:
+    """The newest whole checkpoint's step, or 0, and what is wrong with newer ones. With resets of
+    the reference, the checkpoint of the last one must be whole, too. Raises `UserError` where all
+    are damaged."""
     damages: list[str] = []
     for step in sorted(_steps(run), reverse=True):
         folder = checkpoint_folder(run, step)
         damage = find_damage(folder)
+        reset = last_reset(step, reset_interval)
+        if damage is None and 0 < reset < step:
+            reference_damage = find_damage(checkpoint_folder(run, reset))
+            if reference_damage:
+                damage = f"the checkpoint of its reference, of step {reset}: {reference_damage}"
         if damage is None:
             return step, damages
         damages.append(f"{folder} is damaged: {damage}")
@@ -477,12 +484,16 @@ def _completion(
     return Completion(tuple(prompt_ids), tuple(token_ids), tuple(log_probs), **others)
 
 
-def drop_old_checkpoints(run: Path, keep: int, spared: int = 0) -> None:
-    """Delete all checkpoints but the newest `keep`, and the one of step `spared`; 0 keeps all."""
+def drop_old_checkpoints(run: Path, keep: int, spared: int = 0, reset_interval: int = 0) -> None:
+    """Delete all checkpoints but the newest `keep`, the one of step `spared`, and those that have
+    the weights of these ones' reference; 0 keeps all."""
     if keep == 0:
         return
-    for step in sorted(_steps(run))[:-keep]:
-        if step != spared:
+    steps = sorted(_steps(run))
+    kept = {*steps[-keep:], spared}
+    kept |= {last_reset(step, reset_interval) for step in kept}
+    for step in steps:
+        if step not in kept:
             shutil.rmtree(checkpoint_folder(run, step))
 
 

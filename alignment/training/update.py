@@ -8,13 +8,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from alignment.core.advantages import distillation_advantages
 from alignment.core.losses import LossInputs, loss_denominator, micro_batch_loss
 from alignment.core.records import Batch, Distribution, Rollout
-from alignment.core.schedules import LearningRate
+from alignment.core.schedules import LearningRate, last_reset
 from alignment.core.selection import SELECTIONS
 from alignment.model.frozen import FrozenModel
 from alignment.model.packing import send
@@ -373,6 +374,8 @@ class LogProbSource:
 
     compute: Callable[[Batch, Distribution, int], torch.Tensor]
     in_background: bool = False
+    reload: Callable[[Path], None] | None = None
+    """Gives the model the weights of a folder; None: they never change."""
 
 
 class References:
@@ -380,7 +383,8 @@ class References:
 
     `old_policy` is a copy of the policy on another device, which computes the old log-probs; None:
     the policy computes them itself, before its first update. `reference` is the model that training
-    started from, `teacher` one to distil from; None: the loss needs none."""
+    started from or, with --reference_reset_interval, that of the step `last_reset` unless that is
+    0; `teacher` is one to distil from; None: the loss needs none."""
 
     def __init__(
         self,
@@ -389,8 +393,10 @@ class References:
         reference: LogProbSource | None,
         clock: Clock,
         teacher: LogProbSource | None = None,
+        last_reset: int = 0,
     ):
         self.config = config
+        self._last_reset = last_reset
         self.old_policy = old_policy
         self.clock = clock
         self._sources: dict[str, LogProbSource] = {}
@@ -402,9 +408,12 @@ class References:
 
     def request(self, step: int, batch: Batch, micro_batch_tokens: int) -> None:
         """Have the models that work `in_background` begin with a step's batch. `annotate` computes
-        the others' log-probs."""
+        the others' log-probs, and those of a reference whose reset comes before the step."""
+        reset_of_step = last_reset(step - 1, self.config.reference_reset_interval)
         for name, source in self._sources.items():
             if (name, step) in self._answers:
+                continue
+            if name == "reference" and reset_of_step != self._last_reset:
                 continue
             compute = partial(source.compute, batch, self.config.distribution, micro_batch_tokens)
             if source.in_background:
@@ -428,6 +437,16 @@ class References:
             teacher_BT = self._log_probs_of("teacher", step)
             rollout = with_teacher(rollout, teacher_BT, self.config.teacher_weight)
         return rollout
+
+    def reset(self, step: int, checkpoint: Path) -> None:
+        """Give the reference the policy's weights after a step, from the step's checkpoint.
+
+        ProRL does so where an evaluation no longer improves, instead of after a number of steps
+        (Liu et al. 2025, arXiv:2505.24864, section 2.3, "reference policy reset")."""
+        reload = self._sources["reference"].reload
+        assert reload is not None  # of the reference's source, where there are resets
+        reload(checkpoint)
+        self._last_reset = step
 
     def _log_probs_of(self, name: str, step: int) -> torch.Tensor:
         """The log-probs [B, T] that `request` has asked a model for."""

@@ -171,6 +171,19 @@ def test_a_saved_optimizer_goes_on_with_the_same_bits(tiny_folder, tmp_path, kin
     ]
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_reset_optimizer_goes_on_as_a_new_one(tiny_folder, kind):
+    policy, _ = trained(tiny_folder, kind, 2)
+    new = SingleDevicePolicy(
+        PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind, weight_decay=0.1)
+    )
+    new.model.load_state_dict(policy.model.state_dict())
+    policy.reset_optimizer()
+    assert [train_once(policy, step) for step in (2, 3, 4)] == [
+        train_once(new, step) for step in (2, 3, 4)
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "bytes_by_role"),
     [

@@ -87,3 +87,34 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
         "step_000015",
         "step_1000000",
     ]
+
+
+def make_checkpoints(run, *steps: int) -> None:
+    for step in steps:
+        checkpoint_folder(run, step).mkdir()
+        with write_manifest(checkpoint_folder(run, step)):
+            (checkpoint_folder(run, step) / "weights").write_text("w")
+
+
+def test_the_checkpoints_of_a_reference_are_kept_while_they_are_needed(tmp_path):
+    """Resets every 4 steps: 9 and 11 go on with the reference of step 8, 7 with that of 4."""
+    make_checkpoints(tmp_path, 3, 4, 6, 7, 8)
+    drop_old_checkpoints(tmp_path, 2, reset_interval=4)
+    assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["04", "07", "08"]
+    make_checkpoints(tmp_path, 9, 11)
+    drop_old_checkpoints(tmp_path, 2, reset_interval=4)
+    assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["08", "09", "11"]
+    # Step 7's samplers load it again; its reference is step 4's.
+    make_checkpoints(tmp_path, 4, 7)
+    drop_old_checkpoints(tmp_path, 1, spared=7, reset_interval=4)
+    assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["04", "07", "08", "11"]
+
+
+def test_a_run_goes_on_from_a_step_whose_reference_is_whole(tmp_path):
+    make_checkpoints(tmp_path, 4, 6, 8, 9)
+    assert last_whole_step(tmp_path, 4) == (9, [])
+    (checkpoint_folder(tmp_path, 8) / "weights").write_text("damaged")
+    assert last_whole_step(tmp_path) == (9, [])
+    step, damages = last_whole_step(tmp_path, 4)
+    assert step == 6
+    assert "step_000009 is damaged: the checkpoint of its reference, of step 8: " in damages[0]

@@ -3,13 +3,17 @@ weights."""
 
 import dataclasses
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
 
+from alignment.ablation.design import canonical
 from alignment.builders.prediction import step_shape
+from alignment.core.schedules import last_reset
 from alignment.model.frozen import FrozenModel, MicroBatchedModel
+from alignment.model.loading import load_tokenizer
 from alignment.planning.placement import Roles
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
@@ -115,6 +119,91 @@ def test_the_reference_keeps_the_weights_that_training_began_with(policy, sample
         reports.append(update(policy, rollout, config, step).report)
         sampler.load_weights(policy.weights(), version=step)
     assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4
+
+
+def test_right_after_a_reset_the_divergence_is_0(policy, sampler, tiny_folder, tmp_path):
+    """Of 5 steps with resets after 2 and 4: steps 1, 3 and 5 begin with the reference's weights,
+    and one update a rollout leaves k3 no other log-probs than these."""
+    config = with_resets(2).update_config
+    frozen = FrozenModel(str(tiny_folder), "cpu", torch.float32)
+    source = LogProbSource(frozen.log_probs, reload=lambda folder: frozen.reload(str(folder)))
+    references, divergences = References(config, None, source, Clock()), []
+    tokenizer = load_tokenizer(str(tiny_folder))
+    for step in range(1, 6):
+        rollout = references.annotate(sample_rollout(sampler), policy, step)
+        if step in (3, 5):
+            current_BT = policy.log_probs(rollout.batch, config.distribution)
+            assert torch.equal(rollout.reference_log_probs_BT, current_BT)
+        divergences.append(update(policy, rollout, config, step).report["kl"])
+        sampler.load_weights(policy.weights(), version=step)
+        checkpoint = tmp_path / str(step)
+        policy.save(checkpoint, tokenizer)
+        if step == last_reset(step, config.reference_reset_interval):
+            references.reset(step, checkpoint)
+    first, second, third, fourth, fifth = divergences
+    assert first == third == fifth == 0
+    assert second > 1e-4 and fourth > 1e-4
+
+
+def with_resets(interval: int, **flags):
+    return dataclasses.replace(ARGS, beta=0.1, reference_reset_interval=interval, **flags)
+
+
+def test_a_batch_of_a_step_after_a_reset_waits_for_it(policy, sampler, wait_for):
+    """Rollouts are sampled ahead: step 3's is there while the reference is still that of step 0."""
+    config, rollout = with_resets(2).update_config, sample_rollout(sampler)
+    requested, reference_step = [], [0]
+
+    def log_probs(batch, distribution, micro_batch_tokens):
+        requested.append(reference_step[0])
+        return -batch.response_mask.float()
+
+    def reload(folder):
+        reference_step[0] = 2
+
+    source = LogProbSource(log_probs, in_background=True, reload=reload)
+    references = References(config, None, source, Clock())
+    for step in (2, 3):
+        references.request(step, rollout.batch, policy.micro_batch_tokens)
+    references.annotate(rollout, policy, 2)
+    assert requested == [0]
+    references.reset(2, Path("step_000002"))
+    references.request(4, rollout.batch, policy.micro_batch_tokens)
+    wait_for(lambda: len(requested) == 2)
+    references.annotate(rollout, policy, 3)
+    assert requested == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"reference_reset_interval": 5}, "--reference_reset_interval 5: must be 0 without --beta"),
+        (
+            {"beta": 0.1, "reference_reset_optimizer": True},
+            "--reference_reset_optimizer True: must be left out, or go with --reference_reset_int",
+        ),
+        ({"reference_reset_interval": -1}, "--reference_reset_interval -1: must be 0"),
+    ],
+)
+def test_resets_without_a_reference_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(ARGS, **flags)
+
+
+def test_adapters_have_a_model_beside_them_where_the_reference_is_reset():
+    roles = Roles(policy=("cuda:0",), sample=("cuda:3",), eval="cuda:1", reference="cuda:2")
+    adapters = dataclasses.replace(ARGS, beta=0.1, lora_rank=2)
+    reset = dataclasses.replace(adapters, reference_reset_interval=5)
+    frozen = [step_shape(args, roles, 8e10, True).frozen for args in (adapters, reset)]
+    assert frozen == [0, 1]
+    whole = dataclasses.replace(ARGS, beta=0.1)
+    shapes = [step_shape(args, roles, 8e10, True) for args in (whole, with_resets(5))]
+    assert shapes[0] == shapes[1]
+
+
+def test_resets_that_come_after_the_last_step_play_no_part():
+    assert canonical(with_resets(ARGS.num_steps)) == canonical(with_resets(0))
+    assert canonical(with_resets(5)) != canonical(with_resets(0))
 
 
 class ReferenceElsewhere:

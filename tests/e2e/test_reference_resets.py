@@ -1,0 +1,100 @@
+"""Whole runs whose reference is reset: killed ones end as undisturbed ones, with asynchronous
+rollouts, adapters and ranks too."""
+
+import dataclasses
+import shutil
+import signal
+
+import pytest
+
+from alignment.runs.run_folder import checkpoint_folder
+from alignment.system.files import read_jsonl
+from alignment.verify import TIMINGS, digests
+from tests.e2e.conftest import NAME, said
+from tests.e2e.test_ranked_runs import command, ranks, run
+
+pytestmark = pytest.mark.slow
+
+RESETS = ["--beta", "0.1", "--reference_reset_interval", "3", "--learning_rate", "1e-2"]
+RESETS += ["--warmup_steps", "0", "--train_mini_batch_size", "0", "--num_steps", "8"]
+RESETS += ["--save_interval", "2", "--keep_checkpoints", "1", "--eval_interval", "8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Undisturbed:
+    """A finished run: where it is, its flags, and its steps."""
+
+    output: object
+    flags: list[str]
+
+    @property
+    def steps(self) -> list[dict]:
+        return read_jsonl(self.output / NAME / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(warm, launcher, tmp_path_factory) -> Undisturbed:
+    output = tmp_path_factory.mktemp("undisturbed")
+    flags = ["--sft_base", str(warm), *RESETS, "--reference_reset_optimizer"]
+    assert launcher.run(output, *flags) == 0, said(output)
+    return Undisturbed(output, flags)
+
+
+def test_the_divergence_is_0_after_each_reset_and_what_it_needs_is_kept(undisturbed):
+    steps = undisturbed.steps
+    assert [step["reference_step"] for step in steps] == [0, 0, 0, 3, 3, 3, 6, 6]
+    divergences = [step["kl"] for step in steps]
+    for step, divergence in enumerate(divergences, start=1):
+        if step in (1, 4, 7):
+            assert divergence == 0
+        else:
+            assert divergence > 1e-6
+    printed = said(undisturbed.output)
+    for step in (3, 6):
+        assert f"The reference of --beta has the policy's weights of step {step} now" in printed
+    kept = sorted(path.name for path in (undisturbed.output / NAME).glob("step_*"))
+    assert kept == ["step_000006", "step_000008"]
+
+
+def test_a_killed_run_ends_as_the_undisturbed_one(undisturbed, launcher, tmp_path):
+    """Killed while it saves a checkpoint."""
+    launcher.start(tmp_path, *undisturbed.flags, phase="checkpoint", nth=900)
+    assert launcher.wait() == -signal.SIGKILL, said(tmp_path)
+    assert launcher.run(tmp_path, *undisturbed.flags, "--resume") == 0, said(tmp_path)
+    assert digests(tmp_path / NAME) == digests(undisturbed.output / NAME)
+
+
+@pytest.mark.parametrize("last", [6, 7])
+def test_a_run_resumes_at_and_after_a_reset(undisturbed, launcher, tmp_path, last):
+    """With --save_interval 1, as if it had been killed in the next step."""
+    flags = [*undisturbed.flags, "--save_interval", "1", "--keep_checkpoints", "0"]
+    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
+    cut = tmp_path / NAME
+    (cut / "summary.json").unlink()
+    shutil.rmtree(cut / "final")
+    for step in range(last + 1, 9):
+        shutil.rmtree(checkpoint_folder(cut, step))
+    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+    ours, theirs = digests(cut), digests(undisturbed.output / NAME)
+    for part in ("weights", "optimizer", "metrics"):
+        assert ours[part] == theirs[part]
+
+
+def test_asynchronous_rollouts_without_staleness_change_nothing(undisturbed, launcher, tmp_path):
+    flags = [*undisturbed.flags, "--rollouts", "async", "--max_staleness", "0"]
+    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
+    theirs = read_jsonl(tmp_path / NAME / "metrics.jsonl")
+    for one, other in zip(undisturbed.steps, theirs, strict=True):
+        assert other.pop("staleness") == 0
+        assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
+            k: v for k, v in other.items() if not k.startswith(TIMINGS)
+        }
+
+
+def test_adapters_and_ranks_have_a_reference_of_whole_weights(warm, tmp_path):
+    """Their merged weights and W + B A differ by rounding."""
+    flags = [*RESETS, "--num_steps", "5", "--lora_rank", "2", *ranks("sharded", 2)]
+    run(tmp_path, *command(warm, *flags))
+    divergences = [step["kl"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")]
+    assert abs(divergences[3]) < 1e-6 < divergences[2]
+    assert divergences[4] > 1e-6
