@@ -21,17 +21,29 @@ class LogitCopies:
 
 
 CPU_FP32 = LogitCopies(1, 1)
-"""A CPU works in place, over few rows at a time."""
+"""Copies of a piece's logits on a CPU.
+
+Source: counted; it works in place, over few rows at a time. Shown wrong by: the count over fake
+tensors of tests/planning/test_peak.py. Read by: `logit_copies`."""
 
 CPU_BF16 = LogitCopies(1.5, 1.5)
-"""It multiplies in bf16 first: the product, half a piece, is there beside its fp32 copy."""
+"""Copies of a piece's logits on a CPU with products in bf16.
+
+Source: counted; the product in bf16, half a piece, is there beside its fp32 copy. Shown wrong by:
+that count. Read by: `logit_copies`."""
 
 GPU = LogitCopies(4, 3)
-"""The logits, the tempered ones, which become log-probs, and the exponentials in their sum. For
-entropies four: logits, log-probs, probabilities, and the product of these two."""
+"""Copies of a piece's logits on a GPU.
+
+Source: counted: the logits, the tempered ones, which become log-probs, and the exponentials in
+their sum. For entropies four: logits, log-probs, probabilities, and the product of these two. Shown
+wrong by: that count, and torch's peak of an update on a GPU (docs/gpus.md#memory). Read by:
+`logit_copies`."""
 
 GPU_TRUNCATED = LogitCopies(5, 5)
-"""Top-p and top-k add a copy, masks and ranks."""
+"""Copies of a piece's logits on a GPU with top-p or top-k, which add a copy, masks and ranks.
+
+Source: counted. Shown wrong by: that count. Read by: `logit_copies`."""
 
 
 def logit_copies(step: StepShape, device: str) -> LogitCopies:

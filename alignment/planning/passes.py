@@ -9,38 +9,42 @@ from alignment.model.shape import ModelShape
 from alignment.planning.work import Work
 
 LAYER_KERNELS = 53
-"""Kernels of a layer's forward pass, counted in Llama-like decoders of transformers under our
-attention."""
+"""Kernels of a layer's forward pass.
+
+Source: counted in Llama-like decoders of transformers under our attention. Shown wrong by: a
+profile of an update (`benchmarks.profile_step`), divided by its layers and passes. Read by:
+`forward`."""
 
 OTHER_KERNELS = 90
-"""Kernels of a forward pass outside the layers, counted in the same decoders."""
+"""Kernels of a forward pass outside the layers.
 
-VLLM_KERNELS = 400
-"""What a token of vLLM's, which replays a CUDA graph, costs the host, in kernels.
-
-An assumption, no count: at the rates of "launches" in cards.toml it is 1.6 to 8 ms a token. What
-one H200 took is above that: 7.2 to 7.9 s for 256 responses of at most 512 tokens (docs/gpus.md),
-14 to 15 ms for each of 512 passes, with prefill, the weights and drawing in it. A profile of the
-host while vLLM samples would say which part is the host's."""
+Source: counted in the same decoders. Shown wrong by: the same profile. Read by: `forward`."""
 
 VLLM_ROWS = 256
-"""Responses that vLLM has in flight at a time."""
+"""Responses that vLLM has in flight at a time.
+
+Source: `max_num_seqs`, vLLM's own default, which we leave; it is larger for some cards and uses.
+Shown wrong by: the engine's log of running requests. Read by: `decoding`."""
 
 ACTIVATION_PASSES = 3
-"""Times that a byte of activations passes through memory in a forward pass: written, and read by
-others."""
+"""Times that a byte of activations passes through memory in a forward pass.
+
+Assumption: it is written, and read by two others. Shown wrong by: the bytes that a profiler of the
+card counts in a forward pass (ncu's dram__bytes). Read by: `forward`."""
 
 LOGIT_PASSES = 8
-"""Times that an fp32 logit passes through memory: product, softmax, log-prob, entropy or draw."""
+"""Times that an fp32 logit passes through memory.
+
+Assumption: for the product, the softmax, the log-prob, and an entropy or a draw. Shown wrong by:
+the same profiler, at the head. Read by: `forward`."""
 
 EARLY_END = 2
-"""At most so many times the mean response do passes take: rows that end early make room for
-others.
+"""Times the mean response that passes take at most: rows that end early make room for others.
 
-An assumption, no measurement: it holds where the longest response in flight is at most twice the
-mean. The completions of a step show it wrong, by their longest `token_ids` over their mean, where
---group_size and prompts are few enough that nothing waits; in runs of the tiny preset the two
-differ by 6 %, so that it has no effect there."""
+Assumption: it holds where the longest response in flight is at most twice the mean. Shown wrong by:
+the completions of a step, by their longest `token_ids` over their mean, where --group_size and
+prompts are few enough that nothing waits; in runs of the tiny preset the two differ by 6 %, so that
+it has no effect there. Read by: `decoding`."""
 
 FP32 = 4  # bytes of a number in float32
 
@@ -115,7 +119,8 @@ def forward(model: ComputedModel, rows: PassTokens, pieces: float) -> Work:
 
 def decoding(model: ComputedModel, rows: DecodedRows, cache_bytes: int) -> Work:
     """The work of prefill, and of a pass for each token of the longest responses in flight; of as
-    many prompts at a time as have room in `cache_bytes` of keys and values, or 0: vLLM's.
+    many prompts at a time as have room in `cache_bytes` of keys and values, or 0: vLLM's, whose
+    passes replay a CUDA graph, and take its host's time instead of launches.
 
     Each drawn token reads the keys and values of its prompt, which its group shares, and of half a
     response."""
@@ -131,7 +136,7 @@ def decoding(model: ComputedModel, rows: DecodedRows, cache_bytes: int) -> Work:
     seen_in_response = rows.prompt_tokens + rows.response_tokens / 2
     passes = forward(model, PassTokens(drawn, seen_in_response, drawn), steps)
     if not cache_bytes:
-        passes = replace(passes, launches=VLLM_KERNELS * steps)
+        passes = replace(passes, launches=0.0, engine_passes=steps)
     prompt_tokens = rows.prompts * rows.prompt_tokens
     prefill = forward(model, PassTokens(prompt_tokens, rows.prompt_tokens / 2, rows.prompts), lots)
     read_tokens = rows.prompt_tokens / rows.responses + rows.response_tokens / 2

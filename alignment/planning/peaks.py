@@ -39,10 +39,17 @@ RESERVED = "reserved"
 OF_ENGINE = "engine"
 """The kind of bytes that belong to an engine's own process."""
 
-# Embeddings in fp32 that a rank on a CPU was measured to take in an update, and for old log-probs,
-# beyond all that is counted, with products in fp32; and a rank that has the other roles, too.
 RANK_EMBEDDINGS = 3
+"""Embeddings in fp32 that a rank on a CPU takes in an update, and for old log-probs, beyond all
+that is counted, with products in fp32.
+
+Source: fitted to the resident bytes of runs (docs/plan_measured.md). Shown wrong by:
+`benchmarks.memory`. Read by: `heap_margin`."""
+
 FIRST_RANK_EMBEDDINGS = 5
+"""Embeddings in fp32 that a rank which has the other roles, too, takes so.
+
+Source: fitted to the same runs. Shown wrong by: `benchmarks.memory`. Read by: `heap_margin`."""
 
 
 @dataclass(frozen=True)

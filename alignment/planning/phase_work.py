@@ -16,41 +16,69 @@ FP32 = 4  # bytes of a number in float32
 USUAL_MICRO_BATCH = 4096
 """Tokens of a micro-batch where --micro_batch_tokens leaves them to the free memory.
 
-An assumption, for models of billions of parameters, and no measurement: the free memory is not
-known before a run. The tiny preset on two CPU cores chose 16,384. `micro_batch_tokens` in a run's
-metrics.jsonl shows it wrong; `plan --calibrate` takes that number instead. It sets how often an
-update reads all weights and starts its kernels, so it counts where a micro-batch is short."""
+Assumption: for models of billions of parameters, since the free memory is not known before a run.
+Shown wrong by: `micro_batch_tokens` in a run's metrics.jsonl, which `plan --calibrate` takes
+instead; the tiny preset on two CPU cores chose 16,384. It sets how often an update reads all
+weights and starts its kernels, so it counts where a micro-batch is short. Read by: `StepWork`."""
 
 PASSES_OF_UPDATE = 3
-"""Of a forward pass's work: forward, the gradients of inputs, and those of weights."""
+"""Forward passes' work in an update.
+
+Source: arithmetic: forward, the gradients of inputs, and those of weights. Shown wrong by: seconds
+of an update over those of old log-probs, of runs whose rows all have a gradient. Read by:
+`StepWork`."""
 
 PASSES_OF_ADAPTER_UPDATE = 2
-"""The same without gradients of the frozen weights."""
+"""Forward passes' work in an update with adapters.
+
+Source: the same arithmetic without gradients of the frozen weights. Shown wrong by: the same
+seconds, with --lora_rank. Read by: `StepWork`."""
 
 CAST_BYTES = 6
-"""Through memory, a parameter and micro-batch: autocast reads 4 bytes and writes 2."""
+"""Bytes through memory, a parameter and micro-batch, of autocast's casts.
+
+Source: autocast reads 4 bytes and writes 2. Shown wrong by: a profile of its copies. Read by:
+`StepWork`."""
 
 GRADIENT_BYTES = 12
-"""Through memory, a trained parameter and micro-batch: a gradient is read, and added to another
-one, in fp32."""
+"""Bytes through memory, a trained parameter and micro-batch, of its gradient.
+
+Source: a gradient is read, and added to another one, in fp32. Shown wrong by: a profile of the sums
+of gradients. Read by: `StepWork`."""
 
 OPTIMIZER_BYTES = 40
-"""Through memory, a trained parameter and update: the gradient's norm reads 4; clipping reads and
-writes 8; AdamW reads weight, gradient and both moments, 16, and writes all but the gradient, 12."""
+"""Bytes through memory, a trained parameter and update, of clipping and AdamW.
+
+Source: the gradient's norm reads 4; clipping reads and writes 8; AdamW reads weight, gradient and
+both moments, 16, and writes all but the gradient, 12. Shown wrong by: the seconds of an optimiser's
+step: for 1.5 billion parameters on an H200 clipping and AdamW took .02 s, of which this explains
+.015 s at the .89 of its bandwidth that copies reached there. Read by: `StepWork`."""
 
 OPTIMIZER_KERNELS = 27
 """Kernels of a layer's tensors at an update's end: the gradient's norm, and the optimiser.
 
-An assumption, no count: it is three for each of the nine tensors of a Llama-like layer, while torch
-takes many tensors in one kernel where it can. A profile of the optimiser's step shows it wrong. It
-matters little: for 1.5 billion parameters on an H200, clipping and AdamW took .02 s, of which
-`OPTIMIZER_BYTES` explain .015 s at the .89 of its bandwidth that copies reached there."""
+Assumption: three for each of the nine tensors of a Llama-like layer, while torch takes many tensors
+in one kernel where it can. Shown wrong by: a profile of the optimiser's step. It matters little, as
+the seconds at `OPTIMIZER_BYTES` show. Read by: `StepWork`."""
 
 SUMMED_BYTES = 2 * FP32
-"""Over a link, a trained parameter: a ring sends each number's sum and receives it, in fp32."""
+"""Bytes over a link, a trained parameter, of a sum over ranks.
+
+Source: a ring sends each number's sum and receives it, in fp32. Shown wrong by: the bytes that
+`benchmarks.collectives` counts. Read by: `StepWork`."""
 
 BORDER_BYTES = 2 * FP32
-"""Over a link, a number of a hidden state at a border of two stages: itself and its gradient."""
+"""Bytes over a link, a number of a hidden state at a border of two stages.
+
+Source: itself and its gradient, as the test counts them (tests/policy/test_placement_simulated.py).
+Shown wrong by: that count. Read by: `StepWork`."""
+
+SYNC_PASSES = 3
+"""Times that a number of the sampler's type passes through memory while it gets new weights.
+
+Source: it is written, sent, and written again where it is received. Shown wrong by: `seconds_sync`
+in a run's metrics.jsonl: an H200 took .30 to .33 s for 1.5 billion parameters, where this is .009
+to .034 (docs/gpus.md). Read by: `StepWork`."""
 
 
 class Shares(NamedTuple):
@@ -188,7 +216,7 @@ class StepWork:
 
     def sampling(self, phase: str, times: float) -> Work:
         """The work of an engine's decoding of a phase's rows, `times` over, divided among its
-        devices."""
+        devices, all but the passes of its one host."""
         sampled, devices = self.step.sampled[phase], self.engines.devices
         cache = 0 if self.step.vllm else CACHE_BYTES[devices[0].partition(":")[0]]
         engines = self.split.machines * len(devices) / self.engines.tensor_parallel
@@ -199,7 +227,9 @@ class StepWork:
             response_tokens=self.shares.response * sampled.longest,
             longest=sampled.longest,
         )
-        return decoding(self.model, rows, cache) / self.engines.tensor_parallel
+        work = decoding(self.model, rows, cache)
+        of_device = work / self.engines.tensor_parallel
+        return replace(of_device, engine_passes=work.engine_passes)
 
     def update(self) -> Work:
         """The work of all updates of a step, over the responses with a gradient: three forward
@@ -246,7 +276,8 @@ class StepWork:
         sampler's type written, sent, received and written again."""
         parameters, itemsize = self.model.parameters, self.step.itemsize
         return Work(
-            memory_bytes=(FP32 + 3 * itemsize) * parameters, link_bytes=itemsize * parameters
+            memory_bytes=(FP32 + SYNC_PASSES * itemsize) * parameters,
+            link_bytes=itemsize * parameters,
         )
 
     def checkpoint(self) -> Work:

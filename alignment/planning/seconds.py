@@ -14,11 +14,12 @@ from alignment.system.registry import did_you_mean
 TABLES = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
 
 REACHED: Mapping[str, tuple[float, float]] = TABLES["reached"]
-"""Number of a card, or "launches" and "disk" -> units a second that steps reach of it, at best and
-at worst."""
+"""Number of a card, or "launches", "disk" and "engine_passes" -> units a second that steps reach of
+it, at best and at worst. cards.toml has the source of each, and what shows it wrong. Read by:
+`rates`."""
 
 CORE: Mapping[str, float] = TABLES["CPU"]
-"""The numbers of one core of a CPU."""
+"""The numbers of one core of a CPU, with their sources in cards.toml. Read by: `cards_of`."""
 
 CARDS: Mapping[str, Mapping[str, Any]] = {
     name: table for name, table in TABLES.items() if name not in ("reached", "CPU")
@@ -93,9 +94,9 @@ def rates(hardware: Hardware, itemsize: int) -> Rates:
     cards = cards_of(hardware)
     best, worst = [], []
     products = "bfloat16" if itemsize == 2 else "float32"
-    for number in (products, "bandwidth", "launches", "link", "network", "disk"):
+    for number in (products, "bandwidth", "launches", "link", "network", "disk", "engine_passes"):
         at_best, at_worst = REACHED[number]
-        # kernels that Python starts, and a disk, are no card's
+        # kernels that Python starts, a disk, and the passes of vLLM's host are no card's
         of_cards = [card.get(number, 1) for card in cards]
         best.append(1 / max(at_best * of_card for of_card in of_cards))
         worst.append(1 / min(at_worst * of_card for of_card in of_cards))

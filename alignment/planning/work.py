@@ -13,6 +13,7 @@ class Work:
     link_bytes: float = 0.0  # To other devices of the machine.
     network_bytes: float = 0.0  # To other machines.
     disk_bytes: float = 0.0
+    engine_passes: float = 0.0  # Of vLLM's, which its host prepares and answers, one a token.
 
     @property
     def amounts(self) -> tuple[float, ...]:
@@ -40,6 +41,7 @@ class UnitSeconds:
     link_bytes: float
     network_bytes: float
     disk_bytes: float
+    engine_passes: float
 
     @property
     def amounts(self) -> tuple[float, ...]:

@@ -29,7 +29,7 @@ from alignment.system.errors import UserError
 
 TOTAL = 466_304  # parameters of the tiny model
 SHARES = Shares(prompt=0.1, response=0.5, trained=1.0)
-ONES = UnitSeconds(*[1.0] * 6)
+ONES = UnitSeconds(*[1.0] * 7)
 DONE = Work(operations=6.0, memory_bytes=4.0, launches=2.0)
 EIGHT = hardware_of("8xA100-40GB")
 
@@ -178,7 +178,7 @@ def test_a_faster_card_is_never_slower(slow, fast, arguments):
 
 
 def test_a_range_is_from_full_overlap_to_none():
-    at_rates = Rates(ONES, UnitSeconds(*[2.0] * 6))
+    at_rates = Rates(ONES, UnitSeconds(*[2.0] * 7))
     assert seconds_of("update", DONE, at_rates, Known()) == (6.0, 24.0)
 
 
@@ -198,7 +198,7 @@ def test_finished_runs_correct_a_phase_by_runs_of_its_size():
     )
 
 
-TRUE_RATES = UnitSeconds(1e-9, 1e-9, 1e-4, 0.0, 0.0, 0.0)
+TRUE_RATES = UnitSeconds(1e-9, 1e-9, 1e-4, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture

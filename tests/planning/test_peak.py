@@ -17,9 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from alignment.args import PRESETS, RLArgs, from_preset, preset_names
+from alignment.args import RLArgs, from_preset
 from alignment.builders.devices import roles_of
 from alignment.builders.prediction import step_shape
 from alignment.core.records import Distribution
@@ -27,86 +27,30 @@ from alignment.core.tokens import collate
 from alignment.model import log_probs
 from alignment.model.packing import ATTENTION
 from alignment.model.shape import ModelShape
-from alignment.planning.measured_memory import SPARE
 from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import assign_roles
 from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import MicroBatch, SingleDevicePolicy
+from benchmarks.planned_figures import MACHINES as MACHINES_OF_PRESETS
+from benchmarks.planned_figures import QWEN_0_5B, SMOLLM2, TINY, Machine, fits, peaks_of
 from benchmarks.rank_memory import Case, closed_form, tracked
 from tests.model.published_shapes import qwen2
 
-SMOLLM2 = LlamaConfig(
-    vocab_size=49_152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-)
-TINY = Qwen2Config(
-    vocab_size=304,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    tie_word_embeddings=True,
-)
-# preset -> its model's shape, the host's bytes, a quarter more tokens than of the longest prompt,
-# test problems
-ON_CPU = {
-    "tiny": (TINY, 8e9, (30, 512)),
-    "countdown_tiny": (TINY, 8e9, (26, 212)),
-    "smollm2_svamp": (SMOLLM2, 16e9, (106, 1000)),
-}
-# preset and model -> its published shape, the GPUs and the bytes of each that the preset's header
-# names
 CARDS = {
-    ("async_gsm8k", ""): (qwen2(1536, 8960, 28, 12), 3, 80e9),
-    ("countdown_qwen2.5_3b", ""): (qwen2(2048, 11008, 36, 16), 1, 48.3e9),
-    ("countdown_qwen2.5_3b_24gb", ""): (qwen2(1536, 8960, 28, 12), 1, 25.7e9),
-    ("qwen2.5_math_1.5b_gsm8k_8gpu", ""): (qwen2(1536, 8960, 28, 12), 8, 24e9),
-    ("single_gpu_gsm8k_kl", ""): (qwen2(1536, 8960, 28, 12), 1, 48e9),
-    ("single_gpu_gsm8k_kl", "0.5 billion"): (qwen2(896, 4864, 24, 14), 1, 24e9),
-    ("single_gpu_gsm8k_kl", "smollm2"): (SMOLLM2, 1, 24e9),
-    ("smollm2_gsm8k", ""): (SMOLLM2, 1, 24e9),
+    **{(name, ""): machine for name, machine in MACHINES_OF_PRESETS.items() if machine.gpus},
+    ("single_gpu_gsm8k_kl", "0.5 billion"): Machine(QWEN_0_5B, 1, 24e9),
+    ("single_gpu_gsm8k_kl", "smollm2"): Machine(SMOLLM2, 1, 24e9),
 }
 
 
 @pytest.mark.parametrize("case", CARDS, ids=" ".join)
-@pytest.mark.parametrize("vllm", [True, False])
-def test_a_preset_fits_the_card_that_it_names(case, vllm):
-    config, gpus, card = CARDS[case]
+@pytest.mark.parametrize("sampler", ["vllm", "transformers"])
+def test_a_preset_fits_the_card_that_it_names(case, sampler):
     args = from_preset(RLArgs, case[0])
-    if args.sampler not in ("auto", "vllm" if vllm else "transformers"):
-        return
-    roles = roles_of(args, gpus)
-    peaks = peak_bytes(
-        ModelShape.from_config(config), config, roles, step_shape(args, roles, card, vllm)
-    )
-    assert [peak for peak in peaks if peak.total > (1 - SPARE) * card] == []
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_a_presets_header_states_its_peaks(name, monkeypatch):
-    """On two cores without bfloat16, or on the GPUs that it names, where `auto` is vLLM."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    config, gpus, card = CARDS.get((name, "")) or (ON_CPU[name][0], 0, ON_CPU[name][1])
-    prompts = {"prompts": ON_CPU[name][2]} if name in ON_CPU else {}
-    args = from_preset(RLArgs, name)
-    roles = roles_of(args, gpus)
-    step = step_shape(
-        args, roles, card, vllm=gpus > 0 and args.sampler != "transformers", **prompts
-    )
-    peaks = peak_bytes(ModelShape.from_config(config), config, roles, step)
-    listed = ", ".join(f"{peak.name} {peak.total / 1e9:.1f}" for peak in peaks)
-    line = f"# Peaks by `alignment.plan`, of {card / 1e9:.1f} GB each: {listed}: fits."
-    assert all(peak.total <= (1 - SPARE) * card for peak in peaks)
-    assert line in (PRESETS / f"{name}.toml").read_text().replace("\n#   ", " "), line
+    if args.sampler in ("auto", sampler):
+        args = dataclasses.replace(args, sampler=sampler)
+        assert fits(peaks_of(args, CARDS[case]), CARDS[case].memory)
 
 
 @dataclass(frozen=True)
