@@ -4,12 +4,14 @@ it."""
 import contextlib
 import dataclasses
 import random
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import collate
@@ -80,6 +82,27 @@ def test_a_run_replaces_its_own_process_when_that_dies_or_hangs(process, model, 
         process.restarts == 2
         and "gave no answer within 5 s (--sampler_timeout)" in capsys.readouterr().err
     )
+
+
+@pytest.mark.slow
+def test_a_process_has_other_weights_from_a_reset_on_also_when_it_is_replaced(
+    process, model, tiny_folder, tmp_path
+):
+    """The other folder's weights are the first ones', halved."""
+    shutil.copytree(tiny_folder, tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    halved = {name: tensor / 2 for name, tensor in load_file(file).items()}
+    save_file(halved, file, metadata={"format": "pt"})
+    expected = FrozenModel(str(tmp_path / "other"), "cpu", torch.float32).log_probs(*question())
+    assert not torch.equal(expected, model.log_probs(*question()))
+    process.reload(str(tmp_path / "other"))
+    assert torch.equal(process.log_probs(*question()), expected)
+    process._child.kill()
+    assert torch.equal(process.log_probs(*question()), expected)
+    process._child.kill()
+    process.reload(str(tiny_folder))
+    assert torch.equal(process.log_probs(*question()), model.log_probs(*question()))
+    assert process.restarts == 2
 
 
 @pytest.mark.slow
