@@ -1,19 +1,23 @@
-"""A policy of several processes against one process: gradients, log-probs, a step, and checkpoints
-of every kind.
+"""Does a policy of several processes compute what one process does?
 
-uv run -m benchmarks.ranks --ranks 4 torchrun --nnodes 2 --nproc_per_node 2 ... -m benchmarks.ranks
-# hybrid sharding, two machines
+    uv run -m benchmarks.ranks --ranks 4
+    torchrun --nnodes 2 --nproc_per_node 2 ... -m benchmarks.ranks
+
+Relative differences of gradients, losses and gradient norms (every loss and normalisation, special
+cases, what an update prepares, SFT), then of log-probs and weights after an optimiser step, for
+each kind of policy with ranks, on CPUs in float32, on made-up groups; and whether every kind reads
+the others' checkpoints to the bit. Two machines by torchrun test hybrid sharding. Exit code 1 where
+a difference is beyond 1e-5 or a checkpoint is not the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,68 +25,115 @@ from typing import Any
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LOSSES, NORMALIZATIONS
-from alignment.core.records import Completion, Group, Problem, Rollout
+from alignment.core.records import Rollout
 from alignment.data.embedded import embedded_model
 from alignment.policy.policy import POLICIES, Objective, Policy, PolicyConfig, open_policy
 from alignment.policy.single_device import read_parts
+from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.runs.run_folder import TRAINER
-from alignment.system.torchrun import PROCESSES_HERE, followed
+from alignment.system.terminal import make_table
+from alignment.system.torchrun import PROCESSES, PROCESSES_HERE, followed
 from alignment.training.preparation import prepare_update
 from alignment.training.sft import batch_loss
 from alignment.training.update import rollout_objective, rows_with_gradient
+from benchmarks.workloads import equal_scores, make_group, make_score, random_ids
 
-VOCABULARY, TOLERANCE = 60, 1e-5
+VOCABULARY = 60
+TOLERANCE = 1e-5
 GROUP_SIZE = 4
-# two names of one CPU; other kinds have one a rank
+LOG_PROB = -4.0  # of a made-up token, in nats
+RANKED = tuple(name for name, kind in POLICIES.items() if kind.ranked)
 DEVICES = {
     "single": ("cpu",),
     "layer_split": ("cpu", "cpu:0"),
 }
+"""Of a kind without ranks; two names of one CPU. Other kinds have a device for each rank."""
+QUANTITIES = ("gradient", "loss", "norm", "after a step")
+"""What the names of quantities have in them."""
 
 
-def made_up(prompts: int, silent: int) -> Rollout:
-    """Groups of random tokens; `silent` of them have equal rewards. Old, reference and sampler
-    log-probs are near each other."""
+# --- what is computed -----------------------------------------------------------------------------
+
+
+def make_rollout(prompts: int, silent: int) -> Rollout:
+    """Groups of random tokens; the first `silent` of them have equal rewards. Old, reference and
+    sampler log-probs are near each other."""
     rng = random.Random(prompts)
     groups = []
     for index in range(prompts):
-        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(3, 12)))
-        ids = [
-            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20)))
-            for _ in range(GROUP_SIZE)
-        ]
-        completions = tuple(
-            Completion(prompt, row, (-4.0,) * len(row), "", "stop", 0) for row in ids
-        )
-        rewards = [1.0 if index < silent else float(i % 3 == 0) for i in range(GROUP_SIZE)]
-        scores = tuple(
-            {"reward": reward, "format_reward": 1.0, "answer_reward": reward} for reward in rewards
-        )
-        groups.append(Group(Problem("", "", "", ""), completions, scores))
+        prompt_ids = random_ids(rng, rng.randint(3, 12), VOCABULARY)
+        responses = []
+        for _ in range(GROUP_SIZE):
+            responses.append(random_ids(rng, rng.randint(1, 20), VOCABULARY))
+        scores = equal_scores(GROUP_SIZE)
+        if index >= silent:
+            scores = tuple(make_score(float(number % 3 == 0)) for number in range(GROUP_SIZE))
+        groups.append(make_group(prompt_ids, responses, scores, LOG_PROB))
     args = from_preset(RLArgs, "tiny", group_size=GROUP_SIZE, prompts_per_rollout=prompts)
-    rollout = with_advantages(
-        collate_groups(groups, args.rollout_config, 0), AdvantageConfig(group_size=GROUP_SIZE)
+    collated = collate_groups(groups, args.rollout_config, 0)
+    rollout = with_advantages(collated, AdvantageConfig(group_size=GROUP_SIZE))
+
+    generator = torch.Generator().manual_seed(1)
+    mask_BT = rollout.batch.response_mask
+
+    def near_log_probs() -> torch.Tensor:
+        noise_BT = torch.randn(mask_BT.shape, generator=generator) / 10
+        return (LOG_PROB + noise_BT) * mask_BT
+
+    return replace(
+        rollout,
+        old_log_probs_BT=near_log_probs(),
+        reference_log_probs_BT=near_log_probs(),
+        sampler_log_probs_BT=near_log_probs(),
     )
-    noise = torch.Generator().manual_seed(1)
 
-    def near() -> torch.Tensor:
-        return (
-            -4 + torch.randn(rollout.batch.labels.shape, generator=noise) / 10
-        ) * rollout.batch.response_mask
 
-    return dataclasses.replace(
-        rollout, old_log_probs_BT=near(), reference_log_probs_BT=near(), sampler_log_probs_BT=near()
+@dataclass(frozen=True)
+class Task:
+    """An objective, and the rows of a rollout that have a gradient of it."""
+
+    name: str
+    rollout: Rollout
+    rows: list[int]
+    objective: Objective
+
+
+def base_config() -> UpdateConfig:
+    return from_preset(RLArgs, "tiny", group_size=GROUP_SIZE, epochs_per_rollout=2).update_config
+
+
+def loss_task(
+    rollout: Rollout,
+    loss: str,
+    normalization: str,
+    beta: float = 0.0,
+    correction: str = "none",
+) -> Task:
+    """The task of a loss with this normalisation, KL penalty and correction of the sampler."""
+    base = base_config()
+    config = replace(
+        base,
+        loss=replace(
+            base.loss,
+            loss=LOSSES[loss],
+            loss_normalization=normalization,
+            beta=beta,
+            sampler_correction=correction,
+        ),
     )
+    every_row = range(len(rollout.lengths))
+    prompts = len(every_row) // GROUP_SIZE
+    name = f"{loss}, {normalization}, {prompts} prompts, KL {beta}, correction {correction}"
+    objective = rollout_objective(rollout, every_row, config)
+    return Task(name, rollout, rows_with_gradient(rollout, config), objective)
 
 
-# What an update prepares by a pass of all its rows, whichever ranks have them.
 PREPARED: tuple[dict[str, Any], ...] = (
     {"entropy_coefficient": 0.05},
     {"token_selection": "top_entropy"},
@@ -94,184 +145,204 @@ PREPARED: tuple[dict[str, Any], ...] = (
     },
     {"token_selection": "kl_cov", "selected_share": 0.1},
 )
+"""Settings of a loss for which an update first makes a pass of all its rows, whichever ranks have
+them."""
 
 
-def objectives(policy: Policy) -> Iterator[tuple[str, Rollout, list[int], Objective]]:
-    """(name, rollout, rows with a gradient, objective) of every loss and normalisation, of special
-    cases, and of what `policy` prepares."""
-    base = from_preset(RLArgs, "tiny", group_size=GROUP_SIZE, epochs_per_rollout=2).update_config
-    usual = made_up(prompts=7, silent=2)
-    cases = [
-        (loss, norm, usual, 0.0, "none") for loss, norm in itertools.product(LOSSES, NORMALIZATIONS)
-    ]
-    cases += [
-        ("grpo_clip", "token_mean", usual, 0.05, "none"),
-        ("grpo_clip", "sequence_mean", usual, 0.0, "token_truncate"),
-    ]
+def prepared_task(policy: Policy, rollout: Rollout, settings: dict[str, Any]) -> Task:
+    """The task of a loss with these settings, after the policy's pass for it."""
+    base = base_config()
+    config = replace(base, loss=replace(base.loss, **settings))
+    every_row = range(len(rollout.lengths))
+    prepared = prepare_update(policy, rollout, every_row, config, 1)
+    objective = rollout_objective(prepared.rollout, every_row, config)
+    return Task(str(settings), rollout, rows_with_gradient(rollout, config), objective)
+
+
+def make_tasks(policy: Policy) -> Iterator[Task]:
+    """Every loss and normalisation, special cases, what `policy` prepares, and at last SFT."""
+    rollout = make_rollout(prompts=7, silent=2)
+    for loss, normalization in itertools.product(LOSSES, NORMALIZATIONS):
+        yield loss_task(rollout, loss, normalization)
+    yield loss_task(rollout, "grpo_clip", "token_mean", beta=0.05)
+    yield loss_task(rollout, "grpo_clip", "sequence_mean", correction="token_truncate")
     # ranks without rows
-    cases += [("grpo_clip", "sequence_mean", made_up(prompts=1, silent=0), 0.0, "none")]
+    yield loss_task(make_rollout(prompts=1, silent=0), "grpo_clip", "sequence_mean")
     # no rows at all
-    cases += [("grpo_clip", "sequence_mean", made_up(prompts=3, silent=3), 0.0, "none")]
-    for name, norm, rollout, beta, correction in cases:
-        numbers = {"loss_normalization": norm, "beta": beta, "sampler_correction": correction}
-        config = dataclasses.replace(
-            base, loss=dataclasses.replace(base.loss, loss=LOSSES[name], **numbers)
-        )
-        rows = rows_with_gradient(rollout, config)
-        words = (
-            f"{name}, {norm}, {len(rollout.lengths) // GROUP_SIZE} prompts, KL {beta}, correction"
-            f" {correction}"
-        )
-        yield words, rollout, rows, rollout_objective(rollout, range(len(rollout.lengths)), config)
-    for numbers in PREPARED:
-        config = dataclasses.replace(base, loss=dataclasses.replace(base.loss, **numbers))
-        every_row = range(len(usual.lengths))
-        prepared = prepare_update(policy, usual, every_row, config, 1)
-        rows = rows_with_gradient(usual, config)
-        objective = rollout_objective(prepared.rollout, every_row, config)
-        yield f"{numbers}", usual, rows, objective
-    yield (
-        "SFT",
-        usual,
-        list(range(len(usual.lengths))),
-        Objective(partial(batch_loss, 100), entropy=False),
-    )
+    yield loss_task(make_rollout(prompts=3, silent=3), "grpo_clip", "sequence_mean")
+    for settings in PREPARED:
+        yield prepared_task(policy, rollout, settings)
+    sft = Objective(partial(batch_loss, 100), entropy=False)
+    yield Task("SFT", rollout, list(range(len(rollout.lengths))), sft)
 
 
-def measured(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """What all kinds of policy must agree on: gradients of every objective, then after a step
-    log-probs and weights. Adapters, where there are any, are random ones: where B is 0, A has no
-    gradient."""
+def measure(policy: Policy) -> dict[str, torch.Tensor]:
+    """What all kinds of policy must agree on, by name: gradient, loss and norm of every task, then
+    log-probs and weights after a step of the last one.
+
+    Adapters, where there are any, are random ones: where B is 0, A has no gradient.
+    """
     policy.use_adapters("random")
-    for name, rollout, rows, objective in objectives(policy):
-        loss = sum(
-            result.sums["loss"].double()
-            for result in policy.accumulate(rollout.batch, rows, objective)
-        )
-        yield f"gradient: {name}", policy.gradient()
-        yield f"loss: {name}", torch.as_tensor(loss, dtype=torch.float64)
-        yield f"norm: {name}", policy.clip_gradient(1.0).detach()
+    values = {}
+    for task in make_tasks(policy):
+        loss = 0.0
+        for result in policy.accumulate(task.rollout.batch, task.rows, task.objective):
+            loss += float(result.sums["loss"])
+        values[f"gradient: {task.name}"] = policy.gradient()
+        values[f"loss: {task.name}"] = torch.tensor(loss, dtype=torch.float64)
+        values[f"norm: {task.name}"] = policy.clip_gradient(1.0).detach()
         policy.drop_gradient()
-    for _ in policy.accumulate(rollout.batch, rows, objective):
+
+    batch = task.rollout.batch
+    distribution = task.objective.distribution
+    for _ in policy.accumulate(batch, task.rows, task.objective):
         pass
     policy.clip_gradient(1.0)
     policy.step(1e-4)
-    yield "log-probs after a step", policy.log_probs(rollout.batch, objective.distribution)
-    yield (
-        "log-probs of the base after a step",
-        policy.base_log_probs(rollout.batch, objective.distribution),
-    )
-    yield (
-        "weights after a step",
-        torch.cat([tensor.detach().flatten() for _, tensor in policy.weights()]),
-    )
+    values["log-probs after a step"] = policy.log_probs(batch, distribution)
+    values["log-probs of the base after a step"] = policy.base_log_probs(batch, distribution)
+    weights = [tensor.detach().flatten() for _, tensor in policy.weights()]
+    values["weights after a step"] = torch.cat(weights)
+    return values
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, relative to that of `one` where this is not 0."""
-    return ((one - other).norm() / (one.norm() or 1)).item()
+def relative_difference(expected: torch.Tensor, value: torch.Tensor) -> float:
+    """The norm of the difference, relative to that of `expected` where this is not 0."""
+    norm = expected.norm() or 1
+    return ((expected - value).norm() / norm).item()
 
 
-def saved(
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def kind_config(kind: str, config: PolicyConfig) -> PolicyConfig:
+    """The configuration of a kind of policy over the devices of `config`, or over its own."""
+    return replace(config, devices=DEVICES.get(kind, config.devices))
+
+
+def save_checkpoint(
     policy: Policy, folder: Path, tokenizer, parameters: list[torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """The weights and the optimiser's state that a policy writes to a folder, unsharded."""
+    """The weights, adapters and optimiser's state that a policy writes to a folder, unsharded."""
     policy.save(folder, tokenizer)
     (folder / TRAINER).mkdir()
     policy.save_optimizer(folder / TRAINER)
-    state = read_parts(folder / TRAINER, parameters)
-    adapters = {
-        name: tensor
-        for file in folder.glob("adapter/*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    return {**load_file(folder / "model.safetensors"), **adapters, **state}
+    tensors = load_file(folder / "model.safetensors")
+    for file in folder.glob("adapter/*.safetensors"):
+        tensors |= load_file(file)
+    return tensors | read_parts(folder / TRAINER, parameters)
 
 
-def reopened(
-    policy: Policy, config: PolicyConfig, kinds: list[str], tokenizer
-) -> Iterator[tuple[str, bool]]:
+def compare_checkpoints(
+    policy: Policy, config: PolicyConfig, kinds: Sequence[str], tokenizer
+) -> dict[str, bool]:
     """Whether each kind of policy reads a checkpoint of `policy` and writes the same bits again,
     adapters included."""
+    # whose order of parameters names the optimiser's state
+    single = open_policy("single", kind_config("single", config))
+    parameters = []
+    for group in single.optimizer.param_groups:
+        parameters += group["params"]
+    is_same = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        single = open_policy("single", dataclasses.replace(config, devices=config.devices[:1]))
-        parameters = [
-            parameter for group in single.optimizer.param_groups for parameter in group["params"]
-        ]
-        want = saved(policy, folder / "0", tokenizer, parameters)
+        first = Path(name) / "0"
+        expected = save_checkpoint(policy, first, tokenizer, parameters)
         for number, kind in enumerate(kinds, start=1):
-            again = dataclasses.replace(config, devices=DEVICES.get(kind, config.devices))
-            checkpoint = (
-                {"checkpoint": str(folder / "0")}
-                if config.lora_rank
-                else {"model_path": str(folder / "0")}
-            )
-            again = open_policy(kind, dataclasses.replace(again, **checkpoint))
-            again.load_optimizer(folder / "0" / TRAINER)
-            found = saved(again, folder / str(number), tokenizer, parameters)
-            yield (
-                kind,
-                want.keys() == found.keys()
-                and all(torch.equal(want[key], found[key]) for key in want),
-            )
+            again = kind_config(kind, config)
+            if config.lora_rank:
+                again = replace(again, checkpoint=str(first))
+            else:
+                again = replace(again, model_path=str(first))
+            reader = open_policy(kind, again)
+            reader.load_optimizer(first / TRAINER)
+            written = save_checkpoint(reader, Path(name) / str(number), tokenizer, parameters)
+            is_same[kind] = have_same_bits(expected, written)
+    return is_same
 
 
-RANKED = tuple(name for name, kind in POLICIES.items() if kind.ranked)
+def have_same_bits(expected: dict[str, torch.Tensor], written: dict[str, torch.Tensor]) -> bool:
+    if expected.keys() != written.keys():
+        return False
+    return all(torch.equal(tensor, written[name]) for name, tensor in expected.items())
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near a kind of policy is to one process."""
+
+    kind: str
+    differences: dict[str, float]
+    """Of each quantity, relative."""
+    reads_checkpoint: dict[str, bool]
+    """Whether each kind of policy reads this one's checkpoints to the bit."""
+
+    @property
+    def worst(self) -> float:
+        """The largest difference; 1 where a checkpoint is not the same."""
+        if not all(self.reads_checkpoint.values()):
+            return max(1.0, *self.differences.values())
+        return max(self.differences.values())
+
+    def row(self) -> list[str]:
+        """Kind, largest difference by sort of quantity, the quantity with the largest, and the
+        kinds that read its checkpoints."""
+        cells = []
+        for part in QUANTITIES:
+            of_part = [value for name, value in self.differences.items() if part in name]
+            cells.append(f"{max(of_part):.1e}")
+        worst_name = max(self.differences, key=self.differences.__getitem__)
+        return [self.kind, *cells, worst_name, str(self.reads_checkpoint)]
+
+
+def compare_kinds(kinds: Sequence[str], config: PolicyConfig) -> list[Agreement]:
+    """Compare each kind of policy with one process."""
+    from alignment.model.loading import load_tokenizer
+
+    expected = measure(open_policy("single", kind_config("single", config)))
+    tokenizer = load_tokenizer(config.model_path)
+    agreements = []
+    for kind in kinds:
+        policy = open_policy(kind, kind_config(kind, config))
+        differences = {}
+        for name, value in measure(policy).items():
+            differences[name] = relative_difference(expected[name], value)
+        readers = ["single", "layer_split", *kinds]
+        reads_checkpoint = compare_checkpoints(policy, config, readers, tokenizer)
+        agreements.append(Agreement(kind, differences, reads_checkpoint))
+    return agreements
 
 
 def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED, lora_rank: int = 0):
-    """Print the largest differences of each kind; exit code 1 beyond 1e-5. `ranks`: on this
-    machine; 0: torchrun's."""
+    """Print a row for each kind.
+
+    Args:
+        ranks: Processes on this machine; 0: torchrun's.
+        kinds: Kinds of policy.
+        lora_rank: Train adapters of this rank; 0: all weights.
+    """
+    # a process that torchrun started beside rank 0 computes what this one says, until it ends
     if followed(60):
         return
-    from alignment.model.loading import load_tokenizer
-
     with tempfile.TemporaryDirectory() as folder:
-        path = str(embedded_model("tiny", folder))
         config = PolicyConfig(
-            path,
+            str(embedded_model("tiny", folder)),
             ("cpu",) * (PROCESSES_HERE or ranks),
             "float32",
             micro_batch_tokens=64,
             lora_rank=lora_rank,
         )
-        world = int(os.environ.get("WORLD_SIZE", ranks))
-        single = open_policy("single", dataclasses.replace(config, devices=("cpu",)))
-        want = dict(measured(single))
-        table = Table(
-            title=(
-                f"{world} processes against one: largest relative difference of {len(want)}"
-                " quantities"
-            )
-        )
-        for heading in (
-            "kind",
-            "gradient",
-            "loss",
-            "norm",
-            "after a step",
-            "of",
-            "checkpoints read to the bit",
-        ):
-            table.add_column(heading)
-        worst = 0.0
-        for kind in kinds:
-            policy = open_policy(
-                kind, dataclasses.replace(config, devices=DEVICES.get(kind, config.devices))
-            )
-            found = {name: difference(want[name], value) for name, value in measured(policy)}
-            parts = {
-                part: max(v for n, v in found.items() if part in n)
-                for part in ("gradient", "loss", "norm", "after a step")
-            }
-            same = dict(
-                reopened(policy, config, ["single", "layer_split", *kinds], load_tokenizer(path))
-            )
-            worst = max(worst, *found.values(), *(0.0 if ok else 1.0 for ok in same.values()))
-            name = max(found, key=lambda name: found[name])
-            table.add_row(kind, *(f"{value:.1e}" for value in parts.values()), name, str(same))
-    Console(width=160).print(table)
+        agreements = compare_kinds(kinds, config)
+    title = (
+        f"{PROCESSES or ranks} processes against one: largest relative difference of"
+        f" {len(agreements[0].differences)} quantities"
+    )
+    headings = ("kind", *QUANTITIES, "of", "checkpoints read to the bit")
+    rows = [agreement.row() for agreement in agreements]
+    Console(width=160).print(make_table(title, headings, rows))
+    worst = max(agreement.worst for agreement in agreements)
     if worst > TOLERANCE:
         sys.exit(f"a difference of {worst:.1e}, more than {TOLERANCE}")
 
