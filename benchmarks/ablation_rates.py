@@ -1,11 +1,12 @@
-"""How often the verdicts of an ablation are false, and how often its intervals hold the truth, by
-simulation.
+"""How often are the verdicts of an ablation false, and how often do its intervals hold the truth?
 
-uv run -m benchmarks.ablation_rates --only "4 arms, 3 seeds"
+    uv run -m benchmarks.ablation_rates --processes 2
+    uv run -m benchmarks.ablation_rates --only "4 arms, 3 seeds"
 
-The answers come from a model of runs (`sample`), not from the model of the estimator. Beside ours
-stand the usual percentile bootstrap over seeds and questions, each pair by itself, and Welch's t
-test over seeds with Holm's correction.
+By simulation: shares of simulated tables, for each setting, as a Markdown table; all settings take
+one to two hours on one idle core. The answers come from a model of runs (`sample`), not from the
+model of the estimator. Beside ours stand the usual percentile bootstrap over seeds and questions,
+each pair by itself, and Welch's t test over seeds with Holm's correction.
 """
 
 from __future__ import annotations
@@ -740,7 +741,15 @@ def format_cell(label: str, value: float) -> str:
 def main(
     tables: int = 5000, only: str = "", seed: int = 0, processes: int = 1, with_power: bool = True
 ) -> None:
-    """Print the rates of all settings whose name has `only` in it, as Markdown."""
+    """Print the rates of all settings whose name has `only` in it, as Markdown.
+
+    Args:
+        tables: Simulated tables of each setting.
+        only: A part of the settings' names; all settings where it is empty.
+        seed: Of the simulation.
+        processes: Settings that are simulated at a time.
+        with_power: Print how often the differences that designs print are detected, too.
+    """
     chosen = [setting for setting in settings() if only in setting.name]
     start = time.monotonic()
     standard_error = 100 * np.sqrt(0.05 * 0.95 / tables)

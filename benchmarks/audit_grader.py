@@ -1,7 +1,11 @@
-"""Audit the grading of a run: grade its completions again with three graders and list their
-disagreements.
+"""How do three graders differ on the completions of a run?
 
-uv run -m benchmarks.audit_grader --completions checkpoints/tiny_grpo_clip_seed0"""
+    uv run -m benchmarks.audit_grader --completions checkpoints/tiny_grpo_clip_seed0
+
+Grades them again with ours, math-verify and the reference rule; prints the accuracy of each
+evaluation as each grader reads it, and their disagreements. Where a person has labelled those, it
+also prints each grader's false accepts and false rejects.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -23,6 +23,7 @@ import time
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -124,7 +125,9 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        return "passed" if self.passed else "FAILED"
+        if self.passed:
+            return "passed"
+        return "FAILED"
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,10 @@ class Environment:
     def versions(self) -> dict[str, str]:
         """The version of each package that is installed, by its canonical name."""
         listing = uv("pip", "list", "--python", self.python, "--format", "json", cwd=self.scratch)
-        return {canonicalize_name(each["name"]): each["version"] for each in json.loads(listing)}
+        versions = {}
+        for package in json.loads(listing):
+            versions[canonicalize_name(package["name"])] = package["version"]
+        return versions
 
 
 def clean_environment() -> dict[str, str]:
@@ -164,10 +170,10 @@ def clean_environment() -> dict[str, str]:
 
 def uv(*words: str | Path, cwd: Path) -> str:
     """What uv prints. Raises `CalledProcessError` where it fails, after its own message."""
+    # `uv run` names its own path
     command = [os.environ.get("UV", "uv"), *words]
-    environment = clean_environment()
     done = subprocess.run(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        command, cwd=cwd, env=clean_environment(), stdout=subprocess.PIPE, text=True, check=True
     )
     return done.stdout
 
@@ -181,18 +187,22 @@ def report(outcome: Outcome) -> None:
 
 def direct_requirements(project: dict) -> list[Requirement]:
     """The ranges of the dependencies and of the extras that are tried, those of this system."""
-    extras = project["project"]["optional-dependencies"]
-    tried = [requirement for extra in extras.keys() - NOT_TRIED for requirement in extras[extra]]
-    texts = [*project["project"]["dependencies"], *tried]
-    requirements = [Requirement(text) for text in texts]
-    applying = [each for each in requirements if each.marker is None or each.marker.evaluate()]
-    return sorted(applying, key=lambda requirement: requirement.name)
+    lines = list(project["project"]["dependencies"])
+    for extra, of_extra in project["project"]["optional-dependencies"].items():
+        if extra not in NOT_TRIED:
+            lines += of_extra
+    requirements = []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate():
+            requirements.append(requirement)
+    return sorted(requirements, key=attrgetter("name"))
 
 
 def testing_requirements(project: dict) -> list[str]:
     """What the test files need beside the package, pinned as for development."""
-    requirements = map(Requirement, project["dependency-groups"]["dev"])
-    return [str(each) for each in requirements if each.name in TEST_TOOLS]
+    requirements = [Requirement(line) for line in project["dependency-groups"]["dev"]]
+    return [str(requirement) for requirement in requirements if requirement.name in TEST_TOOLS]
 
 
 def install(folder: Path, resolution: str, python: str, project: dict) -> Environment:
@@ -204,11 +214,11 @@ def install(folder: Path, resolution: str, python: str, project: dict) -> Enviro
     lines = [*map(str, direct_requirements(project)), *testing_requirements(project)]
     requirements.write_text("\n".join(lines) + "\n")
     uv("build", "--quiet", "--wheel", "--out-dir", folder, ROOT, cwd=folder)
-    [wheel] = folder.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
     uv("venv", "--quiet", "--python", python, folder / "environment", cwd=folder)
     interpreter = folder / "environment/bin/python"
-    into = ["--quiet", "--python", interpreter, "--resolution", resolution]
-    uv("pip", "install", *into, wheel, "--requirement", requirements, cwd=folder)
+    options = ["--quiet", "--python", interpreter, "--resolution", resolution]
+    uv("pip", "install", *options, wheel, "--requirement", requirements, cwd=folder)
     scratch = folder / "scratch"
     for name in ("tests", "benchmarks"):  # the tests' helpers import the benchmarks' families
         shutil.copytree(ROOT / name, scratch / name)
@@ -216,8 +226,8 @@ def install(folder: Path, resolution: str, python: str, project: dict) -> Enviro
     return Environment(interpreter, scratch)
 
 
-def checks(environment: Environment) -> list[Outcome]:
-    """How each check ended in an environment."""
+def run_checks(environment: Environment) -> list[Outcome]:
+    """Make every check in an environment; returns how each ended."""
     outcomes = [environment.run("import of every module", ["-c", IMPORT_ALL])]
     for name, command in COMMANDS.items():
         words = ["-m", "alignment", *command.split()]
@@ -228,14 +238,20 @@ def checks(environment: Environment) -> list[Outcome]:
     return outcomes
 
 
-def lower_bounds(project: dict, versions: dict[str, str]) -> Outcome:
+def lower_bound(requirement: Requirement) -> str:
+    """The version that a range begins with. Raises ValueError where it has none, or several."""
+    (bound,) = [part.version for part in requirement.specifier if part.operator == ">="]
+    return bound
+
+
+def check_lower_bounds(project: dict, versions: dict[str, str]) -> Outcome:
     """Whether the oldest versions are those that the ranges begin with.
 
     They are newer where another package asks for more; then nothing has tried the bound.
     """
     missed = []
     for requirement in direct_requirements(project):
-        [bound] = [each.version for each in requirement.specifier if each.operator == ">="]
+        bound = lower_bound(requirement)
         installed = versions[canonicalize_name(requirement.name)]
         if Version(installed) != Version(bound):
             missed.append(f"{requirement.name}: from {bound}, but the oldest is {installed}")
@@ -261,9 +277,11 @@ def table_of_checks(outcomes: dict[str, list[Outcome]]) -> Table:
     table = Table(title="what passed")
     for heading in ("check", *outcomes):
         table.add_column(heading)
-    names = dict.fromkeys(outcome.name for end in outcomes.values() for outcome in end)
+    names: list[str] = []
+    for of_end in outcomes.values():
+        names += [outcome.name for outcome in of_end if outcome.name not in names]
     for name in names:
-        cells = [cell(end, name) for end in outcomes.values()]
+        cells = [cell(of_end, name) for of_end in outcomes.values()]
         table.add_row(name, *cells)
     return table
 
@@ -289,22 +307,25 @@ def main(
         folder: Where the temporary folders are made, outside of the checkout.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    versions, outcomes = {}, {}
+    versions: dict[str, dict[str, str]] = {}
+    outcomes: dict[str, list[Outcome]] = {}
     for end in ends:
         print(f"\n{end}, Python {python}", flush=True)
         with tempfile.TemporaryDirectory(prefix=f"{end}-", dir=folder) as temporary:
             environment = install(Path(temporary), RESOLUTIONS[end], python, project)
             versions[end] = environment.versions()
-            outcomes[end] = checks(environment)
+            outcomes[end] = run_checks(environment)
             if end == "oldest":
-                outcomes[end].append(lower_bounds(project, versions[end]))
+                outcomes[end].append(check_lower_bounds(project, versions[end]))
     console = Console(width=120)
     console.print(table_of_versions(project, versions))
     console.print(table_of_checks(outcomes))
     for extra, reason in NOT_TRIED.items():
         print(f"not tried: the extra {extra} {reason}")
-    passed = [outcome.passed for end in ends for outcome in outcomes[end]]
-    return int(not all(passed))
+    for of_end in outcomes.values():
+        if not all(outcome.passed for outcome in of_end):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-r"""The published grading rule, with which audits and benchmarks compare ours: "the reference rule".
+r"""The published grading rule, "the reference rule", with which audits and benchmarks compare ours.
 
-It is the rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): right if
-either the string normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) or the
+It measures nothing by itself: `benchmarks.grader` and `benchmarks.audit_grader` ask it. It is the
+rule under the R1-Zero reward of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): right if either the
+string normalisation of MATH (Hendrycks et al. 2021, arXiv:2103.03874) or the
 normalise-split-simplify rule of PRM800K (Lightman et al. 2023, arXiv:2305.20050) says so. This is a
 new implementation from those descriptions. Theirs ends in sympy's `parse_expr`, which runs text as
 Python; here our own parser evaluates the difference of two expressions, so verdicts can differ on
-text that only one reads."""
+text that only one reads.
+"""
+
+from __future__ import annotations
 
 import logging
 import re
@@ -93,11 +97,12 @@ def reference_verdict(answer: str, truth: str) -> tuple[bool, str]:
     raises."""
     if max(len(answer), len(truth)) > MAX_CHARS:
         return False, "too long"
-    answer, truth = _unbox(answer), _unbox(truth)
-    spelled_answer = _rewritten(answer.strip(), _MATH_SPELLING)
-    if spelled_answer == _rewritten(truth.strip(), _MATH_SPELLING):
+    answer = _unbox(answer)
+    truth = _unbox(truth)
+    spelled_answer = _rewrite(answer.strip(), _MATH_SPELLING)
+    if spelled_answer == _rewrite(truth.strip(), _MATH_SPELLING):
         return True, "MATH: the same text"
-    if _prm800k_equal(answer, truth):
+    if _is_prm800k_equal(answer, truth):
         return True, "PRM800K: the same text or value"
     return False, "neither part"
 
@@ -106,52 +111,67 @@ def _unbox(text: str) -> str:
     r"""The content of the last \boxed or \fbox; the text itself without a box, or if its braces
     never close."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    command = re.compile(r"\\[a-z]+\s*").match(text, start) if start >= 0 else None
+    if start < 0:
+        return text
+    command = re.compile(r"\\[a-z]+\s*").match(text, start)
     if command is None:
         return text
     content = command.end()
+    # without braces, it is the rest of the line or of the formula
     if not text.startswith("{", content):
         return text[content:].partition("$")[0].partition("\n")[0]
     depth = 0
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, content):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        # the pattern also finds \{ and \}, which are no braces
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
         if depth == 0:
             return text[content + 1 : brace.start()]
     return text
 
 
-def _rewritten(text: str, rules: _Rules) -> str:
+def _rewrite(text: str, rules: _Rules) -> str:
     """The text after regular expressions have replaced what they match, in order."""
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
     return text
 
 
-def _prm800k_equal(answer: str, truth: str) -> bool:
-    """Equal in PRM800K's normal form, or part by part of a tuple in the same brackets."""
-    answer, truth = _prm800k_spelling(answer), _prm800k_spelling(truth)
-    if answer == truth or not answer:
-        return answer == truth
-    parts_a, parts_t = _elements(answer), _elements(truth)
-    same_brackets = len(parts_t) < 2 or (truth[0], truth[-1]) == (answer[0], answer[-1])
-    return (
-        same_brackets and len(parts_a) == len(parts_t) and all(map(_same_element, parts_a, parts_t))
-    )
+def _is_prm800k_equal(answer: str, truth: str) -> bool:
+    """Whether they are equal in PRM800K's normal form, or part by part of a tuple in the same
+    brackets."""
+    answer = _spell_as_prm800k(answer)
+    truth = _spell_as_prm800k(truth)
+    if answer == truth:
+        return True
+    if not answer:
+        return False
+    parts = _split_tuple(answer)
+    true_parts = _split_tuple(truth)
+    if len(parts) != len(true_parts):
+        return False
+    if len(true_parts) > 1 and (truth[0], truth[-1]) != (answer[0], answer[-1]):
+        return False
+    pairs = zip(parts, true_parts, strict=True)
+    return all(_is_equal_part(part, true_part) for part, true_part in pairs)
 
 
-def _same_element(answer: str, truth: str) -> bool:
-    """A fraction must be the same one, reduced as the truth is; a whole number must be one; the
-    rest is simplified."""
-    simple = r"-?[0-9]+\.?/0*[1-9][0-9]*\.?"
-    if re.fullmatch(simple, answer) and re.fullmatch(simple, truth):
+def _is_equal_part(answer: str, truth: str) -> bool:
+    """Whether parts are equal: a fraction must be the same one, reduced as the truth is; a whole
+    number must be one; the rest is simplified."""
+    fraction = r"-?[0-9]+\.?/0*[1-9][0-9]*\.?"
+    if re.fullmatch(fraction, answer) and re.fullmatch(fraction, truth):
         return answer == truth
     if _is_whole(answer) != _is_whole(truth):
         return False
     # The published rule simplifies only expressions with few letters, and powers of one digit
     # without brackets.
-    both = f"({truth})-({answer})"
-    letters = {c for c in both.replace("sqrt", "").replace("frac", "") if c.isalpha()}
-    if len(letters) > 2 or re.search(r"\^[({]|\^[0-9]+\^|\^[0-9][0-9]", both):
+    difference = f"({truth})-({answer})"
+    without_names = difference.replace("sqrt", "").replace("frac", "")
+    letters = {character for character in without_names if character.isalpha()}
+    if len(letters) > 2 or re.search(r"\^[({]|\^[0-9]+\^|\^[0-9][0-9]", difference):
         return False
     with suppress(Refused):
         return equal_values(parse_expression(answer), parse_expression(truth)) is True
@@ -159,28 +179,26 @@ def _same_element(answer: str, truth: str) -> bool:
 
 
 def _is_whole(text: str) -> bool:
+    """Whether the text is a whole number."""
     with suppress(ValueError, OverflowError):
         number = float(text.replace(",", ""))
         return abs(number - round(number)) <= 1e-7
     return False
 
 
-def _elements(text: str) -> list[str]:
+def _split_tuple(text: str) -> list[str]:
+    """The parts of a tuple or an interval, whose brackets have none inside; else the text alone."""
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # 1,234 is one number
-    if (
-        len(text) > 2
-        and text[0] in "(["
-        and text[-1] in ")]"
-        and not re.search(r"[()\[\]]", text[1:-1])
-    ):
-        return [part.strip() for part in text[1:-1].split(",")]
-    return [text]
+    has_brackets = len(text) > 2 and text[0] in "([" and text[-1] in ")]"
+    if not has_brackets or re.search(r"[()\[\]]", text[1:-1]):
+        return [text]
+    return [part.strip() for part in text[1:-1].split(",")]
 
 
-def _prm800k_spelling(text: str) -> str:
-    """Lower case without units, currency and percent signs; LaTeX written out as plain text; no
-    spaces."""
-    text = _rewritten(text, _PRM800K_SPELLING)
+def _spell_as_prm800k(text: str) -> str:
+    """The text in lower case, without units, currency and percent signs, its LaTeX written out as
+    plain text, and without spaces."""
+    text = _rewrite(text, _PRM800K_SPELLING)
     if _is_whole(text):
         text = str(round(float(text.replace(",", ""))))
     if "\\" in text:

@@ -1,14 +1,14 @@
-"""Do two checkouts compute the same? Runs one set of small commands in a checkout, digests what
-they write, compares.
+"""Do two checkouts compute the same weights, logs and tables, bit for bit?
 
     uv run -m benchmarks.same_results run --checkout . --out /tmp/new [--only grpo_clip kl]
     uv run -m benchmarks.same_results compare /tmp/old /tmp/new
 
-`run` works in the folder --out: the runs are in checkpoints/, what they printed is in logs/, and
-table.json has each setting's command, exit code, seconds, and the SHA-256 of its weights, optimiser
-states, logs and tables. `compare` takes two such folders. Timings are left out, and logs are
-compared in the fields that both have: a new field or a new file is named, and is no difference.
-Exit code 1 where something differs, is gone or has failed. Everything runs on the CPU.
+`run` runs one set of small commands, `SETTINGS`, with a checkout's code in the folder --out: the
+runs are in checkpoints/, what they printed is in logs/, and table.json has each setting's command,
+exit code, seconds, and the SHA-256 of its weights, optimiser states, logs and tables. `compare`
+takes two such folders and prints a row for each file. Timings are left out, and logs are compared
+in the fields that both have: a new field or a new file is named, and is no difference. Exit code 1
+where something differs, is gone or has failed. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import tyro
 from tyro.conf import Positional
 
 FILES = ("*.safetensors", "*.jsonl", "report.md", "printed.txt")
+ABSENT = object()  # in place of a field that a record lacks
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")  # what the names of such fields begin with
 SFT = "alignment.sft --max_problems 32 --num_steps"
 STEPS = "--prompts_per_rollout 8 --group_size 4 --train_mini_batch_size 16 --max_problems 32"
@@ -36,7 +37,8 @@ RL = (
 )
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True)
+class Setting:
     """A command that writes to checkpoints/NAME, the setting whose model it starts from, and its
     OMP_NUM_THREADS."""
 
@@ -142,8 +144,10 @@ def run_setting(name: str, checkout: Path, python: Path, out: Path, failed: int)
     environment = os.environ | {
         "PYTHONPATH": str(checkout),
         "OMP_NUM_THREADS": str(SETTINGS[name].threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "200",
+        "PYTHONIOENCODING": "utf-8",
     }
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     words = [str(python), "-m", *command.split()]
     start = time.perf_counter()
     with log.open("w") as output:
@@ -213,19 +217,20 @@ def difference(a: list[dict], b: list[dict]) -> str:
     """What differs between two logs; "equal" where nothing does in the fields that both have."""
     names_a = set().union(*a)
     names_b = set().union(*b)
-    both = names_a & names_b
-    if len(a) != len(b) or not both:
-        return f"DIFFERS: {len(a)} and {len(b)} records, with {len(both)} common fields"
+    common = names_a & names_b
+    if len(a) != len(b) or not common:
+        return f"DIFFERS: {len(a)} and {len(b)} records, with {len(common)} common fields"
     first = 0  # the number of the first record that differs
-    wrong: set[str] = set()
-    for number, (x, y) in enumerate(zip(a, b, strict=True), start=1):
-        # a record may lack a field that others have
-        differing = {name for name in both if x.get(name, ...) != y.get(name, ...)}
-        if differing and not wrong:
+    different: set[str] = set()
+    for number, (record_a, record_b) in enumerate(zip(a, b, strict=True), start=1):
+        for name in common:
+            # a record may lack a field that others have
+            if record_a.get(name, ABSENT) != record_b.get(name, ABSENT):
+                different.add(name)
+        if different and not first:
             first = number
-        wrong |= differing
-    if wrong:
-        return f"DIFFERS from record {first} on: {', '.join(sorted(wrong))}"
+    if different:
+        return f"DIFFERS from record {first} on: {', '.join(sorted(different))}"
     return f"equal, but for fields of one only: {', '.join(sorted(names_a ^ names_b))}"
 
 
@@ -240,36 +245,58 @@ def file_verdict(digest_a: str | None, digest_b: str | None) -> str:
     return "DIFFERS"
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of two compared folders."""
+
+    folder: Path
+    table: dict[str, dict]
+    """The entry of each setting that was run."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Side:
+        return cls(folder, json.loads((folder / "table.json").read_text()))
+
+    def records_of(self, setting: str, file: str) -> list[dict]:
+        return records(self.folder / "checkpoints" / setting / file)
+
+
+def compare_setting(name: str, a: Side, b: Side) -> dict[str, str]:
+    """The verdict on each file of a setting, and on its exit codes."""
+    codes = (a.table[name]["exit_code"], b.table[name]["exit_code"])
+    verdicts = {"(exit code)": "equal"}
+    if codes != (0, 0):
+        verdicts["(exit code)"] = f"DIFFERS or failed: {codes}"
+    files_a = a.table[name]["files"]
+    files_b = b.table[name]["files"]
+    for file in sorted(files_a.keys() | files_b.keys()):
+        verdict = file_verdict(files_a.get(file), files_b.get(file))
+        if verdict == "DIFFERS" and file.endswith(".jsonl"):
+            verdict = difference(a.records_of(name, file), b.records_of(name, file))
+        verdicts[file] = verdict
+    return verdicts
+
+
 def compare(a: Positional[Path], b: Positional[Path]) -> int:
     """Print a row for each file of the settings that both of two `run`s have; returns 1 where
     something differs, else 0."""
-    tables = [json.loads((folder / "table.json").read_text()) for folder in (a, b)]
-    verdicts = []
-    for name in [name for name in SETTINGS if name in tables[0].keys() & tables[1].keys()]:
-        x = tables[0][name]
-        y = tables[1][name]
-        codes = (x["exit_code"], y["exit_code"])
-        rows = {"(exit code)": f"DIFFERS or failed: {codes}"}
-        if codes == (0, 0):
-            rows["(exit code)"] = "equal"
-        for file in sorted(x["files"].keys() | y["files"].keys()):
-            verdict = file_verdict(x["files"].get(file), y["files"].get(file))
-            if verdict == "DIFFERS" and file.endswith(".jsonl"):
-                records_a = records(a / "checkpoints" / name / file)
-                records_b = records(b / "checkpoints" / name / file)
-                verdict = difference(records_a, records_b)
-            rows[file] = verdict
-        for file, verdict in rows.items():
+    side_a = Side.read(a)
+    side_b = Side.read(b)
+    rows = 0
+    different = 0
+    for name in SETTINGS:
+        if name not in side_a.table or name not in side_b.table:
+            continue
+        verdicts = compare_setting(name, side_a, side_b)
+        for file, verdict in verdicts.items():
             print(f"{name:24} {file:57} {verdict}")
-        print(f"{name:24} {'(seconds)':57} {x['seconds']} and {y['seconds']}")
-        verdicts += rows.values()
-    different = sum(verdict.startswith("DIFFERS") for verdict in verdicts)
-    alone = ", ".join(sorted(tables[0].keys() ^ tables[1].keys()))
-    print(
-        f"\n{len(verdicts)} rows, {different} differ; settings in one of the two only:"
-        f" {alone or 'none'}"
-    )
-    return int(different > 0 or not verdicts)
+        seconds = f"{side_a.table[name]['seconds']} and {side_b.table[name]['seconds']}"
+        print(f"{name:24} {'(seconds)':57} {seconds}")
+        rows += len(verdicts)
+        different += sum(verdict.startswith("DIFFERS") for verdict in verdicts.values())
+    in_one = ", ".join(sorted(side_a.table.keys() ^ side_b.table.keys()))
+    print(f"\n{rows} rows, {different} differ; settings in one of the two only: {in_one or 'none'}")
+    return int(different > 0 or rows == 0)
 
 
 if __name__ == "__main__":
