@@ -32,7 +32,7 @@ COMPARED = 16  # About as many responses of an evaluation are compared between s
 STALE_MISMATCH = 0.5
 # The norms of clipped gradients are measured in so many steps of a run: it takes a pass over them.
 CLIP_TESTED_STEPS = 3
-# Updates at lower learning rates may change no bit of a ratio.
+# Updates at lower learning rates may change no bit of a ratio to the old policy.
 LEAST_MOVING_RATE = 1e-6
 
 
@@ -74,11 +74,10 @@ def update(
     torch.manual_seed(derived_seed(config.seed, step))
     informative = rows_with_gradient(rollout, config)
     has_gradient = set(informative)
-    computed: list[MicroBatchResult] = []  # Of all mini-batches.
+    computed: list[list[MicroBatchResult]] = []  # Of each mini-batch.
     stepped: list[MicroBatchResult] = []  # Of the mini-batches that were not skipped as bad.
     norms: list[torch.Tensor] = []
     clipped_norms: list[torch.Tensor] = []
-    of_mini_batches: list[list[MicroBatchResult]] = []
     bad: list[Sequence[int]] = []
     comparison: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
     previous_updates = (step - 1) * config.updates_per_rollout
@@ -94,38 +93,60 @@ def update(
         objective = rollout_objective(prepared.rollout, mini_batch, prepared.config)
         results = list(policy.accumulate(rollout.batch, rows, objective))
         norm = policy.clip_gradient(config.max_grad_norm)
-        if step <= CLIP_TESTED_STEPS:
-            clipped_norms.append(policy.clip_gradient(math.inf))  # It changes nothing.
-        computed += results
-        of_mini_batches.append(results)
+        computed.append(results)
         if not is_finite(norm, results):
             policy.drop_gradient()
             bad.append(mini_batch)
             continue
+        if step <= CLIP_TESTED_STEPS:
+            clipped_norms.append(policy.clip_gradient(math.inf))  # It changes nothing.
         if results and not stepped:
-            # Updates of earlier mini-batches without a gradient have moved the weights, if a
-            # little, by the optimiser's momentum; the limit is then that of stale weights.
-            behind = steps_old + 1 if norms else steps_old
+            # Momentum has moved the weights in updates before it, so that they count as stale.
+            behind = steps_old + bool(norms)
             comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
         before_change()
         policy.step(rate)
         norms.append(norm)
         stepped += results
+    padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report = update_report(stepped, norms, rate)
     report["rows_with_gradient"] = len(informative)
     report["bad_updates"] = len(bad)
-    padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report["update_token_share"] = computed_tokens(stepped) / padded_tokens
     report |= comparison | entropy_report(config, coefficient) | teacher_report(rollout)
-    trainer_BT = first_log_probs(computed, rollout)
-    # Later mini-batches saw changed weights; these log-probs are all from before the first update.
-    if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
-        trainer_BT = rollout.old_log_probs_BT
-    warnings = equal_answers_warning(rollout, config.advantage.group_size)
-    warnings |= clip_warning(clipped_norms, config.max_grad_norm)
-    has_moved = rate >= LEAST_MOVING_RATE and any(norm > 0 for norm in norms[:-1])
-    warnings |= ratio_warnings(of_mini_batches, config, policy.dtype, has_moved)
+    trainer_BT = trainer_log_probs(computed, rollout, config)
+    warnings = broken_invariants(rollout, config, policy.dtype, computed, norms, clipped_norms)
     return UpdateResult(report, trainer_BT, informative, config, bad, warnings)
+
+
+def trainer_log_probs(
+    computed: Sequence[Sequence[MicroBatchResult]], rollout: Rollout, config: UpdateConfig
+) -> torch.Tensor:
+    """The trainer's log-probs [B, T] before the updates, as far as it knows them: the passes of later
+    mini-batches saw changed weights."""
+    if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
+        return rollout.old_log_probs_BT
+    return first_log_probs(list(itertools.chain.from_iterable(computed)), rollout)
+
+
+def broken_invariants(
+    rollout: Rollout,
+    config: UpdateConfig,
+    dtype: torch.dtype,
+    computed: Sequence[Sequence[MicroBatchResult]],
+    norms: Sequence[torch.Tensor],
+    clipped_norms: Sequence[torch.Tensor],
+) -> dict[str, str]:
+    """The warnings of the updates of one rollout, of which `computed` are each mini-batch's
+    results, `norms` and `clipped_norms` those of gradients before and after they were clipped."""
+    # Updates at lower rates may change no bit of a ratio.
+    is_fast = config.learning_rate / max(1, config.warmup_steps) >= LEAST_MOVING_RATE
+    has_moved = is_fast and any(norm > 0 for norm in norms[:-1])
+    return {
+        **equal_answers_warning(rollout, config.advantage.group_size),
+        **clip_warning(clipped_norms, config.max_grad_norm),
+        **ratio_warnings(computed, config, dtype, has_moved),
+    }
 
 
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
