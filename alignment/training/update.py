@@ -122,7 +122,7 @@ def update(
 def trainer_log_probs(
     computed: Sequence[Sequence[MicroBatchResult]], rollout: Rollout, config: UpdateConfig
 ) -> torch.Tensor:
-    """The trainer's log-probs [B, T] before the updates, as far as it knows them: the passes of later
+    """The trainer's log-probs [B, T] before the updates, as far as it knows them: passes of later
     mini-batches saw changed weights."""
     if config.old_log_probs == "policy" and rollout.old_log_probs_BT is not None:
         return rollout.old_log_probs_BT
