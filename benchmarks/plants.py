@@ -185,8 +185,8 @@ PREPARATION = of_file(
     "training/preparation.py",
     (
         "selected tokens of the rollout's first rows",
-        "        selected_BT[mask_BT] = select_tokens(tokens, config.loss)",
-        "        selected_BT[mask_BT] = select_tokens(tokens, config.loss).roll(1)",
+        "is_selected_N = select_tokens(tokens, config.loss)",
+        "is_selected_N = select_tokens(tokens, config.loss).roll(1)",
         ("--token_selection", "top_entropy"),
     ),
 )

@@ -191,10 +191,13 @@ def _centred_rewards(inputs: AdvantageInputs) -> Tensor:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = (r - mean of the group) / (std of these differences over the batch + eps).
 
-    REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262). The batch's mean of the
-    differences, which the paper subtracts too, is 0, since they sum to 0 in each group. The std is
-    unbiased and over responses, each of which weighs the same. Responses that do not count enter no
-    mean and not the std.
+    REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262, section 3.2, eqs. 6 and 7). Mean
+    and std of eq. 7 are over responses here, each of which weighs the same, and the std is
+    unbiased. So the mean is 0, since the differences sum to 0 in each group, and groups of equal
+    rewards have the advantage 0. The authors' code takes both over the batch's tokens, and the std
+    of the population (OpenRLHF, experience_maker.compute_advantages_and_returns; verl's is over
+    tokens, too): long responses weigh more there, and groups of equal rewards have -mean / std.
+    Responses that do not count enter no mean and not the std.
     """
     centred_PG = _centred_rewards(inputs)
     number = inputs.counted_PG.sum()
@@ -208,7 +211,9 @@ def optimal_baseline(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None
 
     OPO (Hao et al. 2025, arXiv:2505.23585): the baseline of least variance, where the squared norm
     of a response's gradient is taken to be proportional to its length l. Nothing divides by a std.
-    Responses that do not count have the weight 0.
+    The formula is that of the authors' code, which is part of verl
+    (core_algos.compute_opo_outcome_advantage); of the paper the abstract was read. Responses that
+    do not count have the weight 0.
     """
     weights_PG = inputs.lengths_PG.double().where(inputs.counted_PG, 0)
     total_P1 = weights_PG.sum(dim=1, keepdim=True)
@@ -231,8 +236,10 @@ class PositiveOnlySettings:
 def positive_only(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = 1 for right responses and -negative_weight for wrong ones, without a baseline.
 
-    Positive sample reinforcement (Zhu et al. 2025, arXiv:2506.01347, PSR). No response moves
-    another's advantage.
+    Positive sample reinforcement (Zhu et al. 2025, arXiv:2506.01347, PSR), as the authors' code has
+    it (RLVR-Decomposed, core_algos.compute_psr_nsr_outcome_advantage); of the paper the abstract
+    was read. That code leaves wrong responses out of the batch before the loss; here they count in
+    its denominator, as in an expectation over all responses. No response moves another's advantage.
     """
     settings = inputs.settings
     return _signed(inputs, 1.0, settings.negative_weight, settings.threshold), None
@@ -252,7 +259,8 @@ def negative_only(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = -1 for wrong responses and positive_weight for right ones, without a baseline.
 
     Negative sample reinforcement (Zhu et al. 2025, arXiv:2506.01347, NSR), and with a
-    positive_weight W-REINFORCE. No response moves another's advantage.
+    positive_weight W-REINFORCE, whose lambda it is; 0.1 is what the authors' code recommends. For
+    the source, and for what NSR does with right responses, see `positive_only`.
     """
     settings = inputs.settings
     return _signed(inputs, settings.positive_weight, 1.0, settings.threshold), None
@@ -279,9 +287,10 @@ def pass_at_k(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
 
     With m = 1 - C(W, k) / C(N, k), the mean over all sets of k of the group's N responses, W of
     them wrong, and s = sqrt(m (1 - m)): A = (1 - m) / s for right ones and A = (1 - m - C(W - 1, k
-    - 1) / C(N - 1, k - 1)) / s for wrong ones (Chen et al. 2025, arXiv:2508.10751, analytical
-    derivation). A is 0 where s is: where all are wrong, or fewer than k. Responses that do not
-    count are in no set; with fewer than k left, A is 0.
+    - 1) / C(N - 1, k - 1)) / s for wrong ones (Chen et al. 2025, arXiv:2508.10751, section 2.4,
+    eqs. 11, 12, 14 and 15). A is 0 where s is: where all are wrong, or fewer than k. The authors'
+    code (Passk_Training, passk_adv.calc_adv) adds 1e-6 to s. Responses that do not count are in no
+    set; with fewer than k left, A is 0.
     """
     k = inputs.settings.k
     is_right_PG = inputs.rewards_PG > inputs.settings.threshold
@@ -303,9 +312,10 @@ def pass_at_k(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
 def maximum_likelihood(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
     """A = (r - mean of the group) / mean of the group; 0 where that mean is not above 0.
 
-    MaxRL (Tajwar et al. 2026, arXiv:2602.02710): the mean of right responses' gradients, with the
-    mean of all as control variate, for rewards of 0 and 1. Responses that do not count enter no
-    mean.
+    MaxRL (Tajwar et al. 2026, arXiv:2602.02710, eq. 10 and algorithm 1): the mean of right
+    responses' gradients, with the mean of all as control variate, for rewards of 0 and 1. The
+    authors' code (maxrl, core_algos.compute_maxrl_outcome_advantage) adds 1e-6 to the divisor.
+    Responses that do not count enter no mean.
     """
     mean_P1 = _counted_mean(inputs)
     has_success_P1 = mean_P1 > 0
@@ -361,10 +371,12 @@ def distillation_advantages(
 
     The added term is minus an unbiased estimate of the reverse divergence KL(student, teacher) at
     each token that the student has sampled; a token is credited for nothing after it. On-policy
-    distillation (Lu & Thinking Machines Lab 2025, "On-Policy Distillation"): the gradient of the
-    divergence on the student's own samples, through which no gradient passes, as in GKD (Agarwal et
-    al. 2024, arXiv:2306.13649). MiniLLM (Gu et al. 2024, arXiv:2306.08543) also credits a token for
-    the divergence of later ones. `advantages` are [batch, 1], or None for 0.
+    distillation (Lu & Thinking Machines Lab 2025, "On-Policy Distillation", section "Pseudocode";
+    tinker-cookbook, train_on_policy.incorporate_kl_penalty, whose weight is 1 and discount 0 by
+    default): the gradient of the divergence on the student's own samples, through which no gradient
+    passes, as in GKD (Agarwal et al. 2024, arXiv:2306.13649). MiniLLM (Gu et al. 2024,
+    arXiv:2306.08543) also credits a token for the divergence of later ones. `advantages` are
+    [batch, 1], or None for 0.
     """
     from_teacher = weight * (teacher_log_probs - student_log_probs).detach()
     if advantages is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, settings_or_defaults
 from alignment.core.flag import flag
-from alignment.core.selection import SELECTIONS, SelectionConfig
+from alignment.core.selection import SELECTIONS, SelectedTokens, SelectionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +95,8 @@ class LossInputs:
     """Of the policy's distribution at each token, in nats, with their gradient."""
     selected: Tensor | None = None
     """Which tokens --token_selection selects."""
+    selected_share: float = 1.0
+    """The share that these are of all tokens of the step."""
 
     @property
     def settings(self) -> Any:
@@ -250,7 +252,7 @@ def _gspo(inputs: LossInputs) -> TokenLoss:
     s = exp(mean over the response's tokens of log pi / pi_old): GSPO, Zheng et al. 2025
     (arXiv:2507.18071), eqs. 5 and 7. Every token of a response gets the response's loss, so that
     with sequence_mean each response counts once. Clip ranges are orders of magnitude smaller than
-    GRPO's (3e-4 in the paper).
+    GRPO's (3e-4 below and 4e-4 above in the paper, section 5.1).
     """
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     mean_B = masked_mean(inputs.log_probs - old_log_probs, mask, dim=1)
@@ -285,9 +287,12 @@ class SAPOSettings:
 
 def _sapo(inputs: LossInputs) -> TokenLoss:
     """-(4 / tau) * sigmoid(tau * (rho - 1)) * A, per token, with a temperature tau for each sign of
-    the advantage: SAPO, Gao et al. 2025 (arXiv:2511.20347), eqs. 5 and 6.
+    the advantage: SAPO, Gao et al. 2025 (arXiv:2511.20347).
 
-    A smooth gate takes the place of the clip. Its slope in rho is 1 at rho = 1.
+    A smooth gate takes the place of the clip. Its slope in rho is 1 at rho = 1. Formula and
+    temperatures are those of verl (core_algos.compute_policy_loss_sapo) and TRL (grpo_trainer), not
+    read in the paper itself. verl also bounds log rho to [-20, 20]. Both take the mean of a
+    sequence, then of sequences (sequence_mean).
     """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
@@ -311,10 +316,11 @@ class GMPOSettings:
 
 def _gmpo(inputs: LossInputs) -> TokenLoss:
     """-A * exp(mean over the response's tokens of the clipped log rho): GMPO, Zhao et al. 2025
-    (arXiv:2507.20673), eq. 4, the geometric mean of the tokens' surrogates.
+    (arXiv:2507.20673), eq. 4 and algorithm 1, the geometric mean of the tokens' surrogates.
 
     A token's log rho is clipped to [-clip_low, clip_high] on the side that PPO's minimum clips for
-    the sign of A. Every token of a response gets the response's loss, as in `_gspo`.
+    the sign of A; section 3 has the range (e^-0.4, e^0.4) for rho. Every token of a response gets
+    the response's loss, as in `_gspo`.
     """
     advantages, old_log_probs, mask = inputs.require("advantages", "old_log_probs", "mask")
     log_ratio_BT = inputs.log_probs - old_log_probs
@@ -334,8 +340,9 @@ class DPPOSettings:
 
     divergence: Literal["tv", "kl"] = flag("tv")
     """DPPO: total variation, or KL divergence of the policy from the old one."""
-    threshold: float = flag(0.2, above=0)
-    """DPPO: tokens whose divergence exceeds it have no gradient that would raise it."""
+    threshold: float | None = flag(None, above=0)
+    """DPPO: tokens whose divergence exceeds it have no gradient that would raise it; by default
+    0.2, with kl 0.05."""
 
 
 # The largest probability that the divergences below take: in fp32 the next one is 1.
@@ -354,29 +361,44 @@ def _binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return p * (old_log_probs - log_probs) + (1 - p) * ((-p).log1p() - (-q).log1p())
 
 
-# --loss.divergence -> it, from log-probs of the policy and of the old one.
-_BINARY_DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "tv": _binary_tv,
-    "kl": _binary_kl,
+class BinaryDivergence(NamedTuple):
+    """A divergence of two outcomes: the sampled token, and any other."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    """(log-probs of the policy, of the old one) -> the divergence of each token."""
+    threshold: float
+    """--loss.threshold by default: that of the paper's scaling experiments (appendix E)."""
+
+
+# --loss.divergence -> it: arXiv:2602.04879, eqs. 13 and 14.
+_BINARY_DIVERGENCES: Mapping[str, BinaryDivergence] = {
+    "tv": BinaryDivergence(_binary_tv, 0.2),
+    "kl": BinaryDivergence(_binary_kl, 0.05),
 }
 
 
 def _dppo(inputs: LossInputs) -> TokenLoss:
-    """-M * rho * A, per token: DPPO, Qi et al. 2026 (arXiv:2602.04879), eqs. 12 and 14.
+    """-M * rho * A, per token: DPPO, Qi et al. 2026 (arXiv:2602.04879), eq. 12.
 
     M is 0 where a divergence of policy and old policy exceeds the threshold and the gradient would
     raise it (A > 0 and rho > 1, or A < 0 and rho < 1), else 1. The divergence is of two outcomes,
-    the sampled token and any other. The paper's old policy is the sampler's
-    (--old_log_probs sampler).
+    the sampled token and any other (eqs. 13 and 14). The paper's old policy is the sampler's
+    (section 5.2; --old_log_probs sampler), and its advantages are not divided by a std. Here rho
+    has no upper bound, as in eq. 12; the paper's scaling experiments bound it by 5 (appendix E),
+    the authors' code by 10 (Stable-RL, core_algos.compute_policy_loss_with_mask).
     """
     advantages, old_log_probs = inputs.require("advantages", "old_log_probs")
     log_probs = inputs.log_probs.detach()
-    divergence_BT = _BINARY_DIVERGENCES[inputs.settings.divergence](log_probs, old_log_probs)
+    divergence = _BINARY_DIVERGENCES[inputs.settings.divergence]
+    threshold = inputs.settings.threshold
+    if threshold is None:
+        threshold = divergence.threshold
+    divergence_BT = divergence.function(log_probs, old_log_probs)
     ratio_BT = (inputs.log_probs - old_log_probs).exp()
     moves_away_BT = ((advantages > 0) & (log_probs > old_log_probs)) | (
         (advantages < 0) & (log_probs < old_log_probs)
     )
-    masked_BT = moves_away_BT & (divergence_BT > inputs.settings.threshold)
+    masked_BT = moves_away_BT & (divergence_BT > threshold)
     loss_BT = -_weigh(advantages, ratio_BT).where(~masked_BT, 0)
     return loss_BT, _ratio_and_clipped(ratio_BT, masked_BT)
 
@@ -517,7 +539,7 @@ def sampler_weights(
     length (GSPO's s, arXiv:2507.18071, eq. 7, between trainer and sampler). "truncate":
     max(floor, min(w, cap)) (Ionides 2008; V-trace, Espeholt et al. 2018, arXiv:1802.01561, eq. 1,
     from above); "mask": w where it is from floor to cap, else 0 (IcePop's M, of tokens, in Ring-1T,
-    arXiv:2510.18855).
+    arXiv:2510.18855, section 2.3.2, eqs. 1 and 2).
     """
     level, _, bound = correction.partition("_")
     log_weight_BT = (old_log_probs - sampler_log_probs).where(mask, 0).detach()
@@ -542,9 +564,9 @@ def micro_batch_loss(inputs: LossInputs, denominator: float | Tensor) -> tuple[T
     per_token = dict(metadata)  # quantities [batch, sequence], of which sums are reported
     if config.token_selection != "none":
         selected_BT, old_log_probs = inputs.require("selected", "old_log_probs")
-        loss_BT = SELECTIONS[config.token_selection].change(
-            loss_BT, selected_BT, inputs.log_probs - old_log_probs, config
-        )
+        log_ratio_BT = inputs.log_probs - old_log_probs
+        tokens = SelectedTokens(selected_BT, log_ratio_BT, inputs.selected_share, config)
+        loss_BT = SELECTIONS[config.token_selection].change(loss_BT, tokens)
         per_token["selected"] = selected_BT
     if config.sampler_correction != "none":
         old_log_probs, sampler_log_probs = inputs.require("old_log_probs", "sampler_log_probs")

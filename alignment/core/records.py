@@ -167,8 +167,9 @@ class Rollout:
     """The key of each response's problem: equal keys ask the same question."""
     advantage_state: object = None
     """The state of the estimator after it gave the advantages."""
-    # Of the tokens of the next update, those that --token_selection selects.
+    # Of the tokens of the next update, those that --token_selection selects, and their share.
     selected_BT: torch.Tensor | None = None
+    selected_share: float = 1.0
     teacher_log_probs_BT: torch.Tensor | None = None
     token_advantages_BT: torch.Tensor | None = None
     """With a teacher, the advantages of single tokens, which take the place of `advantages_B1`."""

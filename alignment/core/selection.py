@@ -42,15 +42,28 @@ class StepTokens:
 
 
 @dataclass(frozen=True)
+class SelectedTokens:
+    """Which tokens of a micro-batch are selected, and what a loss needs to treat them apart."""
+
+    selected_BT: Tensor
+    """Bool [batch, sequence]."""
+    log_ratio_BT: Tensor
+    """log pi / pi_old of each token, with its gradient."""
+    share: float
+    """The share that the selected tokens are of all tokens of the step."""
+    config: SelectionConfig
+
+
+@dataclass(frozen=True)
 class Selection:
     """One way to select tokens, and what the loss does with them."""
 
     choose: Callable[[StepTokens, float, SelectionConfig], Tensor]
     """(tokens, share, config) -> whether each is selected [N]."""
-    change: Callable[[Tensor, Tensor, Tensor, SelectionConfig], Tensor]
-    """(losses, selected, log-ratios to the old policy [batch, sequence], config) -> losses."""
+    change: Callable[[Tensor, SelectedTokens], Tensor]
+    """(losses [batch, sequence], the selected tokens) -> losses."""
     share: float
-    """--selected_share by default: the paper's."""
+    """--selected_share by default: the paper's (of two, that for the smaller model)."""
     arguments: frozenset[str] = frozenset({"selected_share"})
     """Which of the flags in `SELECTION_ARGUMENTS` it uses."""
     uses_advantages: bool = True
@@ -71,7 +84,8 @@ def _highest(values_N: Tensor, share: float) -> Tensor:
 
 def covariances(tokens: StepTokens) -> Tensor:
     """(log pi - mean log pi) * (A - mean A) of each token [N], whose mean is the covariance that
-    drives the entropy down (Cui et al. 2025, arXiv:2505.22617, eq. 10)."""
+    drives the entropy down (Cui et al. 2025, arXiv:2505.22617, eq. 10). Both means are over the N
+    tokens, so that long responses weigh more."""
     centred_N = tokens.log_probs - tokens.log_probs.mean()
     return centred_N * (tokens.advantages - tokens.advantages.mean())
 
@@ -96,35 +110,40 @@ def _top_covariance(tokens: StepTokens, share: float, config: SelectionConfig) -
     return _highest(covariances(tokens), share)
 
 
-def _keep_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
-) -> Tensor:
-    return loss_BT.where(selected_BT, 0)
+def _keep_selected(loss_BT: Tensor, tokens: SelectedTokens) -> Tensor:
+    """Only selected tokens have a loss, divided by their share, so that with token_mean the
+    denominator is their number."""
+    return loss_BT.where(tokens.selected_BT, 0) / tokens.share
 
 
-def _leave_out_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
-) -> Tensor:
-    return loss_BT.where(~selected_BT, 0)
+def _leave_out_selected(loss_BT: Tensor, tokens: SelectedTokens) -> Tensor:
+    return loss_BT.where(~tokens.selected_BT, 0)
 
 
-def _penalise_selected(
-    loss_BT: Tensor, selected_BT: Tensor, log_ratio_BT: Tensor, config: SelectionConfig
-) -> Tensor:
+def _penalise_selected(loss_BT: Tensor, tokens: SelectedTokens) -> Tensor:
+    log_ratio_BT = tokens.log_ratio_BT
     divergence_BT = log_ratio_BT.exp() - 1 - log_ratio_BT
-    return loss_BT + config.kl_cov_coefficient * divergence_BT.where(selected_BT, 0)
+    return loss_BT + tokens.config.kl_cov_coefficient * divergence_BT.where(tokens.selected_BT, 0)
 
 
 # --token_selection -> the selection; "none" has no entry.
 #
-# "top_entropy": only the share of tokens with the highest entropy has a policy gradient; all count
-# in the denominator (Wang et al. 2025, arXiv:2506.01939, eq. 5: I[H >= tau]).
+# "top_entropy": only the share of tokens with the highest entropy has a policy gradient, and the
+# denominator counts these alone (Wang et al. 2025, arXiv:2506.01939, section 5.1, eq. 6, with the
+# share of section 5.2). Eq. 6 has the denominator of token_mean; of the other ones the loss is
+# divided by the selected share, too. The authors' code (Beyond-the-80-20-Rule-RLVR,
+# core_algos.get_global_entropy_top_mask) ranks the tokens of a micro-batch, not of the whole step,
+# and rounds their number up, not down.
 # "clip_cov": of the tokens whose covariance is from covariance_low to covariance_high, a share of
-# all tokens, drawn at random, has no policy gradient (arXiv:2505.22617, eqs. 11 and 12).
+# all tokens, drawn at random, has no policy gradient (arXiv:2505.22617, section 4.2, eqs. 11 and
+# 12, with the numbers of section 4.3). The authors' code (Entropy-Mechanism-of-RL,
+# core_algos.compute_policy_loss_clip_cov) has open bounds, and draws no token that PPO clips.
 # "kl_cov": the share of tokens with the highest covariance pays kl_cov_coefficient times the
-# divergence KL(pi_old, pi) (the same, eqs. 13 and 14). Samples of the old policy estimate it as
-# rho - 1 - log rho, whose expected gradient is the divergence's own. The authors' code takes
-# |log rho|: where rho is 1 but for rounding, the sign of its gradient is rounding's.
+# divergence KL(pi_old, pi) (the same, eqs. 13 and 14; the share is that of the 7B model, 32B has
+# 2e-4). Samples of the old policy estimate it as rho - 1 - log rho, whose expected gradient is the
+# divergence's own. The paper's listing 1 and the authors' code take |log rho|: where rho is 1 but
+# for rounding, the sign of its gradient is rounding's.
+# Eqs. 12 and 14 have no clip of PPO's: --loss_type decides that.
 SELECTIONS: Mapping[str, Selection] = {
     "top_entropy": Selection(_top_entropy, _keep_selected, share=0.2, uses_advantages=False),
     "clip_cov": Selection(

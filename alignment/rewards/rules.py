@@ -206,15 +206,15 @@ class CosineLength:
 
     longest: int = flag(256, above=0)
     """cosine_length: tokens of the longest response, as --max_new_tokens."""
-    right_short: float = flag(1.0)
+    right_short: float = flag(2.0)
     """cosine_length: reward of a right response of no length."""
-    right_long: float = flag(0.5)
+    right_long: float = flag(1.0)
     """cosine_length: reward of a right response of almost the longest length."""
-    wrong_short: float = flag(-1.0)
+    wrong_short: float = flag(-10.0)
     """cosine_length: reward of a wrong response of no length."""
-    wrong_long: float = flag(-0.5)
+    wrong_long: float = flag(0.0)
     """cosine_length: reward of a wrong response of almost the longest length."""
-    cut_off: float = flag(-1.0)
+    cut_off: float = flag(-10.0)
     """cosine_length: reward of a response that is cut off or has the longest length."""
 
 
@@ -224,11 +224,14 @@ def cosine_length(
     scores: Sequence[Score],
     settings: CosineLength,
 ) -> list[float | None]:
-    """A reward of correctness and length (Yeo et al. 2025, arXiv:2502.03373, section 4.1).
+    """A reward of correctness and length (Yeo et al. 2025, arXiv:2502.03373, section 4.2 and
+    appendix C.1, eq. 1).
 
     From its value at length 0 it goes to that at `longest` along half a cosine, for right responses
     and for wrong ones, each with values of its own; a response that is cut off gets `cut_off`. A
-    response is right where the task's rule says so ("answer_reward")."""
+    response is right where the task's rule says so ("answer_reward"). The defaults are those of
+    the authors' script of section 4.2 (demystify-long-cot); TRL's are 1, 0.5, -1 and -0.5, and none
+    for a response that is cut off."""
     return [
         _cosine_of_length(completion, score, settings)
         for completion, score in zip(completions, scores, strict=True)

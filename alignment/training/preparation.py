@@ -51,8 +51,10 @@ def prepare_update(
             log_probs_BT[mask_BT].double(), entropies_N, advantages_N, draws_BT[mask_BT]
         )
         selected_BT = torch.zeros_like(mask_BT)
-        selected_BT[mask_BT] = select_tokens(tokens, config.loss)
-        rollout = dataclasses.replace(rollout, selected_BT=selected_BT)
+        is_selected_N = select_tokens(tokens, config.loss)
+        selected_BT[mask_BT] = is_selected_N
+        share = is_selected_N.double().mean().item()
+        rollout = dataclasses.replace(rollout, selected_BT=selected_BT, selected_share=share)
     if not config.entropy_target:
         return PreparedUpdate(rollout, config, config)
     return adapt_entropy_bonus(rollout, config, entropies_N.mean().item())
@@ -63,8 +65,11 @@ def adapt_entropy_bonus(rollout: Rollout, config: UpdateConfig, entropy: float) 
 
     With the coefficient c, the target and the step delta, the update's own coefficient is c where
     the entropy is at most the target, else 0; the next c is c + delta below the target, and
-    max(0, c - delta) above (Skywork-OR1, He et al. 2025, arXiv:2505.22312, section 3: alpha_k =
-    c_k * I[e_k <= target])."""
+    max(0, c - delta) above (Skywork-OR1, He et al. 2025, arXiv:2505.22312, section 3.2.5, eq. 3.2,
+    where c begins at 0, the target is 0.2 and delta 0.005). Eq. 3.2 has no bound of c; the 0 is
+    that of the authors' code (Skywork-OR1, core_algos.EntController), whose scripts also have a
+    largest c of 0.005 and a delta of 1e-4. The paper and its code change c once a rollout, here and
+    in TRL each update does; the code also applies it a step later."""
     coefficient = config.loss.entropy_coefficient
     following = coefficient
     if entropy < config.entropy_target:

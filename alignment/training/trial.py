@@ -260,6 +260,7 @@ def made_up_inputs(config: LossConfig, trial: MadeUp) -> LossInputs:
         sampler_log_probs=sampler_BT,
         entropies=torch.rand(number, width, generator=generator, requires_grad=True),
         selected=place_T.expand_as(mask_BT) % 2 == 0,
+        selected_share=0.5,
     )
 
 

@@ -238,6 +238,7 @@ class RolloutLoss:
             sampler_log_probs=take(rollout.sampler_log_probs_BT),
             entropies=entropies_bt,
             selected=take(rollout.selected_BT),
+            selected_share=rollout.selected_share,
         )
         return micro_batch_loss(inputs, self.denominator)
 

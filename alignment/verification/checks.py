@@ -239,6 +239,7 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
     denominator = loss_denominator(setting.loss.loss_normalization, responses.lengths, LONGEST)
 
     selected_BT = None
+    selected_share = 1.0
     if setting.loss.token_selection != "none":
         tokens = StepTokens(
             policy_BT[mask_BT],
@@ -247,7 +248,9 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
             torch.zeros(int(mask_BT.sum())),
         )
         selected_BT = torch.zeros_like(mask_BT)
-        selected_BT[mask_BT] = select_tokens(tokens, setting.loss)
+        is_selected_N = select_tokens(tokens, setting.loss)
+        selected_BT[mask_BT] = is_selected_N
+        selected_share = is_selected_N.double().mean().item()
 
     def compute_loss(log_probs_BT: torch.Tensor, entropies_BT: torch.Tensor) -> torch.Tensor:
         inputs = LossInputs(
@@ -261,6 +264,7 @@ def training_values(setting: PaperSetting, responses: RandomResponses) -> torch.
             sampler_log_probs=sampler_BT,
             entropies=entropies_BT,
             selected=selected_BT,
+            selected_share=selected_share,
         )
         loss, _ = micro_batch_loss(inputs, denominator)
         return loss

@@ -45,7 +45,8 @@ def _group_baseline(response: PaperResponse) -> float:
 
 
 def _reinforce_plus_plus(response: PaperResponse) -> float:
-    """arXiv:2501.03262: rewards minus their group's mean, normalised over the batch."""
+    """arXiv:2501.03262, eqs. 6 and 7: rewards minus their group's mean, normalised over the batch's
+    responses."""
     differences = []
     for group in response.groups:
         mean = statistics.fmean(group)
@@ -55,28 +56,29 @@ def _reinforce_plus_plus(response: PaperResponse) -> float:
 
 
 def _opo(response: PaperResponse) -> float:
-    """arXiv:2505.23585: the baseline is the mean reward weighted by lengths."""
+    """arXiv:2505.23585, as verl's core_algos.compute_opo_outcome_advantage has it: the baseline is
+    the mean reward weighted by lengths."""
     pairs = zip(response.rewards, response.lengths, strict=True)
     weighted = sum(reward * length for reward, length in pairs)
     return response.reward - weighted / sum(response.lengths)
 
 
 def _positive_only(response: PaperResponse) -> float:
-    """arXiv:2506.01347, PSR."""
+    """arXiv:2506.01347, PSR, as RLVR-Decomposed's core_algos has it."""
     is_right = response.reward > response.setting["advantage.threshold"]
     return 1.0 if is_right else -response.setting["advantage.negative_weight"]
 
 
 def _negative_only(response: PaperResponse) -> float:
-    """arXiv:2506.01347, NSR and W-REINFORCE."""
+    """arXiv:2506.01347, NSR and W-REINFORCE, as RLVR-Decomposed's core_algos has them."""
     is_right = response.reward > response.setting["advantage.threshold"]
     return response.setting["advantage.positive_weight"] if is_right else -1.0
 
 
 def _pass_at_k(response: PaperResponse) -> float:
-    """arXiv:2508.10751, by enumeration of all sets of k responses: the reward of a set is 1 where
-    any of it is right; a response's advantage is the mean of those of the sets that it is in, each
-    normalised by mean and std over all sets."""
+    """arXiv:2508.10751, section 2.4, by enumeration of all sets of k responses: the reward of a set
+    is 1 where any of it is right; a response's advantage is the mean of those of the sets that it
+    is in, each normalised by mean and std over all sets."""
     k = response.setting["advantage.k"]
     is_right = [reward > response.setting["advantage.threshold"] for reward in response.rewards]
     sets = list(itertools.combinations(range(len(is_right)), k))
@@ -93,7 +95,8 @@ def _pass_at_k(response: PaperResponse) -> float:
 
 
 def _maxrl(response: PaperResponse) -> float:
-    """arXiv:2602.02710: r_i / K - 1 / N, times N, where K of N responses are right."""
+    """arXiv:2602.02710, eq. 10: r_i / K - 1 / N, times N, where K of N responses are right; 0 where
+    none is (algorithm 1)."""
     number = len(response.rewards)
     successes = sum(response.rewards)
     if successes <= 0:

@@ -95,6 +95,7 @@ def paper_loss(
     policy, old, reference, sampler, entropies = log_probs
     selected = paper_selected(setting, advantages, log_probs)
     lengths = [len(row) for row in policy]
+    share = sum(map(sum, selected)) / sum(lengths)
     total: complex = 0.0
     for index, length in enumerate(lengths):
         response = Response(
@@ -118,7 +119,7 @@ def paper_loss(
         for of_token in zip(*rows, strict=True):
             token = Token(*of_token)
             loss = paper_token_loss(setting, response, token)
-            loss = paper_selection_change(setting, token, loss)
+            loss = paper_selection_change(setting, token, loss, share)
             weight = paper_weight(setting, response, token)
             penalty = paper_kl(setting, token)
             # The bonus of PPO, arXiv:1707.06347, eq. 9.
@@ -131,7 +132,7 @@ def paper_selected(
     setting: Mapping, advantages: Sequence[float], log_probs: PaperLogProbs
 ) -> list[list[bool]]:
     """Whether each token is one of the step's selected tokens: of the highest entropy
-    (arXiv:2506.01939, eq. 5); of a covariance within bounds (arXiv:2505.22617, eq. 11, where the
+    (arXiv:2506.01939, eq. 6); of a covariance within bounds (arXiv:2505.22617, eq. 11, where the
     share is so large that all of them are drawn); or of the highest covariance (the same, eq.
     13)."""
     mean_log_prob = statistics.fmean(value.real for row in log_probs.policy for value in row)
@@ -156,15 +157,17 @@ def paper_selected(
     return [[value >= threshold for value in row] for row in ranked]
 
 
-def paper_selection_change(setting: Mapping, token: Token, loss: complex) -> complex:
-    """The loss of a token that may be selected: it is kept, or left out, or gets the divergence
-    from the old policy, KL(pi_old, pi) (arXiv:2505.22617, eq. 14), as samples of the old policy
-    estimate it (k3 in Schulman 2020, "Approximating KL divergence")."""
+def paper_selection_change(setting: Mapping, token: Token, loss: complex, share: float) -> complex:
+    """The loss of a token that may be selected, before `paper_denominator` divides it: it is kept,
+    where the denominator counts selected tokens alone, the `share` of all (arXiv:2506.01939, eq.
+    6), or left out, or gets the divergence from the old policy, KL(pi_old, pi) (arXiv:2505.22617,
+    eq. 14), as samples of the old policy estimate it (k3 in Schulman 2020, "Approximating KL
+    divergence")."""
     ratio = cmath.exp(token.policy - token.old)
     penalised = loss + setting["kl_cov_coefficient"] * (ratio - 1 - cmath.log(ratio))
     losses = {
         "none": loss,
-        "top_entropy": loss if token.is_selected else 0.0,
+        "top_entropy": loss / share if token.is_selected else 0.0,
         "clip_cov": 0.0 if token.is_selected else loss,
         "kl_cov": penalised if token.is_selected else loss,
     }
@@ -199,8 +202,8 @@ def paper_token_loss(setting: Mapping, response: Response, token: Token) -> comp
 
 
 def paper_sapo(setting: Mapping, response: Response, token: Token) -> complex:
-    """SAPO's gate 4 / tau * sigmoid(tau * (ratio - 1)) in place of the ratio (arXiv:2511.20347,
-    eqs. 5 and 6)."""
+    """SAPO's gate 4 / tau * sigmoid(tau * (ratio - 1)) in place of the ratio (arXiv:2511.20347, as
+    verl's core_algos.compute_policy_loss_sapo has it)."""
     tau = setting["loss.positive"] if response.advantage > 0 else setting["loss.negative"]
     ratio = cmath.exp(token.policy - token.old)
     sigmoid = 1 / (1 + cmath.exp(-tau * (ratio - 1)))
@@ -223,7 +226,7 @@ def paper_gmpo(setting: Mapping, response: Response, token: Token) -> complex:
 
 def paper_dppo(setting: Mapping, response: Response, token: Token) -> complex:
     """DPPO's ratio, masked where it moves away from the old policy beyond a divergence
-    (arXiv:2602.04879, eqs. 12 and 14)."""
+    (arXiv:2602.04879, eqs. 12, 13 and 14; thresholds of appendix E)."""
     p = min(math.exp(token.old.real), 1 - 2**-23)
     q = min(math.exp(token.policy.real), 1 - 2**-23)
     divergences = {
@@ -233,7 +236,10 @@ def paper_dppo(setting: Mapping, response: Response, token: Token) -> complex:
     ratio = cmath.exp(token.policy - token.old)
     rises = response.advantage > 0 and ratio.real > 1
     falls = response.advantage < 0 and ratio.real < 1
-    is_far = divergences[setting["loss.divergence"]] > setting["loss.threshold"]
+    threshold = setting["loss.threshold"]
+    if threshold is None:
+        threshold = {"tv": 0.2, "kl": 0.05}[setting["loss.divergence"]]
+    is_far = divergences[setting["loss.divergence"]] > threshold
     if is_far and (rises or falls):
         return 0.0
     return -ratio * response.advantage
@@ -242,9 +248,9 @@ def paper_dppo(setting: Mapping, response: Response, token: Token) -> complex:
 def paper_cosine_reward(
     length: int, longest: int, is_right: bool, right: Sequence[float], wrong: Sequence[float]
 ) -> float:
-    """The cosine reward of a response that is not cut off (arXiv:2502.03373, section 4.1): CosFn(t,
-    T, a, b) = a + (b - a) / 2 * (1 + cos(t pi / T)). `right` and `wrong` are the rewards at length
-    0 and at the longest."""
+    """The cosine reward of a response that is not cut off (arXiv:2502.03373, section 4.2 and eq.
+    1): CosFn(t, T, a, b) = a + (b - a) / 2 * (1 + cos(t pi / T)). `right` and `wrong` are the
+    rewards at length 0 and at the longest."""
     at_start, at_end = right if is_right else wrong
     return at_end + 0.5 * (at_start - at_end) * (1.0 + math.cos(length * math.pi / longest))
 
@@ -274,7 +280,7 @@ def paper_weight(setting: Mapping, response: Response, token: Token) -> float:
     whole response, under the old policy over that under the sampler, or the geometric mean of its
     tokens' weights (as in GSPO, arXiv:2507.18071, eq. 7). A weight beyond the cap or the floor
     becomes that bound (V-trace, arXiv:1802.01561, eq. 1, has the cap), or 0, which leaves the token
-    out (IcePop, arXiv:2510.18855)."""
+    out (IcePop, arXiv:2510.18855, eq. 2)."""
     # "none", or a level and what is done beyond the bounds, such as "token_truncate".
     level, _, bound = setting["sampler_correction"].partition("_")
     log_ratios = {

@@ -91,6 +91,17 @@ def test_dppo_of_the_divergence_of_two_outcomes():
         close(found, [loss])
 
 
+@pytest.mark.parametrize(
+    ("divergence", "ratios"),
+    # From 1/4 to 0.44 and 0.46: 0.19 and 0.21, thresholds 0.2. From 1/4 to 0.4 and 0.405: 1/4 log
+    # 5/8 + 3/4 log 5/4 = 0.0499, and 0.0531; threshold 0.05.
+    [("tv", [1.76, 1.84]), ("kl", [1.6, 1.62])],
+)
+def test_dppo_has_a_threshold_for_each_divergence(divergence, ratios):
+    _, _, clipped = loss_and_gradient("dppo", ratios, 1.0, DPPOSettings(divergence))
+    assert clipped == [False, True]
+
+
 def test_a_probability_that_rounds_to_one_has_a_finite_divergence():
     found, gradient, _ = loss_and_gradient("dppo", [4.0], 1.0, DPPOSettings("kl", 0.1))
     assert (found, gradient) == ([0.0], [0.0])

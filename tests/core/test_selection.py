@@ -82,9 +82,9 @@ def test_the_order_of_the_tokens_does_not_matter(order, selection):
 @pytest.mark.parametrize(
     ("selection", "expected"),
     # Ratios 2 and 1/2 at advantage 1, unclipped: losses -2 and -1/2, gradients the same; the first
-    # token is selected. Its divergence has the derivative 2 - 1.
+    # token is selected, one of two. Its divergence has the derivative 2 - 1.
     [
-        ("top_entropy", [-2.0, 0.0]),
+        ("top_entropy", [-2.0 * 2, 0.0]),
         ("clip_cov", [0.0, -0.5]),
         ("kl_cov", [-2.0 + 0.3, -0.5]),
     ],
@@ -101,12 +101,39 @@ def test_what_the_loss_does_with_the_selected_tokens(selection, expected):
         advantages=torch.ones(1, 1, dtype=torch.float64),
         old_log_probs=old,
         selected=torch.tensor([[True, False]]),
+        selected_share=0.5,
     )
     loss, sums = micro_batch_loss(inputs, 1.0)
     loss.backward()
     # sequence_mean: the mean over the response's two tokens.
     assert (2 * new.grad[0]).tolist() == pytest.approx(expected, abs=1e-15)
     assert sums["selected_tokens"] == 1
+
+
+def test_only_tokens_of_high_entropy_count_in_the_denominator():
+    """Three tokens at advantages 1 and -4, of which two are selected: (-1 + 4) / 2. The KL penalty
+    is a mean over all three (k1: 0.3 each)."""
+    log_probs = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True], [True, False]])
+    config = LossConfig(
+        LOSSES["grpo_no_clip"],
+        token_selection="top_entropy",
+        loss_normalization="token_mean",
+        beta=1.0,
+        kl_estimator="k1",
+    )
+    inputs = LossInputs(
+        config,
+        log_probs,
+        mask,
+        advantages=torch.tensor([[1.0], [-4.0]], dtype=torch.float64),
+        old_log_probs=log_probs.detach(),
+        reference_log_probs=log_probs.detach() - 0.3,
+        selected=torch.tensor([[False, True], [True, False]]),
+        selected_share=2 / 3,
+    )
+    loss, _ = micro_batch_loss(inputs, 3.0)
+    assert loss.item() == pytest.approx(1.5 + 0.3, abs=1e-15)
 
 
 def test_the_entropy_bonus_lowers_the_loss_of_every_token():

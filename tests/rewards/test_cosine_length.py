@@ -64,6 +64,6 @@ def test_it_is_a_part_beside_others_with_its_own_settings():
     made = find_reward("cosine_length:2,accuracy", ("r1_zero",), None, settings)
     (group,) = made.score([PROBLEM], [[completion(2, True), completion(2, False)]])
     right, wrong = group.scores
-    assert right["part_cosine_length"] == pytest.approx(1.75, abs=1e-14)
-    assert right["reward"] == pytest.approx(2 * 1.75 + 1, abs=1e-14)
-    assert wrong["part_cosine_length"] == pytest.approx(-0.75, abs=1e-14)
+    assert right["part_cosine_length"] == pytest.approx(2.0, abs=1e-14)
+    assert right["reward"] == pytest.approx(2 * 2.0 + 1, abs=1e-14)
+    assert wrong["part_cosine_length"] == pytest.approx(-5.0, abs=1e-14)

@@ -249,7 +249,7 @@ def test_the_bonus_and_the_selections_by_hand():
     assert loss_of(entropy_coefficient=0.2) == pytest.approx(whole - 0.2 * 1.5 / 4, abs=1e-15)
     # The two of the highest entropy: the first response's token, and one of the other's.
     top = loss_of(token_selection="top_entropy")
-    assert top == pytest.approx((-0.5 * ratio + 0.5) / 4, abs=1e-15)
+    assert top == pytest.approx((-0.5 * ratio + 0.5) / 2, abs=1e-15)
     # Between 0.1 and 0.3 is the first response's covariance alone.
     clipped = loss_of(token_selection="clip_cov", covariance_high=0.3)
     assert clipped == pytest.approx(1.5 / 4, abs=1e-15)
@@ -264,6 +264,7 @@ def test_the_bonus_and_the_selections_by_hand():
         ("gmpo", GMPOSettings(0.05, 0.1)),
         ("dppo", DPPOSettings("tv", 0.05)),
         ("dppo", DPPOSettings("kl", 0.02)),
+        ("dppo", DPPOSettings("kl")),
     ],
 )
 def test_losses_with_settings_of_their_own_are_the_papers(name, settings):
