@@ -292,7 +292,9 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
         expected = paper_values(flags, responses.rewards, values)
         computed = training_values(setting, responses)
         difference = computed - torch.tensor(expected, dtype=torch.float64)
-        largest = max(largest, difference.abs().max().item())
+        # `max` would leave a NaN out.
+        distance = difference.abs().nan_to_num(nan=math.inf)
+        largest = max(largest, distance.max().item())
     return largest
 
 
