@@ -274,11 +274,11 @@ def test_memory_by_hand(tiny_folder, monkeypatch):
     layer = RANK * (4 * (128 + 128) + 3 * (128 + 384))
     assert shape.adapters == {name: layer * (name in shape.layers) for name in shape.parameters}
     base = sum(shape.parameters.values())
-    policy, *others = place(shape, assign_roles(1), "adamw", itemsize=2)
+    policy, *others = place(shape, assign_roles(1), "adamw", itemsize=2, kind="single")
     assert policy.bytes == 4 * base + 16 * 2 * layer and [share.role for share in others] == [
         "sample+eval"
     ]
-    moments = place(shape, assign_roles(2), "adamw_cpu_offload")
+    moments = place(shape, assign_roles(2), "adamw_cpu_offload", itemsize=4, kind="single")
     assert [share.bytes for share in moments if share.role == "moments"] == [8 * 2 * layer]
     assert [
         share for share in moments if share.role == "reference"
