@@ -172,11 +172,14 @@ def test_both_commands_say_which_training_questions_an_evaluated_task_asks(
     asked = [problem.question for problem in TASKS["countdown_small"].test_problems("", 3)]
     asked += [f"What is {n}?" for n in range(17)]
     rows = [json.dumps({"question": text, "answer": "So 1.\n#### 1"}) + "\n" for text in asked]
-    Path("train.jsonl").write_text("".join(rows))
-    Path("test.jsonl").write_text(rows[-1])
+    # By whole paths: rows are kept by the file's name, which other tests in this process share.
+    train = tmp_path / "train.jsonl"
+    test = tmp_path / "test.jsonl"
+    train.write_text("".join(rows))
+    test.write_text(rows[-1])
     flags = {
-        "task": "file:train.jsonl",
-        "test_split": "test.jsonl",
+        "task": f"file:{train}",
+        "test_split": str(test),
         "eval_tasks": ("countdown_small",),
         "output_dir": ".",
     }
