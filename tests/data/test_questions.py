@@ -2,7 +2,6 @@
 it alone."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
