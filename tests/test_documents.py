@@ -280,9 +280,9 @@ def test_every_field_of_a_run_is_listed(recorded, files, heading, also):
 
 @pytest.mark.slow
 def test_every_field_of_metrics_that_is_listed_is_one_of_a_run(recorded):
-    """But for those of asynchronous rollouts, and of a teacher."""
+    """But for those of asynchronous rollouts, of a teacher, and of a reference that is reset."""
     fields = fields_of(recorded / "metrics.jsonl") | {"staleness", "seconds_wait"}
-    fields |= {"teacher_kl", "seconds_teacher"}
+    fields |= {"teacher_kl", "seconds_teacher", "reference_step"}
     text = (
         (ROOT / "docs/files.md").read_text().partition("## metrics.jsonl")[2].partition("\n## ")[0]
     )
