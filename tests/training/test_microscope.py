@@ -95,6 +95,20 @@ def test_the_step_that_training_takes_gives_that_gradient():
     assert measured == statistics(torch.stack(policy.gradients), weights_B1)
 
 
+def kept_gradients(policy) -> list[torch.Tensor]:
+    """A list that gets each gradient that the policy clips from now on."""
+    gradients = []
+    clip = policy.clip_gradient
+
+    def clip_and_keep(max_norm: float) -> torch.Tensor:
+        if math.isfinite(max_norm):  # Else the norm is only measured.
+            gradients.append(policy.gradient())
+        return clip(max_norm)
+
+    policy.clip_gradient = clip_and_keep
+    return gradients
+
+
 def test_every_setting_of_an_update_is_one_of_the_microscope(tiny_folder, sampler):
     """The prompts' gradients add up to an update's, the first and the second, under all settings
     that change them. In the second the ratio is clipped."""
@@ -121,15 +135,9 @@ def test_every_setting_of_an_update_is_one_of_the_microscope(tiny_folder, sample
     trained, looked_at = open_tiny(tiny_folder), open_tiny(tiny_folder)
     for policy in (trained, looked_at):
         policy.optimizer = torch.optim.SGD(policy.model.parameters())
-    of_updates, of_prompts = [], []
-    clip, read = trained.clip_gradient, looked_at.gradient
-
-    def clip_and_keep(norm: float) -> torch.Tensor:
-        if math.isfinite(norm):  # Else the norm is only measured.
-            of_updates.append(trained.gradient())
-        return clip(norm)
-
-    trained.clip_gradient = clip_and_keep
+    of_updates = kept_gradients(trained)
+    of_prompts = []
+    read = looked_at.gradient
     looked_at.gradient = lambda: (of_prompts.append(read()), of_prompts[-1])[1]
     report = update(trained, with_old_log_probs(rollout, trained, args), config, 1).report
     assert report["clip_fraction"] > 0.1
@@ -166,8 +174,7 @@ def test_arms_have_the_gradients_of_their_first_two_updates(tiny_folder, sampler
     )
     for policy in (trained, looked_at):
         policy.optimizer = torch.optim.SGD(policy.model.parameters())
-    of_updates, clip = [], trained.clip_gradient
-    trained.clip_gradient = lambda norm: (of_updates.append(trained.gradient()), clip(norm))[1]
+    of_updates = kept_gradients(trained)
     update(trained, with_old_log_probs(rollout, trained, args), args.update_config, 1)
     found = arm_gradients(
         looked_at, {name: (rollout, arm.update_config) for name, arm in arms.items()}, 2
