@@ -25,9 +25,9 @@ import tyro
 from rich.console import Console
 
 from alignment.system.terminal import make_table
+from benchmarks.measuring import ROOT
 from benchmarks.plants import PLANTS, Plant
 
-ROOT = Path(__file__).parents[1]
 BASE = "base"  # Folder of the model that all runs start from.
 RUN = "run"
 COMMON = [

@@ -10,11 +10,7 @@ from alignment.system.manifests import MANIFEST, find_damage
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
-
-
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
-
-
 # Files of a tokenizer's chat templates; older ones have them in tokenizer_config.json.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -261,7 +260,7 @@ def make_reference(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Log
     reload = source.reload
     assert reload is not None
 
-    def reset(checkpoint: Path) -> None:
+    def reset(checkpoint: str) -> None:
         reload(checkpoint)
         if args.reference_reset_optimizer:
             policy.reset_optimizer()
@@ -300,10 +299,8 @@ def open_frozen(
     dtype: torch.dtype = getattr(torch, plan.policy.dtype)
     if plan.samples_between_updates:
         model = FrozenModel(folder, device, dtype)
-        return LogProbSource(model.log_probs, reload=lambda path: model.reload(str(path)))
+        return LogProbSource(model.log_probs, reload=model.reload)
     process = run.open(
         ReferenceProcess(folder, device, dtype, args.deterministic, args.sampler_timeout, name)
     )
-    return LogProbSource(
-        process.log_probs, in_background=True, reload=lambda path: process.reload(str(path))
-    )
+    return LogProbSource(process.log_probs, in_background=True, reload=process.reload)

@@ -203,11 +203,7 @@ class ReferenceProcess:
             try:
                 return torch.from_numpy(self._child.ask(self.timeout, *question))
             except ProcessLost as lost:
-                if self._is_closed:
-                    raise
-                print(f"the {self.name} is started again: {lost}", file=sys.stderr)
-            self.restarts += 1
-            self._start()
+                self._replace(lost)
             return torch.from_numpy(self._child.ask(self.timeout, *question))
 
     def reload(self, model_path: str) -> None:
@@ -219,16 +215,21 @@ class ReferenceProcess:
             try:
                 self._child.ask(max(self.timeout, START_SECONDS), "reload", model_path)
             except ProcessLost as lost:
-                if self._is_closed:
-                    raise
-                print(f"the {self.name} is started again: {lost}", file=sys.stderr)
-                self.restarts += 1
-                self._start()
+                self._replace(lost)
 
     def close(self) -> None:
         """End it, also while another thread waits for it."""
         self._is_closed = True
         self._child.close()
+
+    def _replace(self, lost: ProcessLost) -> None:
+        """Start another process in the place of the lost one. Raises `lost` once this object is
+        closed."""
+        if self._is_closed:
+            raise lost
+        print(f"the {self.name} is started again: {lost}", file=sys.stderr)
+        self.restarts += 1
+        self._start()
 
     def _start(self) -> None:
         self._child = ChildProcess(

@@ -9,12 +9,15 @@ import torch
 from alignment.core.records import Rollout
 from alignment.policy.policy import MicroBatchResult
 from alignment.rollouts.config import UpdateConfig
+from alignment.training.results import reported_sums
 
 # The chance, in each rollout of a sound sampler, of a warning about equal answers.
 FALSE_ALARM = 1e-9
-# Type of matrix products -> how far from 1 the mean ratio of a rollout's first mini-batch may be.
-# Old log-probs are of the same weights; micro-batches of another cut round differently.
-RATIO_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+# How far from 1 the mean ratio of a rollout's first mini-batch may be, with matrix products in
+# float32 and in 16 bits. Old log-probs are of the same weights; micro-batches of another cut round
+# differently.
+RATIO_LIMIT = 1e-3
+RATIO_LIMIT_OF_16_BITS = 0.05
 # A gradient may be so much longer than the limit after it was clipped: sums of squares round.
 CLIP_TOLERANCE = 1.01
 
@@ -27,25 +30,29 @@ def equal_answers_warning(rollout: Rollout, group_size: int) -> dict[str, str]:
     second is the same with the probability p(y), of which the sampler's log-probs are the
     logarithm. The number of equal pairs is thus a sum of independent events, of which the mean is
     the sum m of the p(y). Chernoff's bound of a sum of x or more is exp(-m) (e m / x)^x."""
-    response_log_probs_B = rollout.sampler_log_probs_BT.double().sum(dim=1)
-    answers: list[list[int]] = []
-    for labels, mask in zip(rollout.batch.labels, rollout.batch.response_mask, strict=True):
-        answers.append(labels[mask].tolist())
-    equal = 0
-    expected = 0.0
-    for start in range(0, len(answers), group_size):
-        end = min(start + group_size, len(answers))
-        for first in range(start, end - 1, 2):
-            equal += answers[first] == answers[first + 1]
-            expected += math.exp(min(0.0, response_log_probs_B[first].item()))
+    number = len(rollout.batch.labels)
+    first_rows: list[int] = []
+    for start in range(0, number, group_size):
+        end = min(start + group_size, number)
+        first_rows += range(start, end - 1, 2)
+    firsts = torch.tensor(first_rows, dtype=torch.int64)
+    labels_BT = rollout.batch.labels
+    mask_BT = rollout.batch.response_mask
+    # Rows of one prompt are padded with one id, so that equal rows are equal answers.
+    is_equal_XT = (labels_BT[firsts] == labels_BT[firsts + 1]) & (
+        mask_BT[firsts] == mask_BT[firsts + 1]
+    )
+    equal = int(is_equal_XT.all(dim=1).sum())
+    # The sum of a response's log-probs may pass 0 by rounding.
+    log_probs_X = rollout.sampler_log_probs_BT[firsts].double().sum(dim=1).clamp(max=0)
+    expected = log_probs_X.exp().sum().item()
     if equal <= expected or _log_tail(equal, expected) > math.log(FALSE_ALARM):
         return {}
-    pairs = len(answers) // 2
     return {
         "equal_answers": (
-            f"{equal} of {pairs} pairs of answers are the same, where the sampler's probabilities"
-            f" make {expected:.2g} likely: are the samples of a prompt drawn by one stream of"
-            " random numbers?"
+            f"{equal} of {len(firsts)} pairs of answers are the same, where the sampler's"
+            f" probabilities make {expected:.2g} likely: are the samples of a prompt drawn by one"
+            " stream of random numbers?"
         )
     }
 
@@ -66,8 +73,8 @@ def ratio_warnings(
 ) -> dict[str, str]:
     """The warnings "first_ratio" and "later_ratio" of one rollout's mini-batches, in their order,
     where the policy itself computed the old log-probs: the first ratio is 1, and later ones are
-    not, if the weights `has_moved`. In bfloat16 a small change of a weight is rounded away, so
-    that later ratios may be 1 there."""
+    not, if the weights `has_moved`. In 16 bits a small change of a weight is rounded away, so that
+    later ratios may be 1 there."""
     with_rows = [results for results in mini_batches if results]
     if config.old_log_probs != "policy" or not with_rows:
         return {}
@@ -76,7 +83,8 @@ def ratio_warnings(
     warnings = {}
     first, *later = with_rows
     first_mean = _mean_ratio(first)
-    if with_rows[0] is mini_batches[0] and abs(first_mean - 1) > RATIO_LIMITS[dtype]:
+    limit = RATIO_LIMIT if dtype == torch.float32 else RATIO_LIMIT_OF_16_BITS
+    if first is mini_batches[0] and abs(first_mean - 1) > limit:
         warnings["first_ratio"] = (
             f"the ratio to the old policy is {first_mean:.4f} before the first update, and must be"
             " 1: are old log-probs of other weights, or of another temperature?"
@@ -92,15 +100,14 @@ def ratio_warnings(
 
 def _mean_ratio(results: Sequence[MicroBatchResult]) -> float:
     """The mean ratio over the response tokens of a mini-batch."""
-    total = sum(torch.as_tensor(result.sums["ratio_sum"]).item() for result in results)
-    tokens = sum(torch.as_tensor(result.sums["response_tokens"]).item() for result in results)
+    total = sum(reported_sums(results, "ratio_sum"))
+    tokens = sum(reported_sums(results, "response_tokens"))
     return total / max(1, tokens)
 
 
 def _is_one(results: Sequence[MicroBatchResult]) -> bool:
     """Whether every ratio of a mini-batch is exactly 1."""
-    largest = max(torch.as_tensor(result.sums["ratio_max"]).item() for result in results)
-    return largest == 1 and _mean_ratio(results) == 1
+    return max(reported_sums(results, "ratio_max")) == 1 and _mean_ratio(results) == 1
 
 
 def clip_warning(clipped_norms: Sequence[torch.Tensor], limit: float) -> dict[str, str]:

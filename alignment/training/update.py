@@ -25,6 +25,7 @@ from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
 from alignment.training.invariants import clip_warning, equal_answers_warning, ratio_warnings
 from alignment.training.preparation import entropy_report, has_entropy_bonus, prepare_update
+from alignment.training.results import computed_tokens, reported_sums
 
 COMPARED = 16  # About as many responses of an evaluation are compared between sampler and trainer.
 # The least limit on the mismatch, in nats a token, of a sampler some steps behind the trainer. One
@@ -139,7 +140,6 @@ def broken_invariants(
 ) -> dict[str, str]:
     """The warnings of the updates of one rollout, of which `computed` are each mini-batch's
     results, `norms` and `clipped_norms` those of gradients before and after they were clipped."""
-    # Updates at lower rates may change no bit of a ratio.
     is_fast = config.learning_rate / max(1, config.warmup_steps) >= LEAST_MOVING_RATE
     has_moved = is_fast and any(norm > 0 for norm in norms[:-1])
     return {
@@ -326,17 +326,6 @@ def teacher_report(rollout: Rollout) -> dict[str, float | None]:
     return {"teacher_kl": difference_BT[trained_BT].mean().item()}
 
 
-def computed_tokens(results: Sequence[MicroBatchResult]) -> int:
-    """Tokens that the forward passes of some micro-batches computed; a prompt that rows share
-    counts once."""
-    return sum(int(result.sums["tokens"]) for result in results)
-
-
-def reported_sums(results: Sequence[MicroBatchResult], name: str) -> list[float]:
-    """What each micro-batch's loss reported under `name`, as numbers on the CPU."""
-    return [torch.as_tensor(result.sums[name]).item() for result in results]
-
-
 def sampler_mismatch(
     policy: Policy, rollout: Rollout, distribution: Distribution, limit: float
 ) -> dict[str, float]:
@@ -396,7 +385,7 @@ class LogProbSource:
 
     compute: Callable[[Batch, Distribution, int], torch.Tensor]
     in_background: bool = False
-    reload: Callable[[Path], None] | None = None
+    reload: Callable[[str], None] | None = None
     """Gives the model the weights of a folder; None: they never change."""
 
 
@@ -467,7 +456,7 @@ class References:
         (Liu et al. 2025, arXiv:2505.24864, section 2.3, "reference policy reset")."""
         reload = self._sources["reference"].reload
         assert reload is not None  # of the reference's source, where there are resets
-        reload(checkpoint)
+        reload(str(checkpoint))
         self._last_reset = step
 
     def _log_probs_of(self, name: str, step: int) -> torch.Tensor:
