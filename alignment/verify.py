@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from rich.console import Console
 from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
-from alignment.config.settings import replaced
+from alignment.config.settings import flag_values, replaced
 from alignment.runs.run_folder import (
     TRAINER,
     checkpoint_folder,
@@ -43,12 +45,24 @@ from alignment.system.torchrun import PROCESSES, followed
 
 if TYPE_CHECKING:
     from alignment.builders.run_plan import RunPlan
-    from alignment.verification.checks import Check
+    from alignment.policy.policy import Policy
+    from alignment.rollouts.config import UpdateConfig
+    from alignment.rollouts.source import RolloutSource
+    from alignment.sampling.sampler import Sampler
+    from alignment.training.update import References
+    from alignment.verification.check import Check
+    from alignment.verification.two_rollouts import Chosen, TwoRollouts, UpdateSetting
+    from alignment.verification.whole_update import PlainModel
 
 # the plain computation is slow, hence few responses of a prompt, and few tokens of each
 MOST_SAMPLES = 4
 MOST_TOKENS = 64
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
+LEAST_DECAY = 0.5  # of weights, so that it is a part of a step that shows
+# Of the host's memory for a parameter: weights before and after, gradient, two moments and what
+# they become, in float64.
+BYTES_IN_FLOAT64 = 56
+FREE_SHARE = 0.7
 PAGE = "verification.html"
 # how far a run is reproducible, the least first, where it is not to the bit
 WORDS = ("statistical", "to rounding")
@@ -208,13 +222,15 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
 def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
     """Yields the checks of policy and sampler, on the plan's devices, with the responses to its
     first prompts."""
+    import torch
+
     from alignment.builders.policies import make_policy
     from alignment.builders.run_plan import plan_engine
     from alignment.builders.samplers import make_sampler
     from alignment.model.loading import load_tokenizer, make_deterministic
-    from alignment.policy.policy import PolicyConfig
     from alignment.rollouts.source import open_source
-    from alignment.verification.checks import LIMITS, Check, Verified, plain_policy, promises_bits
+    from alignment.verification.checks import NATS, Check, Verified, promises_bits
+    from alignment.verification.whole_update import PlainModel
 
     if args.deterministic:
         make_deterministic()
@@ -225,17 +241,19 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
         overlong_buffer=0,
         skip_unfinished=False,
         micro_batch_tokens=MICRO_BATCH,
+        weight_decay=max(args.weight_decay, LEAST_DECAY),
     )
     base = plan.base
     tokenizer = load_tokenizer(base)
     source = open_source(args.rollout_config, tokenizer)
     devices = plan.roles.sample
+    is_too_large = not fits_in_float64(base)
+    if is_too_large:
+        yield from checks_of_cut_family(args, base)
     policy = make_policy(args, plan.policy, base)
     exact = promises_bits((*policy.devices, *devices), args.deterministic)
-    plain = plain_policy(
-        configuration(PolicyConfig, args, model_path=base, devices=("cpu",), dtype="float32")
-    )
-    nats = LIMITS[policy.dtype][0]
+    plain = PlainModel(base, torch.float32 if is_too_large else torch.float64)
+    nats = NATS[policy.dtype]
     engine = engine_name(args.sampler)
     engines = [engine]
     if args.sampler == "auto" and engine != "transformers":
@@ -244,8 +262,12 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
         args_of_engine = replaced(args, sampler=name)
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
         with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
+            updates = None
+            if not is_too_large:
+                updates = plan_updates(args, plan, VerifiedParts(policy, sampler, plain, source))
+            config = args.update_config
             verified = Verified(
-                policy, sampler, plain, source, args.update_config, exact, args.batch_invariant
+                policy, sampler, plain, source, config, exact, args.batch_invariant, updates
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:
@@ -259,9 +281,149 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
                 policy.use_adapters("trained")
 
 
+def checks_of_cut_family(args: VerifyArgs, whole: str) -> Iterator[Check]:
+    """The checks of updates by a policy and a sampler of the first two layers of a model."""
+    from alignment.builders.run_plan import plan_run
+    from alignment.model.loading import load_tokenizer
+    from alignment.verification.whole_update import cut_family
+
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
+        cut_family(whole, Path(folder))
+        load_tokenizer(whole).save_pretrained(folder)
+        yield from checks_of_small_model(args, plan_run(args, folder))
+
+
+def checks_of_small_model(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
+    """The checks of updates, by a policy and a sampler of the plan's base, of two layers."""
+    from alignment.builders.policies import make_policy
+    from alignment.builders.run_plan import plan_engine
+    from alignment.builders.samplers import make_sampler
+    from alignment.model.loading import load_tokenizer
+    from alignment.rollouts.source import open_source
+    from alignment.system.device_memory import release_memory
+    from alignment.verification.whole_update import PlainModel
+
+    tokenizer = load_tokenizer(plan.base)
+    source = open_source(args.rollout_config, tokenizer)
+    engine_plan = plan_engine(args, plan.roles, plan.base, plan.roles.sample)
+    policy = make_policy(args, plan.policy, plan.base)
+    with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
+        parts = VerifiedParts(policy, sampler, PlainModel(plan.base), source)
+        for check in plan_updates(args, plan, parts).checks():
+            yield dataclasses.replace(check, note=f"{check.note} (2 layers: too large in float64)")
+    del policy, parts
+    release_memory()
+
+
+def fits_in_float64(base: str) -> bool:
+    """Whether the host has memory for the updates of a model in float64, by the papers."""
+    from alignment.model.loading import load_config
+    from alignment.model.shape import ModelShape
+    from alignment.system.device_memory import free_bytes
+
+    parameters = sum(ModelShape.from_config(load_config(base)).parameters.values())
+    return parameters * BYTES_IN_FLOAT64 < FREE_SHARE * free_bytes("cpu")
+
+
+@dataclass(frozen=True)
+class VerifiedParts:
+    """What the checks of updates run, and transformers' own model of the weights it starts from."""
+
+    policy: Policy
+    sampler: Sampler
+    plain: PlainModel
+    source: RolloutSource
+
+
+def plan_updates(args: VerifyArgs, plan: RunPlan, parts: VerifiedParts) -> TwoRollouts:
+    """The updates that are compared with the papers', by a run's own arguments but for what
+    `update_setting` sets."""
+    from alignment.builders.training import find_teacher
+    from alignment.model.loading import load_tokenizer
+    from alignment.verification.two_rollouts import TwoRollouts, update_limits
+    from alignment.verification.whole_update import PlainModel
+
+    teacher = None
+    not_checked = ""
+    if args.teacher:
+        folder = find_teacher(args, plan.base)
+        if fits_in_float64(folder):
+            teacher = PlainModel(folder)
+        else:
+            not_checked = "the host has no memory for --teacher in float64"
+    return TwoRollouts(
+        parts.policy,
+        parts.sampler,
+        parts.plain,
+        parts.source,
+        load_tokenizer(plan.base),
+        make_setting=partial(update_setting, args),
+        open_references=partial(open_references, args, plan, parts.policy),
+        limits=update_limits(parts.policy.dtype, args.optimizer),
+        has_one_update=args.updates_per_rollout == 1,
+        teacher=teacher,
+        not_checked=not_checked,
+    )
+
+
+def update_setting(args: RLArgs, chosen: Chosen) -> UpdateSetting:
+    """The setting of the updates that are checked. What the sampler's log-probs are is another
+    check's concern, so they stop no update."""
+    from alignment.verification.two_rollouts import PROMPTS, UpdateSetting
+
+    changes: dict[str, Any] = {
+        "prompts_per_rollout": PROMPTS,
+        "train_mini_batch_size": 2 * args.group_size if chosen.several else 0,
+        "epochs_per_rollout": 2 if chosen.several else 1,
+        "learning_rate": chosen.learning_rate,
+        "max_grad_norm": min(args.max_grad_norm, chosen.largest_norm),
+        "max_refills": 0,
+    }
+    if args.token_selection == "clip_cov":
+        changes["selected_share"] = 1.0  # All that are eligible, instead of some by chance.
+    own = dataclasses.replace(args, **changes)
+    config = dataclasses.replace(own.update_config, max_sampler_mismatch=math.inf)
+    return UpdateSetting(flag_values(own) | {"loss": own.loss_type}, config, own.rollout_config)
+
+
+def open_references(
+    args: RLArgs, plan: RunPlan, policy: Policy, config: UpdateConfig
+) -> References:
+    """The sources of old, reference and teacher log-probs, as a run has them that samples between
+    its updates."""
+    import torch
+
+    from alignment.builders.policies import ranks_of
+    from alignment.builders.training import find_teacher
+    from alignment.model.frozen import FrozenModel
+    from alignment.system.clock import Clock
+    from alignment.training.update import LogProbSource, References
+
+    dtype = getattr(torch, plan.policy.dtype)
+    device = plan.roles.reference
+    old_policy = None
+    if plan.keeps_old_policy and config.old_log_probs == "policy" and ranks_of(policy) is None:
+        old_policy = FrozenModel(plan.base, device, dtype)
+    reference = None
+    if args.beta and args.lora_rank:
+
+        def base_log_probs(batch, distribution, micro_batch_tokens):
+            return policy.base_log_probs(batch, distribution)
+
+        reference = LogProbSource(base_log_probs)
+    elif args.beta:
+        reference = LogProbSource(FrozenModel(plan.base, device, dtype).log_probs)
+    teacher = None
+    if args.teacher:
+        folder = find_teacher(args, plan.base)
+        model = FrozenModel(folder, plan.roles.teacher, dtype)
+        teacher = LogProbSource(model.log_probs)
+    return References(config, old_policy, reference, Clock(), teacher)
+
+
 def report(checks: Iterable[Check], console: Console) -> list[dict]:
     """Measure and print one check after another. Returns a record of each; one where a run would
-    stop has failed."""
+    stop has failed. "passed" is None where there was nothing to fail."""
     records = []
     start = time.monotonic()
     for check in checks:
@@ -269,10 +431,14 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
         end = time.monotonic()
         seconds = end - start
         start = end
-        passed = measured <= check.limit
-        verdict = verdict_of(passed, check.limit)
-        line = f"{check.what:47} {measured:9.2g} of at most {check.limit:6.2g} {seconds:7.1f} s"
-        console.print(f"{line}  {verdict} {error}".rstrip(), markup=False, soft_wrap=True)
+        verdict = verdict_of(check, measured)
+        figures = ""
+        if not check.not_checked:
+            figures = f"{measured:9.2g}"
+            if math.isfinite(check.limit):
+                figures += f" of at most {check.limit:6.2g}"
+        line = f"{check.what:47} {figures:28} {seconds:7.1f} s  {verdict} {error} {check.note}"
+        console.print(line.rstrip(), markup=False, soft_wrap=True)
         numbers: dict[str, float | None] = {
             "measured": measured,
             "limit": check.limit,
@@ -285,8 +451,10 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
             {
                 "what": check.what,
                 **numbers,
-                "passed": passed,
+                "passed": PASSED_BY_VERDICT.get(verdict),
+                "verdict": verdict,
                 "error": error,
+                "note": check.note,
                 "at_best": check.at_best,
                 "of_results": check.of_results,
             }
@@ -294,16 +462,25 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
     return records
 
 
-def verdict_of(passed: bool, limit: float) -> str:
-    """The word for a check's outcome; a result without a limit is shown, not promised."""
-    if not passed:
+# Others say that nothing could fail.
+PASSED_BY_VERDICT = {"passed": True, "FAILED": False}
+
+
+def verdict_of(check: Check, measured: float) -> str:
+    """The word for a check's outcome. What has no limit is measured, and fails only where a run
+    would stop."""
+    if check.not_checked:
+        return f"not checked: {check.not_checked}"
+    if not measured <= check.limit:  # Unlike measured > limit, this is true of NaN, too.
         return "FAILED"
-    return "not promised" if math.isinf(limit) else "passed"
+    return "measured" if math.isinf(check.limit) else "passed"
 
 
 def measured_by(check: Check) -> tuple[float, str]:
-    """A check's quantity, NaN where a run would stop, and the reason, or the names of what
-    differs."""
+    """A check's quantity, NaN where a run would stop or nothing is measured, and the reason, or the
+    names of what differs."""
+    if check.not_checked:
+        return math.nan, ""
     try:
         quantity = check.quantity()
     except RunStopped as stopped:
@@ -322,7 +499,7 @@ def write_results(folder: Path, records: Sequence[dict]) -> str:
     # a check that measured a difference allows its word at best; the weakest one counts
     limits = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
     word = next((word for word in WORDS if word in limits), "bitwise")
-    if not all(record["passed"] for record in records if record["of_results"]):
+    if any(record["passed"] is False for record in records if record["of_results"]):
         word = "not verified"
     summary = {"reproducibility": word, "checks": records}
     write_json(folder / "summary.json", summary)
@@ -373,7 +550,7 @@ def main() -> None:
     )
     word = write_results(folder, records)
     console.print(f"reproducible: {word}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
-    failures = [record for record in records if not record["passed"]]
+    failures = [record for record in records if record["passed"] is False]
     if failures:
         raise RunStopped(
             f"{len(failures)} of {len(records)} checks failed. docs/verify.md says what each of"

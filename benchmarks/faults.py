@@ -116,7 +116,7 @@ def seen_by_verify(folder: Path, flags: Sequence[str], resumes: bool) -> list[st
     if not summary.exists():  # It stopped before its end.
         return [f"verify: {message_of(verified)}"]
     checks = json.loads(summary.read_text())["checks"]
-    return [check["what"] for check in checks if not check["passed"]]
+    return [check["what"] for check in checks if check["passed"] is False]
 
 
 def seen_by_run(folder: Path, flags: Sequence[str]) -> list[str]:

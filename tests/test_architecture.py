@@ -107,6 +107,14 @@ READS_WEIGHTS = {  # engines with weights of their own
     "alignment.sampling.transformers",
     "alignment.sampling.vllm",
     "alignment.sampling.vllm_memory",
+    "alignment.verification.whole_update",  # An oracle, whose model is transformers' own.
+}
+# Oracles that share nothing with what they check: they import one another, and else libraries.
+ORACLES = {
+    "alignment.verification.papers",
+    "alignment.verification.paper_advantages",
+    "alignment.verification.paper_distillation",
+    "alignment.verification.whole_update",
 }
 ONLY_IMPORTERS = {
     **dict.fromkeys(("wandb", "trackio", "mlflow"), {"alignment.runs.trackers"}),
@@ -202,6 +210,15 @@ def forbidden_imports(package: Package) -> list[str]:
         for target in imported(tree) & set(package) - {PACKAGE}:
             if not any(f"{target}.".startswith(f"{prefix}.") for prefix in allowed):
                 faults.append(f"{name} imports {target}")
+    return faults
+
+
+def oracles_that_import_the_program(package: Package) -> list[str]:
+    faults = []
+    for name in sorted(ORACLES):
+        targets = imported(package[name]) & set(package) - ORACLES
+        targets -= {PACKAGE, f"{PACKAGE}.verification"}
+        faults += [f"{name} imports {target}" for target in sorted(targets)]
     return faults
 
 
@@ -383,6 +400,11 @@ PLANTED = [
         "if TYPE_CHECKING:\n    from alignment.policy.policy import Policy",
     ),
     (forbidden_imports, "alignment.args", "from alignment.model.loading import load_model"),
+    (
+        oracles_that_import_the_program,
+        "alignment.verification.whole_update",
+        "def f():\n    from alignment.core import losses",
+    ),
     (circles, "alignment.core.records", "def f():\n    from alignment.core import tokens"),
     (
         commands_that_import_commands,

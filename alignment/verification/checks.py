@@ -1,11 +1,11 @@
 """What losses, grader, policy and sampler compute, against the papers, known answers and
-transformers' own model in float32."""
+transformers' own model."""
 
 import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -37,9 +37,7 @@ from alignment.core.losses import (
 from alignment.core.records import Batch, Group, Rollout, flatten_completions
 from alignment.core.selection import StepTokens, select_tokens
 from alignment.core.tokens import collate
-from alignment.model.packing import take_plain_path
-from alignment.policy.policy import Objective, Policy, PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy
+from alignment.policy.policy import Policy
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import UpdateConfig, problems_of_step
 from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
@@ -49,14 +47,15 @@ from alignment.system.errors import RunStopped
 from alignment.system.files import read_jsonl
 from alignment.training.preparation import prepare_update
 from alignment.training.update import (
-    RolloutLoss,
-    first_log_probs,
     rollout_objective,
     rows_with_gradient,
     sampler_mismatch,
     with_teacher,
 )
+from alignment.verification.check import Check
 from alignment.verification.papers import PaperLogProbs, paper_values
+from alignment.verification.two_rollouts import TwoRollouts, plain_responses
+from alignment.verification.whole_update import PlainModel
 
 Pair = tuple[float, float]
 PROMPTS = 4
@@ -64,23 +63,9 @@ GROUP = 3  # --group_size of responses by chance
 LONGEST = 6  # and their --max_new_tokens
 
 
-class Limits(NamedTuple):
-    """How far from the plain policy's a policy's numbers may be."""
-
-    log_probs: float
-    """Mean nats a token."""
-    gradient: float
-    """The norm of the difference, over the gradient's norm."""
-    step: float
-    """Likewise of a step's change of weights: Adam's first step goes by signs, which are decided by
-    chance near 0."""
-
-
-# Type of matrix products -> limits.
-LIMITS = {
-    torch.float32: Limits(log_probs=1e-3, gradient=1e-4, step=0.02),
-    torch.bfloat16: Limits(log_probs=0.1, gradient=0.5, step=0.75),
-}
+# Type of matrix products -> how far a policy's log-probs may be from the plain model's, in nats a
+# token, on average.
+NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 # Kinds of devices whose kernels give the same bits in every run. A GPU's do with --deterministic
 # only: there the order of some sums depends on timing.
@@ -90,23 +75,6 @@ SAME_BITS = ("cpu",)
 def promises_bits(devices: Iterable[str], deterministic: bool) -> bool:
     """Whether a run on these devices is to give the same bits again."""
     return deterministic or all(device.partition(":")[0] in SAME_BITS for device in devices)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A quantity, and the limit that it may not exceed."""
-
-    what: str
-    limit: float
-    """Infinite where nothing is promised."""
-    quantity: Callable[[], float | torch.Tensor | list[str]]
-    """Returns the quantity, or the names of what differs, whose number is the quantity. Raises
-    `RunStopped` where a run would."""
-    at_best: str = ""
-    """How far a run is reproducible where the quantity is not 0: "to rounding", or "statistical",
-    in the distribution of its results."""
-    of_results: bool = True
-    """Whether a run's results may be others where the check fails; a wrong plan changes none."""
 
 
 class PaperSetting(NamedTuple):
@@ -360,17 +328,6 @@ def _check_of_largest(what: str, limit: float, ratios: Mapping[str, float]) -> I
         yield Check(what + worst, limit, lambda: ratios[worst], of_results=False)
 
 
-def plain_policy(config: PolicyConfig) -> Policy:
-    """A policy that computes one padded row at a time by transformers' own model, in float32 on the
-    CPU."""
-    plain = dataclasses.replace(
-        config, devices=("cpu",), dtype="float32", optimizer="adamw", micro_batch_tokens=1
-    )
-    policy = SingleDevicePolicy(plain)
-    take_plain_path(policy.model)
-    return policy
-
-
 def other_answers(groups: Sequence[Group], others: Sequence[Group]) -> int:
     """How many groups have other tokens than their counterparts."""
     pairs = zip(groups, others, strict=True)
@@ -395,18 +352,20 @@ def distance(policy: Policy, weights: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Verified:
-    """A policy, the sampler that gets its weights, a `plain` policy of the same weights, and a
-    run's rollouts and updates."""
+    """A policy, the sampler that gets its weights, transformers' own model of the weights that both
+    start from (`plain`), and a run's rollouts and updates."""
 
     policy: Policy
     sampler: Sampler
-    plain: Policy
+    plain: PlainModel
     source: RolloutSource
     config: UpdateConfig
     exact: bool
     """Whether the devices are to give the same bits again."""
     batch_invariant: bool = False
     """Whether the engine is to give the same bits whatever shares a batch."""
+    updates: TwoRollouts | None = None
+    """The updates that are compared with the papers'; None where another policy's are."""
 
     def checks(self) -> Iterator[Check]:
         """Every check, to be measured before the next one is made. The last ones change the
@@ -417,7 +376,8 @@ class Verified:
         rollout = self.made_up(groups)
         yield from self._log_prob_checks(groups, rollout)
         yield from self._gradient_checks(rollout)
-        yield from self._step_checks()
+        if self.updates is not None:
+            yield from self.updates.checks()
         yield from self._transfer_checks(rollout)
 
     def _sampling_checks(self, sampled: Sequence[Group]) -> Iterator[Check]:
@@ -444,14 +404,14 @@ class Verified:
         )
 
     def _log_prob_checks(self, groups: Sequence[Group], rollout: Rollout) -> Iterator[Check]:
-        """The checks of policy's and sampler's log-probs against the plain policy's."""
+        """The checks of policy's and sampler's log-probs against the plain model's."""
         completions = flatten_completions(groups)
         batch = collate(
             [completion.prompt_ids for completion in completions],
             [completion.token_ids for completion in completions],
             pad_token_id=0,
         )
-        plain_BT = self.plain_log_probs(rollout, batch)
+        plain_BT = self.plain_log_probs(groups, batch)
         sampler_BT = rollout.sampler_log_probs_BT
 
         @functools.cache
@@ -464,12 +424,12 @@ class Verified:
 
         yield Check(
             "policy's log-probs: nats from plain",
-            self._limits.log_probs,
+            self._nats,
             lambda: nats_from_plain(policy_log_probs()),
         )
         yield Check(
             "sampler's log-probs: nats from plain",
-            self._limits.log_probs,
+            self._nats,
             lambda: nats_from_plain(sampler_BT),
         )
         yield Check(
@@ -479,21 +439,8 @@ class Verified:
         )
 
     def _gradient_checks(self, rollout: Rollout) -> Iterator[Check]:
-        """The checks of the policy's gradient against the plain policy's. Both are kept for a
-        step."""
-        plain = self.plain.gradient()
+        """The check of a gradient that is made twice."""
         gradient = self.gradient(rollout)
-        yield Check(
-            "gradient: from one row at a time",
-            self._limits.gradient,
-            lambda: (gradient - plain).norm() / plain.norm(),
-        )
-        # The length along the plain gradient. Rounding is nearly at right angles to it.
-        yield Check(
-            "gradient: scale, off that one's",
-            min(self._limits.gradient, 0.1),
-            lambda: (gradient @ plain / plain.norm() ** 2 - 1).abs(),
-        )
         self.policy.drop_gradient()
         yield Check(
             "gradient again: change",
@@ -501,24 +448,12 @@ class Verified:
             lambda: (self.gradient(rollout) - gradient).abs().max(),
             "to rounding",
         )
-
-    def _step_checks(self) -> Iterator[Check]:
-        """The check of a step with the gradients that both policies have."""
-        before = copy_weights(self.plain)
-        for policy in (self.policy, self.plain):
-            self.step(policy, self.config.learning_rate)
-        after = dict(self.plain.weights())
-        change = distance(self.plain, before)
-        yield Check(
-            "step: from one row at a time",
-            self._limits.step,
-            lambda: distance(self.policy, after) / change,
-        )
+        self.policy.drop_gradient()
 
     def _transfer_checks(self, rollout: Rollout) -> Iterator[Check]:
         """The checks of the sampler's weights after updates, which are then made at a learning rate
         of 0."""
-        nats = self._limits.log_probs
+        nats = self._nats
         mismatch = functools.cache(self.synced)
         yield Check(
             "after updates, weights sent: tensors that differ",
@@ -537,9 +472,9 @@ class Verified:
         )
 
     @property
-    def _limits(self) -> Limits:
-        """Those of the policy's type of matrix products."""
-        return LIMITS[self.policy.dtype]
+    def _nats(self) -> float:
+        """The limit of log-probs of the policy's type of matrix products."""
+        return NATS[self.policy.dtype]
 
     @property
     def _limit_of_bits(self) -> float:
@@ -582,24 +517,19 @@ class Verified:
         every_row = range(len(rollout.lengths))
         return prepare_update(self.policy, rollout, every_row, self.config, 1).rollout
 
-    def plain_log_probs(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
-        """The plain policy's log-probs [B, T]. All rows' gradient of the run's loss is kept, for a
-        step."""
-        lengths = batch.response_mask.sum(dim=1).tolist()
-        denominator = loss_denominator(
-            self.config.loss.loss_normalization, lengths, self.config.max_new_tokens
-        )
-        objective = Objective(
-            RolloutLoss(rollout, self.config, denominator),
-            self.config.distribution,
-            differentiable_entropy=bool(self.config.loss.entropy_coefficient),
-        )
-        results = list(self.plain.accumulate(batch, range(len(lengths)), objective))
-        return first_log_probs(results, rollout)
+    def plain_log_probs(self, groups: Sequence[Group], batch: Batch) -> torch.Tensor:
+        """The plain model's log-probs [B, T] of the completions of some groups."""
+        distribution = self.config.distribution
+        setting = {f"sampling_{name}": value for name, value in vars(distribution).items()}
+        log_probs_BT = torch.zeros(batch.labels.shape)
+        with torch.no_grad():
+            for row, response in enumerate(plain_responses(groups)):
+                values = self.plain.token_values(self.plain.base, response, setting)
+                log_probs_BT[row, batch.response_mask[row]] = values.log_probs.float()
+        return log_probs_BT
 
     def gradient(self, rollout: Rollout) -> torch.Tensor:
-        """The policy's gradient [D] of the run's loss, made as in an update; it is kept for a
-        step."""
+        """The policy's gradient [D] of the run's loss, made as in an update, which it keeps."""
         rows = rows_with_gradient(rollout, self.config)
         self.accumulate(rollout, rows, range(len(rollout.lengths)))
         return self.policy.gradient()
@@ -614,12 +544,8 @@ class Verified:
         """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
         rows = rows_with_gradient(rollout, self.config)[-self.source.config.sampling.n :]
         self.accumulate(rollout, rows, rows)
-        self.step(self.policy, learning_rate)
-
-    def step(self, policy: Policy, learning_rate: float) -> None:
-        """Make an optimiser step with the gradient that a policy has."""
-        policy.clip_gradient(self.config.max_grad_norm)
-        policy.step(learning_rate)
+        self.policy.clip_gradient(self.config.max_grad_norm)
+        self.policy.step(learning_rate)
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at

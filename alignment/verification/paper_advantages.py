@@ -134,10 +134,20 @@ def paper_advantages(
     size = setting["group_size"]
     starts = range(0, len(rewards), size)
     groups = [rewards[start : start + size] for start in starts]
+    lengths_of_groups = [lengths[start : start + size] for start in starts]
+    of_groups = paper_advantages_of_groups(setting, groups, lengths_of_groups)
+    return list(itertools.chain.from_iterable(of_groups))
+
+
+def paper_advantages_of_groups(
+    setting: Mapping, groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """The advantages of a step's groups, from the rewards and lengths of the responses that
+    count."""
     advantages = []
-    for start, group in zip(starts, groups, strict=True):
-        own_lengths = lengths[start : start + size]
-        for index in range(size):
-            response = PaperResponse(setting, index, group, own_lengths, groups)
-            advantages.append(ESTIMATORS[setting["advantage"]](response))
+    for group, own_lengths in zip(groups, lengths, strict=True):
+        responses = [
+            PaperResponse(setting, index, group, own_lengths, groups) for index in range(len(group))
+        ]
+        advantages.append([ESTIMATORS[setting["advantage"]](response) for response in responses])
     return advantages

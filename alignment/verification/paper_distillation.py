@@ -27,9 +27,16 @@ def paper_token_advantages(
     "On-Policy Distillation"; the discount of later tokens is 0)."""
     of_tokens = []
     for advantage, old, teacher in zip(advantages, responses.old, responses.teacher, strict=True):
-        pairs = zip(old, teacher, strict=True)
-        of_tokens.append([advantage - weight * (before - wanted) for before, wanted in pairs])
+        of_tokens.append(paper_token_advantages_of_row(advantage, old, teacher, weight))
     return of_tokens
+
+
+def paper_token_advantages_of_row(
+    advantage: float, old: Sequence[float], teacher: Sequence[float], weight: float
+) -> list[float]:
+    """`paper_token_advantages` of one response."""
+    pairs = zip(old, teacher, strict=True)
+    return [advantage - weight * (before - wanted) for before, wanted in pairs]
 
 
 def paper_distillation_derivatives(

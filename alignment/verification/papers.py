@@ -17,6 +17,8 @@ from typing import NamedTuple
 from alignment.verification.paper_advantages import paper_advantages
 
 STEP = 1e-30  # the h above, in nats
+# Responses of one prompt begin with tokens of one entropy, but for rounding.
+TIE = 1e-5
 LogProbs = Sequence[Sequence[complex]]  # [B][t]
 real = operator.attrgetter("real")
 
@@ -59,6 +61,34 @@ class PaperLogProbs(NamedTuple):
     entropies: LogProbs
 
 
+class PaperPart(NamedTuple):
+    """One response of an optimiser step: all that its part of the step's loss is computed from."""
+
+    setting: Mapping
+    reward: float
+    advantages: Sequence[float]
+    """Of each token; all alike, but with a teacher."""
+    log_probs: Sequence[Sequence[complex]]
+    """The rows [t] of `PaperLogProbs`, in its order, that are the response's."""
+    selected: Sequence[bool]
+    lengths: Sequence[int]
+    """Of all responses of the step."""
+    share: float
+    """Of the step's tokens, those that are selected."""
+
+
+class PaperSlopes(NamedTuple):
+    """The derivatives of a step's loss by the policy's log-prob of each token of a response, and by
+    the entropy of its distribution there, [t]."""
+
+    log_probs: list[float]
+    entropies: list[float]
+
+
+# The losses in which the loss of a token depends on all tokens of its response.
+OF_WHOLE_RESPONSES = ("gspo", "gmpo")
+
+
 def paper_values(setting: Mapping, rewards: Sequence[float], values: PaperLogProbs) -> list[float]:
     """The advantage of each response, then the loss of one optimiser step on all responses, then
     the derivatives of this loss by the policy's log-probs, one response after another, then those
@@ -92,69 +122,131 @@ def paper_loss(
     log_probs: PaperLogProbs,
 ) -> complex:
     """The loss of one optimiser step."""
-    policy, old, reference, sampler, entropies = log_probs
-    selected = paper_selected(setting, advantages, log_probs)
-    lengths = [len(row) for row in policy]
-    share = sum(map(sum, selected)) / sum(lengths)
+    pairs = zip(advantages, log_probs.policy, strict=True)
+    of_tokens = [[advantage] * len(row) for advantage, row in pairs]
     total: complex = 0.0
-    for index, length in enumerate(lengths):
-        response = Response(
-            rewards[index],
-            advantages[index],
-            length,
-            sum(policy[index]),
-            sum(old[index]),
-            sum(sampler[index]),
-            [new - before for new, before in zip(policy[index], old[index], strict=True)],
-        )
-        denominator = paper_denominator(setting, length, lengths)
-        rows = (
-            policy[index],
-            old[index],
-            reference[index],
-            sampler[index],
-            entropies[index],
-            selected[index],
-        )
-        for of_token in zip(*rows, strict=True):
-            token = Token(*of_token)
-            loss = paper_token_loss(setting, response, token)
-            loss = paper_selection_change(setting, token, loss, share)
-            weight = paper_weight(setting, response, token)
-            penalty = paper_kl(setting, token)
-            # The bonus of PPO, arXiv:1707.06347, eq. 9.
-            bonus = setting["entropy_coefficient"] * token.entropy
-            total += (weight * loss + setting["beta"] * penalty - bonus) / denominator
+    for part in paper_parts(setting, rewards, of_tokens, log_probs):
+        total += paper_part_loss(part, range(len(part.selected)))
     return total
 
 
+def paper_parts(
+    setting: Mapping,
+    rewards: Sequence[float],
+    advantages: Sequence[Sequence[float]],
+    log_probs: PaperLogProbs,
+) -> list[PaperPart]:
+    """The parts of the loss of one optimiser step, with the advantages of tokens [B][t]."""
+    selected = paper_selected(setting, advantages, log_probs)
+    lengths = [len(row) for row in log_probs.policy]
+    share = sum(map(sum, selected)) / sum(lengths)
+    parts = []
+    for index, reward in enumerate(rewards):
+        rows = [of_policy[index] for of_policy in log_probs]
+        own = (advantages[index], rows, selected[index])
+        parts.append(PaperPart(setting, reward, *own, lengths, share))
+    return parts
+
+
+def paper_part_loss(part: PaperPart, positions: Sequence[int]) -> complex:
+    """The sum of the losses of a response's tokens at some positions, each over the step's
+    denominator."""
+    setting = part.setting
+    policy, old, _, sampler, _ = part.log_probs
+    length = len(policy)
+    response = Response(
+        part.reward,
+        0.0,
+        length,
+        sum(policy),
+        sum(old),
+        sum(sampler),
+        [new - before for new, before in zip(policy, old, strict=True)],
+    )
+    denominator = paper_denominator(setting, length, part.lengths)
+    total: complex = 0.0
+    for position in positions:
+        response = response._replace(advantage=part.advantages[position])
+        values = [row[position] for row in part.log_probs]
+        token = Token(*values, is_selected=part.selected[position])
+        loss = paper_token_loss(setting, response, token)
+        loss = paper_selection_change(setting, token, loss, part.share)
+        weight = paper_weight(setting, response, token)
+        penalty = paper_kl(setting, token)
+        # The bonus of PPO, arXiv:1707.06347, eq. 9.
+        bonus = setting["entropy_coefficient"] * token.entropy
+        total += (weight * loss + setting["beta"] * penalty - bonus) / denominator
+    return total
+
+
+def paper_slopes(part: PaperPart) -> PaperSlopes:
+    """The derivatives of the step's loss by the values of one response. Its part alone depends on
+    them, and of that, unless a loss is of whole responses, the token's own term alone. Which tokens
+    are selected has no derivative."""
+    policy, *others, entropies = part.log_probs
+    every_position = range(len(policy))
+    slopes = PaperSlopes([], [0.0] * len(policy))
+    for position in every_position:
+        moved = part._replace(log_probs=[_moved(policy, position), *others, entropies])
+        positions: Sequence[int] = (position,)
+        if part.setting["loss"] in OF_WHOLE_RESPONSES:
+            positions = every_position
+        slopes.log_probs.append(paper_part_loss(moved, positions).imag / STEP)
+        if part.setting["entropy_coefficient"]:
+            moved = part._replace(log_probs=[policy, *others, _moved(entropies, position)])
+            slopes.entropies[position] = paper_part_loss(moved, (position,)).imag / STEP
+    return slopes
+
+
+def is_near_edge(part: PaperPart, distance: float) -> bool:
+    """Whether a token's slope jumps within a `distance`, in nats, of the policy's log-probs: where
+    a ratio stands on the bound of a clip, rounding decides on which side."""
+    policy, *others = part.log_probs
+    both: list[list[float]] = []
+    for change in (-distance, distance):
+        moved = [value + change for value in policy]
+        both.append(paper_slopes(part._replace(log_probs=[moved, *others])).log_probs)
+    largest = max(map(abs, both[0] + both[1]))
+    pairs = zip(*both, strict=True)
+    # Without a jump they differ by a few times the distance.
+    return any(abs(below - above) > 0.01 * largest for below, above in pairs)
+
+
+def _moved(row: Sequence[complex], position: int) -> list[complex]:
+    """The row, one value of which has a complex step."""
+    moved = list(row)
+    moved[position] += 1j * STEP
+    return moved
+
+
 def paper_selected(
-    setting: Mapping, advantages: Sequence[float], log_probs: PaperLogProbs
+    setting: Mapping, advantages: Sequence[Sequence[float]], log_probs: PaperLogProbs
 ) -> list[list[bool]]:
     """Whether each token is one of the step's selected tokens: of the highest entropy
     (arXiv:2506.01939, eq. 6); of a covariance within bounds (arXiv:2505.22617, eq. 11, where the
     share is so large that all of them are drawn); or of the highest covariance (the same, eq.
-    13)."""
-    mean_log_prob = statistics.fmean(value.real for row in log_probs.policy for value in row)
-    tokens = sum(len(row) for row in log_probs.policy)
-    weighed = zip(advantages, log_probs.policy, strict=True)
-    mean_advantage = sum(advantage * len(row) for advantage, row in weighed) / tokens
-    entropies = [[value.real for value in row] for row in log_probs.entropies]
-    covariances = []
-    for advantage, row in zip(advantages, log_probs.policy, strict=True):
-        centred = advantage - mean_advantage
-        covariances.append([(value.real - mean_log_prob) * centred for value in row])
+    13). Values as near as `TIE` are equal but for rounding."""
     selection = setting["token_selection"]
     if selection == "none":
-        return [[False] * len(row) for row in covariances]
+        return [[False] * len(row) for row in log_probs.policy]
+    mean_log_prob = statistics.fmean(value.real for row in log_probs.policy for value in row)
+    mean_advantage = statistics.fmean(value for row in advantages for value in row)
+    entropies = [[value.real for value in row] for row in log_probs.entropies]
+    covariances = []
+    for weights, row in zip(advantages, log_probs.policy, strict=True):
+        pairs = zip(weights, row, strict=True)
+        covariances.append(
+            [(value.real - mean_log_prob) * (weight - mean_advantage) for weight, value in pairs]
+        )
     if selection == "clip_cov":
         low = setting["covariance_low"]
         high = setting["covariance_high"]
         return [[low <= value <= high for value in row] for row in covariances]
     ranked = entropies if selection == "top_entropy" else covariances
+    tokens = sum(len(row) for row in ranked)
     number = max(1, int(tokens * setting["selected_share"]))
     threshold = sorted(value for row in ranked for value in row)[-number]
-    return [[value >= threshold for value in row] for row in ranked]
+    return [[value >= threshold - TIE for value in row] for row in ranked]
 
 
 def paper_selection_change(setting: Mapping, token: Token, loss: complex, share: float) -> complex:

@@ -32,6 +32,8 @@ from alignment.verification.paper_advantages import paper_advantages
 from alignment.verification.papers import (
     PaperLogProbs,
     paper_loss,
+    paper_parts,
+    paper_slopes,
     paper_values,
 )
 
@@ -285,3 +287,24 @@ def test_another_selection_in_an_entrys_place_is_noticed(name, monkeypatch):
     changed = dataclasses.replace(SELECTIONS[name], choose=SELECTIONS[other].choose)
     monkeypatch.setitem(SELECTIONS, name, changed)
     assert difference(concerns=lambda setting: setting.loss.token_selection == name) > 1e-3
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_slopes_of_a_response_alone_are_those_of_the_whole_loss(loss):
+    """Each token's own term, or its response's where a loss is of whole responses, has all of the
+    derivative."""
+    setting = {**LOSS, **ADVANTAGE, "group_size": 2, "normalize_by_std": False, "loss": loss}
+    setting |= {"beta": 0.1, "entropy_coefficient": 0.02, "sampler_correction": "token_truncate"}
+    for settings in (SAPOSettings(), GMPOSettings(), DPPOSettings()):
+        setting |= own_values("loss", type(settings), settings)
+    policy = [[-0.5, -1.2, -0.9], [-1.1, -0.7]]
+    old = [[-0.6, -1.1, -0.8], [-1.0, -0.9]]
+    other = [[-0.4, -1.3, -0.7], [-0.9, -0.8]]
+    values = PaperLogProbs(policy, old, other, other, [[0.5, 1.0, 0.2], [0.3, 0.8]])
+    rewards = [1.0, 0.0]
+    expected = paper_values(setting, rewards, values)[3:]
+    advantages = [[0.5] * 3, [-0.5] * 2]
+    slopes = [paper_slopes(part) for part in paper_parts(setting, rewards, advantages, values)]
+    by_log_probs = [slope for of_response in slopes for slope in of_response.log_probs]
+    by_entropies = [slope for of_response in slopes for slope in of_response.entropies]
+    assert by_log_probs + by_entropies == pytest.approx(expected, abs=1e-15)

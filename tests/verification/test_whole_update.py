@@ -1,0 +1,394 @@
+"""Two rollouts' updates against the papers': the unchanged program passes, and each planted fault
+fails a line."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from rich.console import Console
+from rollout_helpers import ARGS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from alignment.args import configuration
+from alignment.builders.run_plan import plan_run
+from alignment.core import losses
+from alignment.core.losses import loss_denominator
+from alignment.model.loading import load_model, load_tokenizer
+from alignment.policy.policy import PolicyConfig
+from alignment.policy.single_device import SingleDevicePolicy
+from alignment.rollouts.source import open_source
+from alignment.sampling.transformers import TransformersSampler
+from alignment.training import update
+from alignment.training.update import References, RolloutLoss
+from alignment.verification import two_rollouts
+from alignment.verification.two_rollouts import TwoRollouts
+from alignment.verification.whole_update import (
+    PlainModel,
+    PlainResponse,
+    PlainRollout,
+    adam_direction,
+    cut_family,
+    kept_tokens,
+    learning_rate,
+    mini_batch_faults,
+)
+from alignment.verify import VerifiedParts, plan_updates, report
+
+Planted = contextlib.AbstractContextManager
+
+
+def updates_of(folder: Path, **settings) -> TwoRollouts:
+    """The updates of a policy on the CPU, with a sampler of its own."""
+    changes = {"max_new_tokens": 10, "dtype": "float32", "weight_decay": 0.5} | settings
+    args = dataclasses.replace(ARGS, micro_batch_tokens=60, **changes)
+    policy = SingleDevicePolicy(
+        configuration(
+            PolicyConfig, args, model_path=str(folder), devices=("cpu",), dtype=args.dtype
+        )
+    )
+    tokenizer = load_tokenizer(str(folder))
+    model = load_model(str(folder), ("cpu",), torch.float32)
+    sampler = TransformersSampler(model, tokenizer, context=128)
+    source = open_source(args.rollout_config, tokenizer)
+    parts = VerifiedParts(policy, sampler, PlainModel(folder), source)
+    return plan_updates(args, plan_run(args, str(folder)), parts)
+
+
+def records_of(updates: TwoRollouts) -> dict[str, dict]:
+    """The record of each line, by its name."""
+    return {record["what"]: record for record in report(updates.checks(), Console(quiet=True))}
+
+
+def changed(owner: object, name: str, change: Callable) -> Planted:
+    """Within the block, `change(the function, *its arguments)` stands in a function's place."""
+    real = getattr(owner, name)
+
+    def planted(*arguments, **named):
+        return change(real, *arguments, **named)
+
+    return patch.object(owner, name, planted)
+
+
+def other_optimizer(policy: SingleDevicePolicy, **options) -> Planted:
+    def step(real, *arguments):
+        for group in policy.optimizer.param_groups:
+            group.update(options)
+        real(*arguments)
+
+    return changed(policy, "step", step)
+
+
+def other_betas(policy: SingleDevicePolicy) -> Planted:
+    return other_optimizer(policy, betas=(0.8, 0.99))
+
+
+def other_second_beta(policy: SingleDevicePolicy) -> Planted:
+    return other_optimizer(policy, betas=(0.9, 0.999))
+
+
+def other_epsilon(policy: SingleDevicePolicy) -> Planted:
+    return other_optimizer(policy, eps=1e-5)
+
+
+def late_old_log_probs(policy: SingleDevicePolicy) -> Planted:
+    """The first update of a rollout, whose ratio is 1, is as it was."""
+    seen: list[torch.Tensor] = []
+
+    def objective(real, rollout, mini_batch, config):
+        if any(seen_before is rollout.old_log_probs_BT for seen_before in seen):
+            late_BT = policy.log_probs(rollout.batch, config.distribution)
+            rollout = dataclasses.replace(rollout, old_log_probs_BT=late_BT)
+        else:
+            seen.append(rollout.old_log_probs_BT)
+        return real(rollout, mini_batch, config)
+
+    return changed(update, "rollout_objective", objective)
+
+
+def coupled_decay(policy: SingleDevicePolicy) -> Planted:
+    def step(real, rate):
+        for group in policy.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += group["weight_decay"] * parameter.detach()
+        decays = [group["weight_decay"] for group in policy.optimizer.param_groups]
+        for group in policy.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        real(rate)
+        for group, decay in zip(policy.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    return changed(policy, "step", step)
+
+
+def decay_by_rate_twice(policy: SingleDevicePolicy) -> Planted:
+    def step(real, rate):
+        for group in policy.optimizer.param_groups:
+            group["weight_decay"] *= rate
+        real(rate)
+        for group in policy.optimizer.param_groups:
+            group["weight_decay"] /= rate or 1.0
+
+    return changed(policy, "step", step)
+
+
+def clip_by_value(policy: SingleDevicePolicy) -> Planted:
+    def clip(real, limit):
+        norm = real(float("inf"))
+        largest = max(parameter.grad.abs().max() for parameter in policy.model.parameters())
+        torch.nn.utils.clip_grad_value_(policy.model.parameters(), limit * largest.item() / norm)
+        return norm
+
+    return changed(policy, "clip_gradient", clip)
+
+
+def clip_at_twice(policy: SingleDevicePolicy) -> Planted:
+    return changed(policy, "clip_gradient", lambda real, limit: real(2 * limit))
+
+
+def step_of_twice_the_rate(policy: SingleDevicePolicy) -> Planted:
+    return changed(policy, "step", lambda real, rate: real(2 * rate))
+
+
+def denominator_of_some_rows(policy: SingleDevicePolicy) -> Planted:
+    """As of every rank for itself."""
+    return changed(
+        update,
+        "rollout_objective",
+        lambda real, rollout, rows, config: real(rollout, rows[::2], config),
+    )
+
+
+def gradient_that_stays(policy: SingleDevicePolicy) -> Planted:
+    def step(real, rate):
+        for group in policy.optimizer.param_groups:
+            group["lr"] = rate
+        policy.optimizer.step()
+        if not rate:
+            policy.drop_gradient()
+
+    return changed(policy, "step", step)
+
+
+def late_warm_up(policy: SingleDevicePolicy) -> Planted:
+    return changed(
+        update, "learning_rate", lambda real, config, number: real(config, max(1, number - 1))
+    )
+
+
+def dropped_mini_batch(policy: SingleDevicePolicy) -> Planted:
+    return changed(update, "mini_batches", lambda real, *arguments: real(*arguments)[::2])
+
+
+def swapped_divergence(policy: SingleDevicePolicy) -> Planted:
+    return changed(
+        losses, "kl_penalty", lambda real, policys, other, name: real(other, policys, name)
+    )
+
+
+def swapped_log_probs(policy: SingleDevicePolicy) -> Planted:
+    def annotate(real, *arguments):
+        rollout = real(*arguments)
+        return dataclasses.replace(
+            rollout,
+            old_log_probs_BT=rollout.reference_log_probs_BT,
+            reference_log_probs_BT=rollout.old_log_probs_BT,
+        )
+
+    return changed(References, "annotate", annotate)
+
+
+def advantages_of_other_rows(policy: SingleDevicePolicy) -> Planted:
+    def with_advantages(real, *arguments):
+        rollout = real(*arguments)
+        return dataclasses.replace(rollout, advantages_B1=rollout.advantages_B1.roll(1, dims=0))
+
+    return changed(two_rollouts, "with_advantages", with_advantages)
+
+
+def denominator_of_micro_batch(policy: SingleDevicePolicy) -> Planted:
+    def call(real, loss, rows, *arguments):
+        lengths = [loss.rollout.lengths[row] for row in rows]
+        denominator = loss_denominator("sequence_mean", lengths, 1)
+        return real(dataclasses.replace(loss, denominator=denominator), rows, *arguments)
+
+    return changed(RolloutLoss, "__call__", call)
+
+
+def shifted_mask(policy: SingleDevicePolicy) -> Planted:
+    """The first token of each response is left out."""
+
+    def collate_groups(real, *arguments):
+        rollout = real(*arguments)
+        mask = rollout.batch.response_mask
+        batch = dataclasses.replace(rollout.batch, response_mask=mask & mask.roll(1, dims=1))
+        return dataclasses.replace(rollout, batch=batch)
+
+    return changed(two_rollouts, "collate_groups", collate_groups)
+
+
+WEIGHTS = "8 updates, weights: from papers' in float64"
+MOMENTS = "8 updates, moments: from papers' in float64"
+GRADIENT = "8 updates, first gradient: from papers'"
+SCALE = "8 updates, first gradient: scale, off papers'"
+MINI_BATCHES = "8 updates, mini-batches: faults"
+STATE = {WEIGHTS, MOMENTS}
+ALL_BUT_ROWS = {*STATE, GRADIENT, SCALE}
+# What is planted -> the lines that fail.
+SEEN_BY = {
+    late_old_log_probs: STATE,
+    other_betas: STATE,
+    coupled_decay: STATE,
+    clip_by_value: STATE,
+    other_second_beta: STATE,
+    other_epsilon: {WEIGHTS},
+    decay_by_rate_twice: {WEIGHTS},
+    clip_at_twice: STATE,
+    step_of_twice_the_rate: STATE,
+    gradient_that_stays: STATE,
+    late_warm_up: STATE,
+    dropped_mini_batch: STATE,
+    swapped_divergence: {MOMENTS},
+    swapped_log_probs: STATE,
+    advantages_of_other_rows: ALL_BUT_ROWS,
+    denominator_of_micro_batch: ALL_BUT_ROWS,
+    denominator_of_some_rows: ALL_BUT_ROWS,
+    shifted_mask: ALL_BUT_ROWS,
+}
+QUICK = (late_old_log_probs, other_epsilon)
+
+
+def plant_cases() -> list:
+    """Every plant; all but a few are slow tests."""
+    cases = []
+    for planted in SEEN_BY:
+        marks = [] if planted in QUICK else [pytest.mark.slow]
+        cases.append(pytest.param(planted, marks=marks, id=planted.__name__))
+    return cases
+
+
+@pytest.mark.parametrize("planted", plant_cases())
+def test_a_planted_fault_is_seen(tiny_folder, planted):
+    updates = updates_of(tiny_folder, epochs_per_rollout=2, beta=0.05)
+    with planted(updates.policy):
+        records = records_of(updates)
+    failed = {what for what, record in records.items() if record["passed"] is False}
+    assert failed >= SEEN_BY[planted], records
+
+
+def test_mini_batches_that_leave_rows_out_are_seen_by_their_line(tiny_folder):
+    """Also where the papers are given the same ones."""
+    updates = updates_of(tiny_folder, epochs_per_rollout=2)
+    with (
+        dropped_mini_batch(updates.policy),
+        changed(two_rollouts, "mini_batches", lambda real, *arguments: real(*arguments)[::2]),
+    ):
+        records = records_of(updates)
+    failed = {what for what, record in records.items() if record["passed"] is False}
+    assert MINI_BATCHES in failed
+    assert records[MINI_BATCHES]["measured"] > 0
+
+
+# With the choices that no other entry has, by turns.
+HEALTHY = (
+    {"beta": 0.05, "sampling_temperature": 0.8, "sampling_top_p": 0.9},
+    {"loss_type": "no_baseline", "group_size": 1},
+    {"loss_type": "reinforce_with_baseline", "loss_normalization": "constant"},
+    {"loss_type": "grpo_no_clip", "loss_normalization": "token_mean", "std_of": "batch"},
+    {"loss_type": "gspo", "cliprange": 3e-3, "advantage": "opo"},
+    {"loss_type": "cispo", "advantage": "maxrl", "optimizer": "muon"},
+    {"loss_type": "sapo", "advantage": "positive_only", "entropy_target": 2.0},
+    {"loss_type": "gmpo", "advantage": "negative_only", "lr_schedule": "cosine", "num_steps": 3},
+    {"loss_type": "dppo", "old_log_probs": "sampler", "rollouts": "async"},
+    {"token_selection": "top_entropy", "advantage": "problem_average"},
+    {"token_selection": "kl_cov", "sampler_correction": "sequence_mask", "lora_rank": 4},
+    {"token_selection": "clip_cov", "covariance_low": 0.1, "optimizer": "adamw_cpu_offload"},
+    {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
+    {"dtype": "bfloat16", "entropy_coefficient": 0.01},
+)
+
+
+@pytest.mark.slow
+def test_no_false_alarm(tiny_folder):
+    """Of several updates of a rollout, for losses, estimators, optimisers and adapters."""
+    for settings in HEALTHY:
+        records = records_of(updates_of(tiny_folder, epochs_per_rollout=2, **settings))
+        assert [record["verdict"] for record in records.values()] == ["passed"] * 5, (
+            settings,
+            records,
+        )
+
+
+def test_one_update_of_a_rollout_is_compared_too(tiny_folder):
+    records = records_of(updates_of(tiny_folder))
+    assert [record["verdict"] for record in records.values()] == ["passed"] * 9
+    assert WEIGHTS.replace("8", "2") in records and WEIGHTS in records
+    assert "decay 0.5" in records[WEIGHTS]["note"]
+
+
+def test_a_model_is_cut_to_two_layers(tiny_folder, tmp_path):
+    config = AutoConfig.from_pretrained(tiny_folder)
+    config.num_hidden_layers = 3
+    config.layer_types = ["full_attention"] * 3
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "whole")
+    cut_family(str(tmp_path / "whole"), tmp_path / "cut")
+    whole = PlainModel(tmp_path / "whole").base
+    cut = PlainModel(tmp_path / "cut").base
+    assert 0 < len(cut) < len(whole)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in cut.items())
+    assert {name.split(".")[2] for name in cut if ".layers." in name} == {"0", "1"}
+
+
+def test_adams_first_step_by_hand():
+    """A gradient of 2: the moments are 0.1 x 2 and 0.05 x 4, unbiased 2 and 4."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    moments = {"exp_avg": zero, "exp_avg_sq": zero}
+    direction, moments = adam_direction(zero + 2, moments, step=1)
+    assert moments["exp_avg"].item() == pytest.approx(0.2)
+    assert moments["exp_avg_sq"].item() == pytest.approx(0.2)
+    assert direction.item() == pytest.approx(2 / (2 + 1e-8), rel=1e-14)
+
+
+def test_learning_rates_by_hand():
+    setting = {"learning_rate": 0.5, "warmup_steps": 5, "num_steps": 3, "epochs_per_rollout": 5}
+    setting |= {"prompts_per_rollout": 2, "group_size": 4, "train_mini_batch_size": 0}
+    rates = {
+        name: [learning_rate(setting | {"lr_schedule": name}, number) for number in (2, 5, 10, 15)]
+        for name in ("constant", "linear", "cosine")
+    }
+    assert rates["constant"] == pytest.approx([0.2, 0.5, 0.5, 0.5])
+    assert rates["linear"] == pytest.approx([0.2, 0.5, 0.275, 0.05])
+    assert rates["cosine"] == pytest.approx([0.2, 0.5, 0.275, 0.05])
+
+
+def test_what_top_k_and_top_p_keep_by_hand():
+    """Probabilities 0.5, 0.3 and 0.2; within the two most likely ones 0.625 and 0.375."""
+    logits_TV = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64).log()
+
+    def kept(top_k: int, top_p: float) -> list[bool]:
+        setting = {"sampling_top_k": top_k, "sampling_top_p": top_p}
+        return kept_tokens(logits_TV, setting)[0].tolist()
+
+    assert kept(0, 1.0) == [True, True, True]
+    assert kept(0, 0.6) == [False, True, True]
+    assert kept(2, 1.0) == [False, True, True]
+    assert kept(2, 0.6) == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("mini_batches", "faults"),
+    [
+        ([[0, 1], [2]], []),
+        ([[2], [0, 1]], ["epoch 1 has mini-batches of other sizes"]),
+        ([[0, 1], [1]], ["epoch 1 does not take each row once"]),
+        ([[0, 2], [1]], ["epoch 1 tears groups apart"]),
+    ],
+)
+def test_faults_of_mini_batches(mini_batches, faults):
+    """Of two groups of two rows, one of which does not count."""
+    responses = [PlainResponse((1,), (2,), 0.0, row < 3, (-1.0,)) for row in range(4)]
+    rollout = PlainRollout(responses, mini_batches)
+    assert mini_batch_faults(rollout, epochs=1, size=2, group_size=2) == faults
