@@ -216,12 +216,15 @@ class TrlUpdate:
 
     def compute(self) -> None:
         """Add the update's gradient to the policy's."""
+        # As TRL trains: in evaluation mode it does not divide a part's loss by the number of parts.
+        self.model.train()
         for inputs in self.inputs:
             # TRL's mean is over a part's rows, and divided by the number of parts; ours is over all
             # rows
             parts = self.trainer.current_gradient_accumulation_steps
             mean = self.trainer._compute_loss(self.model, inputs) * parts
             (mean * len(inputs["advantages"]) / self.rows).backward()
+        self.model.eval()
 
 
 def take_rollout_rows(rollout: Rollout, rows: range) -> Rollout:
