@@ -76,9 +76,18 @@ Shown wrong by: that count. Read by: `StepWork`."""
 SYNC_PASSES = 3
 """Times that a number of the sampler's type passes through memory while it gets new weights.
 
-Source: it is written, sent, and written again where it is received. Shown wrong by: `seconds_sync`
-in a run's metrics.jsonl: an H200 took .30 to .33 s for 1.5 billion parameters, where this is .009
-to .034 (docs/gpus.md). Read by: `StepWork`."""
+Source: it is written, sent, and written again where it is received. Shown wrong by: a profile of
+`EngineClient.send`. It matters little beside the requests below. Read by: `StepWork`."""
+
+REQUEST_BYTES = 2**27
+"""Bytes of new weights for which vLLM's host takes as long as for a pass: it answers one request.
+
+Source: the trainer sends weights in buckets of at most so many bytes, `BUCKET_BYTES` of
+alignment/sampling/vllm_weights.py, each with a request to the engine. That a request takes as long
+as a pass, 14 to 15 ms, is an assumption which fits what was measured: an H200 took .30, .33 and .43
+s for 1.5 billion parameters in bfloat16, 13 to 19 ms for each of 23 such requests, and 1.1 billion
+parameters more took .16 to .19 s more, 10 to 12 ms for each (docs/gpus.md). Shown wrong by:
+`seconds_sync` in a run's metrics.jsonl. Read by: `StepWork`."""
 
 
 class Shares(NamedTuple):
@@ -273,11 +282,16 @@ class StepWork:
 
     def sync(self) -> Work:
         """The work of passing all weights to the sampler: fp32 weights are read, numbers of the
-        sampler's type written, sent, received and written again."""
-        parameters, itemsize = self.model.parameters, self.step.itemsize
+        sampler's type written, sent, received and written again; vLLM's host answers a request for
+        each part of them."""
+        sent_bytes = self.step.itemsize * self.model.parameters
+        requests = 0.0
+        if self.step.vllm:
+            requests = sent_bytes / REQUEST_BYTES
         return Work(
-            memory_bytes=(FP32 + SYNC_PASSES * itemsize) * parameters,
-            link_bytes=itemsize * parameters,
+            memory_bytes=FP32 * self.model.parameters + SYNC_PASSES * sent_bytes,
+            link_bytes=sent_bytes,
+            engine_passes=requests,
         )
 
     def checkpoint(self) -> Work:

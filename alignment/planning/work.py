@@ -13,7 +13,9 @@ class Work:
     link_bytes: float = 0.0  # To other devices of the machine.
     network_bytes: float = 0.0  # To other machines.
     disk_bytes: float = 0.0
-    engine_passes: float = 0.0  # Of vLLM's, which its host prepares and answers, one a token.
+    engine_passes: float = 0.0
+    """Of vLLM's, which its host prepares and answers: one a token, and one a request with new
+    weights."""
 
     @property
     def amounts(self) -> tuple[float, ...]:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from transformers import LlamaConfig
 
 from alignment.model.shape import ModelShape
 from alignment.planning.passes import ComputedModel, DecodedRows, PassTokens, decoding, forward
+from alignment.planning.phase_work import StepWork
 from alignment.planning.seconds import CARDS, NUMBERS, Hardware, hardware_of, rates
 from alignment.planning.work import Work
 from alignment.system.errors import UserError
@@ -62,6 +65,17 @@ def test_decodings_work_is_hand_worked():
     # one group's keys and values at a time
     two_lots = amounts(decoding(MODEL, DecodedRows(2, 2, 5, 3, 4), (5 + 2 * 4) * 32))
     assert two_lots["launches"] == 2 * counted["launches"] and two_lots["operations"] == operations
+
+
+def test_new_weights_work_is_hand_worked():
+    """1,992 parameters in fp32 are read, and their 2 bytes each pass three times through memory and
+    once over a link. vLLM's host answers a request for each 2^27 bytes of them."""
+    step = SimpleNamespace(itemsize=2, vllm=False)
+    work = StepWork(MODEL, cast(Any, step), *[cast(Any, None)] * 4).sync()
+    assert amounts(work) == {"memory_bytes": (4 + 3 * 2) * 1_992, "link_bytes": 2 * 1_992}
+    step.vllm = True
+    by_vllm = StepWork(MODEL, cast(Any, step), *[cast(Any, None)] * 4).sync()
+    assert amounts(by_vllm) == amounts(work) | {"engine_passes": 2 * 1_992 / 2**27}
 
 
 @pytest.mark.parametrize("name", CARDS)
