@@ -33,7 +33,6 @@ from alignment.data.prompts import CHAT
 from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
-from alignment.planning.placement import Roles
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.results import EvaluationResult
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
@@ -66,11 +65,10 @@ sys.modules[__name__].__class__ = EvaluateModule
 
 @dataclass(frozen=True)
 class CheckedEvaluation:
-    """What there is to evaluate, and on which devices: each model on the tasks, by name."""
+    """What there is to evaluate: each model on the tasks, by name."""
 
     models: Sequence[str]
     tasks: Mapping[str, EvaluateArgs]
-    roles: Roles
 
 
 def main() -> None:
@@ -93,7 +91,7 @@ def check_evaluation(args: EvaluateArgs, console: Console) -> CheckedEvaluation:
     tasks = arguments_by_task(args)
     if args.audit_base:
         tasks = audited_arguments(tasks, models)
-    roles = roles_of(args)
+    roles_of(args)  # Devices that cannot be are refused before a model loads.
     refuse_taken_name(args.output_dir, args.run_name)
     for model in models:
         check_model_path(model, "--model")
@@ -117,7 +115,7 @@ def check_evaluation(args: EvaluateArgs, console: Console) -> CheckedEvaluation:
     for model in models:
         # says what is wrong with the second before an hour is spent on the first
         resolve_model(model, args.output_dir)
-    return CheckedEvaluation(models, tasks, roles)
+    return CheckedEvaluation(models, tasks)
 
 
 def models_of(args: EvaluateArgs) -> Sequence[str]:
@@ -189,7 +187,7 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
     groups = []
     stop = None
     try:
-        with closing(evaluate_models(args, models, tasks, checked.roles, console)) as evaluations:
+        with closing(evaluate_models(args, models, tasks, console)) as evaluations:
             for model, task, evaluation in evaluations:
                 rows.append({"step": len(rows), "model": model, "task": task, **evaluation.record})
                 if args.audit_base:
@@ -233,14 +231,12 @@ def evaluate_models(
     args: EvaluateArgs,
     models: Sequence[str],
     tasks: Mapping[str, EvaluateArgs],
-    roles: Roles,
     console: Console,
 ) -> Generator[tuple[str, str, Any]]:
-    """Load each model, sample its answers to the problems of each task on the device of the role
-    "eval", and grade them. Yields
+    """Load each model, sample its answers to the problems of each task, and grade them. Yields
     (model, task, `Evaluation`)."""
     from alignment.builders.evaluations import prepare_evaluation
-    from alignment.builders.run_plan import plan_engine
+    from alignment.builders.run_plan import plan_evaluation
     from alignment.builders.samplers import make_sampler, stoppable
     from alignment.builders.warm_start import encode_problems
     from alignment.model.loading import load_tokenizer
@@ -257,7 +253,7 @@ def evaluate_models(
         for evaluation in evaluations.values():
             # refuses long ones
             encode_problems(evaluation.problems, model_path, tokenizer, args.max_new_tokens)
-        engine = plan_engine(args, roles, model_path, (roles.eval,))
+        engine = plan_evaluation(args, model_path)
         with closing(make_sampler(engine, tokenizer, console=console)) as sampler:
             for name, evaluation in evaluations.items():
                 number = len(evaluation.problems)
@@ -268,7 +264,9 @@ def evaluate_models(
                 # A signal waits from the last response on, until the caller has kept the answers.
                 with deferrable_signals():
                     with count_parts(status, evaluation.responses, console, "response") as ended:
-                        result = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
+                        result = evaluation.evaluate(
+                            stoppable(sampler, engine.config.device), ended
+                        )
                     yield model, name, result
 
 

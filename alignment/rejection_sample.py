@@ -23,7 +23,6 @@ from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks.own_data import read_demonstrations
-from alignment.planning.placement import Roles
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
@@ -59,14 +58,14 @@ def main() -> None:
             raise UserError(f"--output {file} exists already: delete it, or name another file")
     task = check(args)
     check_output(output.parent, output.name)
-    roles = roles_of(args)
+    roles_of(args)  # Devices that cannot be are refused before a model loads.
     check_model_path(args.model, "--model")
     check_chat_template(task, args.model)
     check_rules(args, task, check_training_split(task, args.dataset_path))
     examples: Demonstrations = []
     if args.few_shot:
         examples = read_examples(args.few_shot)
-    groups = sample_groups(args, examples, roles, console)
+    groups = sample_groups(args, examples, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if received_signal():
@@ -99,13 +98,11 @@ def rates_file(output: Path) -> Path:
     return output.with_name(f"{output.stem}.pass_rates.jsonl")
 
 
-def sample_groups(
-    args: RejectionArgs, examples: Demonstrations, roles: Roles, console: Console
-) -> list[Group]:
+def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
     """Scored answers to the first training problems, each prompted with the examples; a group a
     problem. Where a signal arrives, those of the first of these problems."""
     from alignment.builders.evaluations import eval_sampling
-    from alignment.builders.run_plan import plan_engine
+    from alignment.builders.run_plan import plan_sampling
     from alignment.builders.samplers import make_sampler, stoppable
     from alignment.builders.warm_start import encode_problems
     from alignment.model.loading import load_tokenizer
@@ -127,7 +124,7 @@ def sample_groups(
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)
-    engine = plan_engine(args, roles, path, roles.sample)
+    engine = plan_sampling(args, path)
     sampler = make_sampler(engine, tokenizer, console=console)
     status = (
         f"sampling {len(chosen)} problems x {args.num_samples} with {engine_name(args.sampler)}"
@@ -136,7 +133,7 @@ def sample_groups(
         closing(sampler),
         count_parts(status, len(chosen) * args.num_samples, console, "response") as ended,
     ):
-        completions = stoppable(sampler, roles.eval).sample(
+        completions = stoppable(sampler, engine.config.device).sample(
             prompts, eval_sampling(args, args.num_samples), ended
         )
         answered = chosen[: len(completions)] if received_signal() else chosen

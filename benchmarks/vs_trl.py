@@ -28,7 +28,6 @@ from rich.table import Table
 
 from alignment import train_rl
 from alignment.args import EvaluateArgs, RLArgs, from_preset
-from alignment.builders.devices import roles_of
 from alignment.core.losses import grpo_microbatch_train_step, loss_denominator
 from alignment.core.records import Distribution, Rollout, SamplingConfig
 from alignment.core.tokens import pad_token_id
@@ -386,7 +385,7 @@ def evaluate(args: RLArgs, model: str) -> dict:
     """The record of our evaluation of a model on the preset's held-out problems."""
     evaluation = from_preset(EvaluateArgs, args.preset)
     tasks = {evaluation.task: evaluation}
-    results = evaluate_models(evaluation, [model], tasks, roles_of(evaluation), Console(quiet=True))
+    results = evaluate_models(evaluation, [model], tasks, Console(quiet=True))
     ((_, _, evaluated),) = results
     return evaluated.record
 

@@ -3,7 +3,7 @@ engines, schedule and lengths. Builders read it here instead of working it out a
 
 from dataclasses import dataclass, replace
 
-from alignment.args import Args, RLArgs
+from alignment.args import Args, RLArgs, SFTArgs
 from alignment.builders.devices import (
     check_one_device,
     check_processes,
@@ -139,6 +139,38 @@ def _with_sleep(engine: EnginePlan, roles: Roles) -> EnginePlan:
     devices = engine.config.devices
     shares_gpu = devices[0] != "cpu" and not set(devices).isdisjoint(roles.policy)
     return replace(engine, config=replace(engine.config, sleeps=shares_gpu))
+
+
+@dataclass(frozen=True)
+class SFTPlan:
+    """How a run of `sft` is placed, resolved once (`plan_sft`)."""
+
+    policy: PolicyPlan
+    evaluation: EnginePlan  # Of the trained model.
+
+
+def plan_sft(args: SFTArgs, base: str) -> SFTPlan:
+    """The plan of a run that fine-tunes the model `base`. Raises `UserError` as `roles_of` and
+    `plan_policy`."""
+    roles = roles_of(args)
+    return SFTPlan(
+        policy=plan_policy(args, roles, base),
+        evaluation=plan_engine(args, roles, args.sft_base, (roles.eval,)),
+    )
+
+
+def plan_evaluation(args: Args, base: str) -> EnginePlan:
+    """The engine of --sampler that evaluates the model `base` where nothing is trained: on the
+    device of the role "eval"."""
+    roles = roles_of(args)
+    return plan_engine(args, roles, base, (roles.eval,))
+
+
+def plan_sampling(args: Args, base: str) -> EnginePlan:
+    """The engines of --sampler that sample from the model `base` where nothing is trained: on the
+    devices of the role "sample"."""
+    roles = roles_of(args)
+    return plan_engine(args, roles, base, roles.sample)
 
 
 def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -> EnginePlan:

@@ -22,10 +22,9 @@ from alignment.args import (
 )
 from alignment.builders.base_models import resolve_model
 from alignment.builders.checks import check_sft
-from alignment.builders.devices import roles_of
 from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.policies import make_policy
-from alignment.builders.run_plan import plan_engine, plan_policy
+from alignment.builders.run_plan import PolicyPlan, plan_sft
 from alignment.builders.samplers import make_sampler, stoppable
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
@@ -35,7 +34,6 @@ from alignment.data.tasks.own_data import Demonstration
 from alignment.evaluation.accuracy import Evaluation, joined_record
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
 from alignment.model.saving import check_saving
-from alignment.planning.placement import Roles
 from alignment.policy.policy import Policy
 from alignment.runs.run import Run, RunConfig, open_run, refuse_other_arguments
 from alignment.runs.run_folder import TRAINER, RunFolder, resumed_run_name
@@ -67,10 +65,10 @@ def run_sft(
         validation=encode_demonstrations(args, demonstrations["test"], base, tokenizer),
         pad_token_id=pad_token_id(tokenizer),
     )
-    roles = roles_of(args)
-    target = train_sft(args, roles, data, base, tokenizer, console)
-    engine = plan_engine(args, roles, str(target), (roles.eval,))
-    sampler = make_sampler(engine, tokenizer, console=console)
+    plan = plan_sft(args, base)
+    target = train_sft(args, plan.policy, data, base, tokenizer, console)
+    sampler = make_sampler(plan.evaluation, tokenizer, console=console)
+    device = plan.evaluation.config.device
     number = sum(evaluation.responses for evaluation in evaluations.values())
     with (
         closing(sampler),
@@ -80,7 +78,7 @@ def run_sft(
         for prefix, evaluation in evaluations.items():
             if others and received_signal():
                 break  # What has been evaluated is kept.
-            others[prefix] = evaluation.evaluate(stoppable(sampler, roles.eval), ended)
+            others[prefix] = evaluation.evaluate(stoppable(sampler, device), ended)
     results = dict(others)
     first = others.pop("")
     record = joined_record(first, others)
@@ -128,7 +126,7 @@ def sft_run_config(args: SFTArgs, data: SFTData) -> RunConfig:
 
 
 def train_sft(
-    args: SFTArgs, roles: Roles, data: SFTData, base: str, tokenizer, console: Console
+    args: SFTArgs, plan: PolicyPlan, data: SFTData, base: str, tokenizer, console: Console
 ) -> Path:
     """Fine-tune the model of the folder `base`, save it to --sft_base, and return that folder. The
     policy is freed on return, so that the engine of an evaluation finds room.
@@ -140,7 +138,6 @@ def train_sft(
         start = base
         if run.checkpoint and not args.lora_rank:
             start = str(run.checkpoint)
-        plan = plan_policy(args, roles, start)
         policy = make_policy(args, plan, start, run.checkpoint, dropout=True)
         previous_tokens = 0
         if run.checkpoint:
