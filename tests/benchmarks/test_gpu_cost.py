@@ -1,0 +1,145 @@
+"""The count of kernels of operators worked out by hand, and the seconds that follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import gpu_cost
+from benchmarks.gpu_cost import MEASURED, Rates, Setting, cost_of
+from benchmarks.gpu_trace import (
+    CARD,
+    COPIES,
+    EFFICIENT_FORWARD,
+    ELEMENTWISE,
+    INDEX_ADD,
+    PRODUCTS,
+    READ,
+    STRIDED,
+    Kernel,
+    traced_card,
+)
+
+RATES = Rates(
+    products=1000.0,
+    bandwidth=100.0,
+    smallest_kernel=0.01,
+    launch=0.5,
+    efficiency={PRODUCTS: 0.5, ELEMENTWISE: 1.0},
+)
+
+
+def on_card(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=CARD)
+
+
+def test_a_product_has_two_operations_for_each_pair_of_numbers():
+    with traced_card() as trace:
+        on_card(3, 4, dtype=torch.bfloat16) @ on_card(4, 5, dtype=torch.bfloat16)
+    # 12, 20 and 15 numbers of 2 bytes
+    assert trace.kernels == [Kernel("mm", PRODUCTS, operations=120, bytes=94)]
+
+
+def test_a_product_in_fp32_of_16_bit_numbers_writes_four_bytes_a_number():
+    with traced_card() as trace:
+        left, right = on_card(3, 4, dtype=torch.bfloat16), on_card(4, 5, dtype=torch.bfloat16)
+        torch.mm(left, right, out_dtype=torch.float32)
+    assert trace.kernels == [Kernel("mm", PRODUCTS, operations=120, bytes=64 + 60)]
+
+
+def test_a_sum_reads_two_and_writes_one_and_a_view_does_nothing():
+    with traced_card() as trace:
+        (on_card(2, 3) + on_card(3, 2).view(2, 3)).view(6)
+    assert trace.kernels == [Kernel("add", ELEMENTWISE, bytes=72)]
+
+
+def test_what_is_broadcast_is_read_once_and_by_the_slower_kernel():
+    with traced_card() as trace:
+        on_card(2, 3) * on_card(2, 1)
+    assert trace.kernels == [Kernel("mul", STRIDED, bytes=24 + 8 + 24)]
+
+
+def test_a_sum_in_place_reads_and_writes_its_target_and_a_copy_only_writes_it():
+    with traced_card() as trace:
+        target = on_card(6)
+        target += on_card(6)
+        target.copy_(on_card(6))
+    assert trace.kernels == [
+        Kernel("add_", ELEMENTWISE, bytes=72),
+        Kernel("copy_", COPIES, bytes=48),
+    ]
+
+
+def test_index_add_moves_the_rows_that_it_adds():
+    with traced_card() as trace:
+        places = torch.tensor([0, 1]).to(CARD)
+        trace.kernels.clear()
+        on_card(100, 3).index_add_(0, places, on_card(2, 3))
+    # two places of 8 bytes; 6 numbers are read, and their sums read and written
+    assert trace.kernels == [Kernel("index_add_", INDEX_ADD, bytes=16 + 3 * 24)]
+
+
+def test_a_gpu_takes_its_own_attention_and_half_of_the_products_where_it_is_causal():
+    with traced_card() as trace:
+        q = on_card(1, 2, 10, 8, dtype=torch.bfloat16)
+        assert q.is_cuda
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0, True)
+    # Q K^T and weights by values: 2 * 2 * (2 heads * 10 * 10 * 8), and half of it
+    assert [kernel.kind for kernel in trace.kernels] == [EFFICIENT_FORWARD]
+    assert trace.kernels[0].operations == 3200
+    assert not hasattr(torch.Tensor.__dict__, "is_cuda")
+
+
+def test_a_gradient_is_counted_with_the_sum_that_takes_it():
+    with traced_card() as trace:
+        weight = on_card(4, 5).requires_grad_()
+        product = on_card(3, 4) @ weight
+        trace.kernels.clear()
+        gradient = on_card(3, 5)
+        product.backward(gradient)
+        product = on_card(3, 4) @ weight
+        trace.kernels.clear()
+        product.backward(gradient)
+    assert trace.kernels == [
+        Kernel("mm", PRODUCTS, operations=120, bytes=4 * 47),
+        Kernel("add_", ELEMENTWISE, bytes=240),
+    ]
+
+
+def test_the_host_waits_where_it_reads():
+    with traced_card() as trace:
+        on_card(3).cpu()
+        torch.empty(3) + 1  # the host's own
+    assert [kernel.kind for kernel in trace.kernels] == [READ]
+
+
+def test_a_segment_takes_what_the_slower_of_host_and_card_takes():
+    product = Kernel("mm", PRODUCTS, operations=1000, bytes=10)
+    add = Kernel("add", ELEMENTWISE, bytes=50)
+    # the card: 1000 / 1000 / .5 = 2 s; .5 s; the smallest kernel .01 s. The host: .5 s a launch
+    cost = cost_of([Counter({product: 1, add: 1}), Counter({replace(add, bytes=0): 3})], RATES)
+    assert cost.card == pytest.approx(2.5 + 0.03)
+    assert cost.host == pytest.approx(2.5)
+    assert cost.seconds == pytest.approx(2.5 + 1.5)
+    assert cost.launches == 5
+
+
+def test_layers_are_alike(monkeypatch):
+    small = dict(gpu_cost.SMOLLM2, vocab_size=500, num_hidden_layers=4)
+    monkeypatch.setattr(gpu_cost, "SMOLLM2", small)
+    setting = Setting(model="smollm2", prompts=2, group_size=2, prompt=3, response=4)
+    by_two = gpu_cost.count_kernels(setting)
+    all_layers = gpu_cost.segments_of(gpu_cost.trace_update(setting))
+    assert by_two == all_layers
+
+
+def test_two_of_the_six_figures_are_held_out():
+    held_out = [name for name, figure in MEASURED["figures"].items() if figure["held_out"]]
+    assert held_out == [
+        "update, 16,384, Liger's kernels",
+        "attention layer, forward and backward",
+    ]
+    assert MEASURED["figures"].keys() == gpu_cost.FIGURES.keys()
