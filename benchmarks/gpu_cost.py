@@ -223,8 +223,8 @@ def trace_decode(setting: Setting) -> list[Kernel]:
 
 
 def trace_attention(setting: Setting, backward: bool = True) -> list[Kernel]:
-    """The kernels of the attention of one layer: two prompts of 150 tokens, each with 8 responses of
-    900 tokens, as it was measured; heads of Qwen2.5-Math-1.5B."""
+    """The kernels of the attention of one layer: two prompts, each with responses of 900 tokens, as
+    it was measured; heads of Qwen2.5-Math-1.5B."""
     rows = []
     for group in range(2):
         prompt = (group, *range(setting.prompt - 1))
@@ -268,8 +268,8 @@ FIGURES: dict[str, Setting] = {
 
 
 def count_kernels(setting: Setting) -> list[Segment]:
-    """How often each kernel of some work runs. All layers of a model are alike, so that those of one
-    and of two say what each further layer adds; to trace every layer would take minutes."""
+    """How often each kernel of some work runs. All layers of a model are alike, so that those of
+    one and of two say what each further layer adds; to trace every layer would take minutes."""
     one = segments_of(TRACES[setting.work](replace(setting, layers=1)))
     if setting.work.startswith("attention"):
         return one
