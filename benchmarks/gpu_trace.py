@@ -19,9 +19,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from alignment.model import log_probs, parallel_micro_batches
+from alignment.model import flash_attention, log_probs, parallel_micro_batches
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.packing import ATTENTION
 
@@ -92,6 +93,12 @@ class Call:
     """By their names in the operator's schema."""
     read: tuple[torch.Tensor, ...]
     written: tuple[torch.Tensor, ...]
+    sources: Mapping[torch.Tensor, torch.Tensor]
+    """Of whole numbers on the card, those of the host that they are copies of."""
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """The whole numbers of an argument that is a copy of the host's."""
+        return self.sources[self.arguments[name]]
 
     def kernel(self, kind: str, **work: float) -> Kernel:
         """A kernel that reads what the call reads, and writes what it writes, once, unless `work`
@@ -228,6 +235,37 @@ def count_efficient_attention_backward(call: Call) -> Sequence[Kernel]:
     ]
 
 
+def flash_products(call: Call) -> float:
+    """Operations of the runs of a call of the flash kernel, each of whose queries see a run of
+    keys, in a causal call half of it."""
+    q = call.arguments["query"]
+    pairs = call.numbers("cum_seq_q").diff() * call.numbers("cum_seq_k").diff()
+    operations = 4.0 * q.shape[1] * q.shape[2] * float(pairs.sum())
+    if call.arguments["is_causal"]:
+        return operations / 2
+    return operations
+
+
+def count_flash(call: Call) -> Sequence[Kernel]:
+    return [call.kernel(FLASH_FORWARD, operations=flash_products(call))]
+
+
+def count_flash_backward(call: Call) -> Sequence[Kernel]:
+    """Five products where forward has two. The main kernel's helpers are in the time that was
+    measured of it: dO . O, with zeros for an fp32 sum of the queries' gradients; the cast of that
+    sum; and where heads of queries share keys, sums over these heads, of keys and of values."""
+    q = call.arguments["query"]
+    k = call.arguments["key"]
+    launches = 3
+    helpers = 2.0 * bytes_of(q) + 2 * 4.0 * q.numel() + bytes_of(q)
+    if q.shape[1] != k.shape[1]:
+        launches += 2
+        helpers += 2 * 2.0 * bytes_of(k) * q.shape[1] / k.shape[1]
+    moved = call.kernel(FLASH_BACKWARD).bytes + helpers
+    operations = 2.5 * flash_products(call)
+    return [Kernel(call.name, FLASH_BACKWARD, operations, moved, launches)]
+
+
 COUNTS: dict[str, Count] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_"), count_product),
     **dict.fromkeys(("copy_", "_to_copy", "clone", "cat", "constant_pad_nd"), count_copy),
@@ -260,6 +298,8 @@ COUNTS: dict[str, Count] = {
     "slice_backward": count_part_backward,
     "select_backward": count_part_backward,
     "logsumexp": count_log_sum_exp,
+    "_flash_attention_forward": count_flash,
+    "_flash_attention_backward": count_flash_backward,
     "_scaled_dot_product_efficient_attention": count_efficient_attention,
     "_scaled_dot_product_efficient_attention_backward": count_efficient_attention_backward,
 }
@@ -296,6 +336,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.fake_mode = fake_mode
         self.kernels: list[Kernel] = []
+        self.sources = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -308,6 +349,9 @@ class Trace(TorchDispatchMode):
             return function(*args, **kwargs)
         with self.fake_mode:
             result = function(*args, **kwargs)
+        if tensors and not takes_fakes:
+            # Whole numbers, or a mask, go from the host to the card.
+            self.sources[result] = args[0]
         self._count(function, args, kwargs, result)
         return result
 
@@ -316,7 +360,7 @@ class Trace(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         if function.is_view or name in NO_KERNEL:
             return
-        call = make_call(function, name, args, kwargs, result)
+        call = make_call(function, name, args, kwargs, result, self.sources)
         is_result = any(is_on_card(tensor) for tensor in call.written)
         reads = name in READS and any(is_on_card(tensor) for tensor in call.read)
         if reads and not is_result:
@@ -326,7 +370,7 @@ class Trace(TorchDispatchMode):
             self.kernels += count(call)
 
 
-def make_call(function, name: str, args, kwargs, result) -> Call:
+def make_call(function, name: str, args, kwargs, result, sources) -> Call:
     """What an operator reads and writes. An argument named `out` and the target of a copy are
     written alone."""
     arguments = {}
@@ -341,13 +385,14 @@ def make_call(function, name: str, args, kwargs, result) -> Call:
         is_target = is_written and (argument.kwarg_only or name in ("copy_", "fill_", "zero_"))
         if not is_target:
             read += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return Call(name, arguments, tuple(read), tuple(written))
+    return Call(name, arguments, tuple(read), tuple(written), sources)
 
 
 @contextmanager
-def traced_card() -> Iterator[Trace]:
+def traced_card(flash: bool = True) -> Iterator[Trace]:
     """A block in which tensors are fake, and operators on `CARD` are counted. Micro-batches follow
-    one another there, and logits come in the pieces of a GPU, which has no `LOGITS_IN_CACHE`."""
+    one another there, and logits come in the pieces of a GPU, which has no `LOGITS_IN_CACHE`.
+    `flash`: whether the self-check accepts flash kernels, which computes nothing there."""
     trace = Trace(FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(parallel_micro_batches, "PARALLEL", 1))
@@ -355,6 +400,8 @@ def traced_card() -> Iterator[Trace]:
         # A property of the class, since modes of functions do not reach a backward pass.
         is_cuda = mock.patch.object(torch.Tensor, "is_cuda", property(is_on_card), create=True)
         stack.enter_context(is_cuda)
+        check = mock.patch.object(flash_attention, "passes_check", lambda *heads: flash)
+        stack.enter_context(check)
         stack.enter_context(trace)
         yield trace
 

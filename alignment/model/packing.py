@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from alignment.core.tokens import Row, rows_by_prompt
-from alignment.model.attention import AttentionRule, JoinedAttention, Part
+from alignment.model.attention import AttentionRule, Inputs, JoinedAttention, Part
+from alignment.model.flash_attention import FlashAttention, FlashLayout, Lengths, takes_flash
 from alignment.model.huggingface import (
     ALL_ATTENTION_FUNCTIONS,
     AttentionInterface,
@@ -33,6 +35,7 @@ class Packing:
     parts: list[Part]
     """Who sees whom: prefixes and suffixes themselves, then suffixes their prefixes, which are of
     one length in each part."""
+    lengths: Lengths
     applied: list[bool] = field(default_factory=list)
     """Not empty once a model's attention has gone by this packing."""
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
@@ -43,10 +46,18 @@ class Packing:
         # Under autocast only values are sure to be of the type of products: rotary embeddings are
         # in float32.
         q_NHD, k_NHD, v_NHD = (
-            tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)
+            tensor.squeeze(0).transpose(0, 1).to(value.dtype) for tensor in (query, key, value)
         )
-        parts = self.to(query.device).parts
+        packing = self.to(query.device)
+        if takes_flash(Inputs(q_NHD, k_NHD, v_NHD), self.lengths, rule):
+            return FlashAttention.apply(q_NHD, k_NHD, v_NHD, packing.flash, rule.scaling)[None]
+        parts = packing.parts
         return JoinedAttention.apply(q_NHD, k_NHD, v_NHD, rule.sinks, parts, rule)[None]
+
+    @cached_property
+    def flash(self) -> FlashLayout:
+        """The same for flash kernels, made once for all layers."""
+        return FlashLayout.of(self.lengths, self.input_ids_1N.device)
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
@@ -112,6 +123,7 @@ def pack(rows: Sequence[Row]) -> Packing:
         position_ids_1N=torch.cat(positions)[None],
         spots_BT=spots_BT,
         parts=_parts(prefixes, suffixes, places),
+        lengths=_lengths(prefixes, suffixes),
     )
 
 
@@ -154,6 +166,14 @@ def _parts(
         keys = _padded([prefix for _, prefix in seen])
         parts.append(Part(queries, keys, length))
     return parts
+
+
+def _lengths(prefixes: Sequence[Segment], suffixes: Sequence[Segment]) -> Lengths:
+    """The tokens of prefixes, and of each one's suffixes."""
+    of_suffixes: list[list[int]] = [[] for _ in prefixes]
+    for suffix in suffixes:
+        of_suffixes[suffix.prefix].append(len(suffix.ids))
+    return Lengths([len(prefix.ids) for prefix in prefixes], of_suffixes)
 
 
 def _padded(places: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -32,6 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from alignment.model.flash_attention import passes_check
+from tests.devices.flash_kernels import flash_backward, flash_forward
+
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 GIGABYTE = 2**30
@@ -238,6 +241,8 @@ class Kernels(TorchDispatchMode):
             aten._scaled_dot_product_efficient_attention_backward.default: (
                 efficient_attention_backward
             ),
+            aten._flash_attention_forward.default: flash_forward,
+            aten._flash_attention_backward.default: flash_backward,
         }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -555,6 +560,9 @@ def simulated_gpus(number: int) -> Iterator[Claims]:
         )
         for place, name, value in patched:
             stack.enter_context(mock.patch.object(place, name, value))
+        # What a check has said of these devices is not of a real one.
+        passes_check.cache_clear()
+        stack.callback(passes_check.cache_clear)
         stack.enter_context(Functions(claims))
         stack.enter_context(Kernels(claims))
         yield claims

@@ -5,7 +5,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+DEVICES = Path(__file__).resolve().parents[1]
+# The last: the package is that of PYTHONPATH.
+sys.path += [str(DEVICES), str(DEVICES.parents[1])]
 
 if number := os.environ.get("SIMULATED_GPUS"):
     # The package says how threads wait, which it must before torch is loaded.
