@@ -210,7 +210,7 @@ def trace_decode(setting: Setting) -> list[Kernel]:
     encoded = [[number] * setting.prompt for number in range(setting.prompts)]
     rows = setting.prompts * setting.group_size
     with traced_card(setting.flash) as trace, torch.no_grad():
-        model = fake_model(config_of(setting)).to(torch.bfloat16)
+        model = fake_model(config_of(setting), torch.bfloat16)
         decoding = _SharedDecoding(model, encoded, sampling)
         tokens = torch.zeros(rows, dtype=torch.int64, device=CARD)
         uniforms = torch.zeros(rows, device=CARD)

@@ -316,6 +316,9 @@ NO_KERNEL = {
     "lift_fresh",
 }
 """Operators beside views that start nothing."""
+FACTORIES = (torch.ops.aten.empty, torch.ops.aten.zeros, torch.ops.aten.ones)
+"""Operators that make tensors of floating point from nothing, unless they are told another type."""
+
 READS = {"_to_copy", "copy_", "_local_scalar_dense"}
 """Operators by which the host reads what is on the card."""
 
@@ -344,7 +347,7 @@ class Trace(TorchDispatchMode):
         takes_fakes = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         dtype = kwargs.get("dtype") or torch.float32
-        makes_floats = not tensors and dtype.is_floating_point
+        makes_floats = function.overloadpacket in FACTORIES and dtype.is_floating_point
         if not (takes_fakes or makes_floats or CARD in leaves):
             return function(*args, **kwargs)
         with self.fake_mode:
@@ -388,6 +391,20 @@ def make_call(function, name: str, args, kwargs, result, sources) -> Call:
     return Call(name, arguments, tuple(read), tuple(written), sources)
 
 
+def tensor_on_card(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor`, which itself forgets the number of a CPU."""
+
+    def tensor(data, *, device=None, **options) -> torch.Tensor:
+        made = make(data, **options)
+        if device is None:
+            return made
+        if made.is_floating_point():
+            return torch.empty(made.shape, dtype=made.dtype, device=device)
+        return made.to(device)
+
+    return tensor
+
+
 @contextmanager
 def traced_card(flash: bool = True) -> Iterator[Trace]:
     """A block in which tensors are fake, and operators on `CARD` are counted. Micro-batches follow
@@ -400,21 +417,22 @@ def traced_card(flash: bool = True) -> Iterator[Trace]:
         # A property of the class, since modes of functions do not reach a backward pass.
         is_cuda = mock.patch.object(torch.Tensor, "is_cuda", property(is_on_card), create=True)
         stack.enter_context(is_cuda)
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor_on_card(torch.tensor)))
         check = mock.patch.object(flash_attention, "passes_check", lambda *heads: flash)
         stack.enter_context(check)
         stack.enter_context(trace)
         yield trace
 
 
-def fake_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of a shape, in float32 on the card; call it in a `traced_card`."""
+def fake_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of a shape, on the card; call it in a `traced_card`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION, dtype=torch.float32
         )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=CARD)
+            empty = torch.empty(parameter.shape, dtype=dtype, device=CARD)
             setattr(module, name, torch.nn.Parameter(empty))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=CARD))

@@ -269,6 +269,16 @@ def check_error(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int
 ) -> float:
     """The largest relative error of output and gradients of `FlashAttention` on random numbers."""
+    # A sampler's first pass may come here in inference mode, whose tensors take no gradient.
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast:
+        return _check_error(device, dtype, heads, key_heads, size)
+
+
+def _check_error(
+    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, size: int
+) -> float:
+    """`check_error`, in torch's usual modes."""
     generator = torch.Generator().manual_seed(0)
     layout = FlashLayout.of(CHECKED, device)
     tokens = sum(CHECKED.prefixes) + sum(map(sum, CHECKED.suffixes))
@@ -280,15 +290,14 @@ def check_error(
     inputs = [draw(number).requires_grad_() for number in (heads, key_heads, key_heads)]
     wide = [tensor.detach().float().requires_grad_() for tensor in inputs]
     gradient = draw(heads)
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        out = FlashAttention.apply(*inputs, layout, size**-0.5)
-        expected = _attend_rows(Inputs(*wide), CHECKED, size**-0.5)
-        pairs = [(out, expected)]
-        pairs += zip(
-            torch.autograd.grad(out, inputs, gradient),
-            torch.autograd.grad(expected, wide, gradient.float()),
-            strict=True,
-        )
+    out = FlashAttention.apply(*inputs, layout, size**-0.5)
+    expected = _attend_rows(Inputs(*wide), CHECKED, size**-0.5)
+    pairs = [(out, expected)]
+    pairs += zip(
+        torch.autograd.grad(out, inputs, gradient),
+        torch.autograd.grad(expected, wide, gradient.float()),
+        strict=True,
+    )
     errors = [(own.float() - other).norm() / other.norm() for own, other in pairs]
     return float(torch.stack(errors).detach().max())
 

@@ -93,6 +93,26 @@ def test_a_gpu_takes_its_own_attention_and_half_of_the_products_where_it_is_caus
     assert not hasattr(torch.Tensor.__dict__, "is_cuda")
 
 
+def test_flash_attention_multiplies_the_pairs_of_each_run():
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with traced_card() as trace:
+        q = on_card(5, 4, 8, dtype=torch.bfloat16)
+        k = on_card(5, 2, 8, dtype=torch.bfloat16)
+        place = starts.to(CARD)
+        trace.kernels.clear()
+        forward = torch.ops.aten._flash_attention_forward
+        out, log_sum, *state, _ = forward(q, k, k, place, place, 3, 3, 0.0, True, False, scale=1.0)
+        backward = torch.ops.aten._flash_attention_backward
+        backward(out, q, k, k, out, log_sum, place, place, 3, 3, 0.0, False, *state, scale=1.0)
+    causal, whole = trace.kernels
+    # 9 and 4 pairs in each of 4 heads, 8 products and sums for a score, and 8 for its value
+    assert causal.operations == 4 * 4 * 8 * 13 / 2
+    assert causal.launches == 1
+    # five products for two; zeros with dO . O, a cast, and two sums over heads that share keys
+    assert whole.operations == 2.5 * 4 * 4 * 8 * 13
+    assert whole.launches == 5
+
+
 def test_a_gradient_is_counted_with_the_sum_that_takes_it():
     with traced_card() as trace:
         weight = on_card(4, 5).requires_grad_()
@@ -128,7 +148,7 @@ def test_a_segment_takes_what_the_slower_of_host_and_card_takes():
 
 
 def test_layers_are_alike(monkeypatch):
-    small = dict(gpu_cost.SMOLLM2, vocab_size=500, num_hidden_layers=4)
+    small = dict(gpu_cost.SMOLLM2, vocab_size=500, num_hidden_layers=3)
     monkeypatch.setattr(gpu_cost, "SMOLLM2", small)
     setting = Setting(model="smollm2", prompts=2, group_size=2, prompt=3, response=4)
     by_two = gpu_cost.count_kernels(setting)

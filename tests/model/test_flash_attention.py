@@ -158,6 +158,12 @@ def test_it_is_taken_in_16_bits_where_the_check_accepts_it(emulated):
     assert takes_flash(inputs, LENGTHS_OF_ONE, AttentionRule(1.0, window=5))
 
 
+@torch.inference_mode()
+def test_a_sampler_may_be_the_first_to_ask(emulated):
+    inputs = inputs_that_claim_a_gpu(torch.bfloat16)
+    assert takes_flash(inputs, LENGTHS_OF_ONE, AttentionRule(1.0))
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "rule"),
     [
