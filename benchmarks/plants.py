@@ -19,6 +19,8 @@ class Plant:
     """Arguments with which the fault acts, beside those of every plant."""
     resumes: bool = False
     """Whether it acts on a run that is killed and resumed alone."""
+    unseen_because: str = ""
+    """Why nothing can see it, where nothing does."""
 
 
 def of_file(file: str, *plants: tuple) -> list[Plant]:

@@ -285,8 +285,12 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
         if estimator is config.advantage.estimator and config.advantage.smallest_group <= GROUP:
             estimator_name = name
             advantage = dataclasses.replace(config.advantage, group_size=GROUP)
+    own_loss = config.loss
+    if own_loss.token_selection == "clip_cov":
+        # All tokens that are eligible, instead of some by chance.
+        own_loss = dataclasses.replace(own_loss, selected_share=1.0)
     run_settings = [
-        PaperSetting(name, config.loss, estimator_name, advantage)
+        PaperSetting(name, own_loss, estimator_name, advantage)
         for name, loss in LOSSES.items()
         if loss == config.loss.loss
     ]

@@ -85,6 +85,9 @@ class PaperSlopes(NamedTuple):
     entropies: list[float]
 
 
+# The papers' shares of tokens, where --selected_share names none: arXiv:2506.01939, section 5.2,
+# and arXiv:2505.22617, section 4.3.
+SELECTED_SHARES = {"top_entropy": 0.2, "clip_cov": 2e-4, "kl_cov": 2e-3}
 # The losses in which the loss of a token depends on all tokens of its response.
 OF_WHOLE_RESPONSES = ("gspo", "gmpo")
 
@@ -94,25 +97,20 @@ def paper_values(setting: Mapping, rewards: Sequence[float], values: PaperLogPro
     the derivatives of this loss by the policy's log-probs, one response after another, then those
     by its entropies."""
     advantages = paper_advantages(setting, rewards, [len(row) for row in values.policy])
-
-    def derivatives(name: str) -> list[float]:
-        rows: LogProbs = getattr(values, name)
-        gradient = []
-        for index, row in enumerate(rows):
-            for position in range(len(row)):
-                moved = values._replace(**{name: moved_by_step(rows, index, position)})
-                gradient.append(paper_loss(setting, rewards, advantages, moved).imag / STEP)
-        return gradient
-
     loss = paper_loss(setting, rewards, advantages, values).real
-    return [*advantages, loss, *derivatives("policy"), *derivatives("entropies")]
+    by_log_probs: list[float] = []
+    by_entropies: list[float] = []
+    for part in paper_parts(setting, rewards, token_advantages(advantages, values), values):
+        slopes = paper_slopes(part)
+        by_log_probs += slopes.log_probs
+        by_entropies += slopes.entropies
+    return [*advantages, loss, *by_log_probs, *by_entropies]
 
 
-def moved_by_step(values: LogProbs, index: int, position: int) -> LogProbs:
-    """The values, one of which has a complex step."""
-    moved = [list(row) for row in values]
-    moved[index][position] += 1j * STEP
-    return moved
+def token_advantages(advantages: Sequence[float], log_probs: PaperLogProbs) -> list[list[float]]:
+    """The advantage of each token [B][t], which is its response's."""
+    pairs = zip(advantages, log_probs.policy, strict=True)
+    return [[advantage] * len(row) for advantage, row in pairs]
 
 
 def paper_loss(
@@ -122,8 +120,7 @@ def paper_loss(
     log_probs: PaperLogProbs,
 ) -> complex:
     """The loss of one optimiser step."""
-    pairs = zip(advantages, log_probs.policy, strict=True)
-    of_tokens = [[advantage] * len(row) for advantage, row in pairs]
+    of_tokens = token_advantages(advantages, log_probs)
     total: complex = 0.0
     for part in paper_parts(setting, rewards, of_tokens, log_probs):
         total += paper_part_loss(part, range(len(part.selected)))
@@ -244,7 +241,10 @@ def paper_selected(
         return [[low <= value <= high for value in row] for row in covariances]
     ranked = entropies if selection == "top_entropy" else covariances
     tokens = sum(len(row) for row in ranked)
-    number = max(1, int(tokens * setting["selected_share"]))
+    share = setting["selected_share"]
+    if share is None:
+        share = SELECTED_SHARES[selection]
+    number = max(1, int(tokens * share))
     threshold = sorted(value for row in ranked for value in row)[-number]
     return [[value >= threshold - TIE for value in row] for row in ranked]
 

@@ -45,6 +45,8 @@ WARM_STEPS = 2  # of the optimiser, that its made-up moments stand for
 CHANGE_OF_LOSS = 0.1
 CLIP_SHARE = 0.25  # of the gradient's norm, that the limit on it is at most
 RATE_WITHOUT_GRADIENT = 1e-4
+# Where a fault leaves rounding alone of the gradient, a higher rate would destroy the weights.
+HIGHEST_RATE = 1e-2
 FURTHER_TRIALS = 2
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -162,13 +164,13 @@ class TwoRollouts:
         self._accumulate(rollout, range(len(rollout.lengths)), provisional.config)
         norm = self.policy.clip_gradient(math.inf).item()
         self.policy.drop_gradient()
-        if not norm:
+        if not 0 < norm < math.inf:
             return self.make_setting(Chosen(several, RATE_WITHOUT_GRADIENT))
         # A step of AdamW has about the learning rate's length in each of the weights.
         length = math.sqrt(sum(tensor.numel() for tensor in self.trained_weights().values()))
         warmup = provisional.flags["warmup_steps"]
         risen = min(1.0, provisional.config.updates_per_rollout / max(1, warmup))
-        rate = CHANGE_OF_LOSS / (norm * length * risen)
+        rate = min(HIGHEST_RATE, CHANGE_OF_LOSS / (norm * length * risen))
         return self.make_setting(Chosen(several, rate, CLIP_SHARE * norm))
 
     def _accumulate(self, rollout: Rollout, rows: Sequence[int], config: UpdateConfig) -> None:
@@ -341,12 +343,13 @@ class Trial:
 
     def difference_of_gradient(self) -> float:
         expected_D = self._expected_gradient_D
-        return ((self.gradient_D - expected_D).norm() / expected_D.norm()).item()
+        return share_of((self.gradient_D - expected_D).norm().item(), expected_D.norm().item())
 
     def scale_of_gradient(self) -> float:
         expected_D = self._expected_gradient_D
-        along = self.gradient_D.to(expected_D) @ expected_D / expected_D.norm() ** 2
-        return (along - 1).abs().item()
+        square = expected_D.norm().item() ** 2
+        along = (self.gradient_D.to(expected_D) @ expected_D).item()
+        return share_of(abs(along - square), square)
 
     def faults(self) -> list[str]:
         """What is wrong with the rows of the updates."""
@@ -358,6 +361,14 @@ class Trial:
                 rollout, config.epochs_per_rollout, size, config.advantage.group_size
             )
         return faults
+
+
+def share_of(difference: float, whole: float) -> float:
+    """A difference as a share of a whole; of nothing, where groups leave no gradient, any
+    difference is infinite."""
+    if not whole:
+        return math.inf if difference else 0.0
+    return difference / whole
 
 
 def own_functions(flags: Mapping[str, Any]) -> str:

@@ -47,8 +47,6 @@ EDGE = 1e-5  # nats, that a float32 log-prob may be off
 ROUNDING = 2.0**-24  # of float32, as a share of a number, at most
 # The share of the peak that a falling schedule ends at.
 LAST_SHARE = 0.1
-# The papers' shares of tokens, where --selected_share names none.
-SELECTED_SHARES = {"top_entropy": 0.2, "clip_cov": 2e-4, "kl_cov": 2e-3}
 # The losses without a ratio to an old policy.
 WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")
 
@@ -331,8 +329,6 @@ class Learner:
         """Make one optimiser update."""
         self.updates += 1
         setting = dict(self.setting)
-        if setting["selected_share"] is None:
-            setting["selected_share"] = SELECTED_SHARES.get(setting["token_selection"])
         leaves = {name: tensor.requires_grad_() for name, tensor in self.weights.items()}
         values = None
         if setting["token_selection"] != "none" or setting["entropy_target"]:

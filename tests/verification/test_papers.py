@@ -282,11 +282,32 @@ def test_losses_with_settings_of_their_own_are_the_papers(name, settings):
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
+def test_a_run_that_names_no_share_has_the_papers(name):
+    changes = {"token_selection": name, "covariance_low": 0.02, "epochs_per_rollout": 2}
+    of_run, *_ = checks_without_model(dataclasses.replace(ARGS, **changes).update_config)
+    assert of_run.quantity() < 1e-9
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
 def test_another_selection_in_an_entrys_place_is_noticed(name, monkeypatch):
     other = "clip_cov" if name == "top_entropy" else "top_entropy"
     changed = dataclasses.replace(SELECTIONS[name], choose=SELECTIONS[other].choose)
     monkeypatch.setitem(SELECTIONS, name, changed)
     assert difference(concerns=lambda setting: setting.loss.token_selection == name) > 1e-3
+
+
+def whole_derivatives(setting, rewards, values: PaperLogProbs, name: str) -> list[float]:
+    """The derivatives of the loss of the whole step, for advantages of 1/2 and -1/2, by each of
+    some values."""
+    derivatives = []
+    rows = getattr(values, name)
+    for index, row in enumerate(rows):
+        for position in range(len(row)):
+            moved = [list(of_response) for of_response in rows]
+            moved[index][position] += 1e-30j
+            loss = paper_loss(setting, rewards, [0.5, -0.5], values._replace(**{name: moved}))
+            derivatives.append(loss.imag / 1e-30)
+    return derivatives
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -302,7 +323,10 @@ def test_slopes_of_a_response_alone_are_those_of_the_whole_loss(loss):
     other = [[-0.4, -1.3, -0.7], [-0.9, -0.8]]
     values = PaperLogProbs(policy, old, other, other, [[0.5, 1.0, 0.2], [0.3, 0.8]])
     rewards = [1.0, 0.0]
-    expected = paper_values(setting, rewards, values)[3:]
+    expected = [
+        *whole_derivatives(setting, rewards, values, "policy"),
+        *whole_derivatives(setting, rewards, values, "entropies"),
+    ]
     advantages = [[0.5] * 3, [-0.5] * 2]
     slopes = [paper_slopes(part) for part in paper_parts(setting, rewards, advantages, values)]
     by_log_probs = [slope for of_response in slopes for slope in of_response.log_probs]

@@ -307,6 +307,7 @@ HEALTHY = (
     {"token_selection": "top_entropy", "advantage": "problem_average"},
     {"token_selection": "kl_cov", "sampler_correction": "sequence_mask", "lora_rank": 4},
     {"token_selection": "clip_cov", "covariance_low": 0.1, "optimizer": "adamw_cpu_offload"},
+    {"advantage": "pass_at_k"},  # Of 4 responses, which leaves no gradient.
     {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
     {"dtype": "bfloat16", "entropy_coefficient": 0.01},
 )
@@ -321,6 +322,20 @@ def test_no_false_alarm(tiny_folder):
             settings,
             records,
         )
+
+
+@pytest.mark.slow
+def test_groups_of_equal_answers_stop_nothing(tiny_folder):
+    """Rounding alone is left of their gradient; a rate chosen by that would destroy the weights."""
+
+    def sample(real, *arguments):
+        return [[completions[0]] * len(completions) for completions in real(*arguments)]
+
+    updates = updates_of(tiny_folder)
+    with changed(updates.sampler, "sample", sample):
+        records = records_of(updates)
+    assert len(records) == 9
+    assert not any(record["error"] for record in records.values()), records
 
 
 def test_one_update_of_a_rollout_is_compared_too(tiny_folder):
