@@ -54,13 +54,13 @@ ADVANTAGES = of_file(
         "a std of the population in the place of the sample's",
         "return (squares_P1 / (number_P1 - 1).clamp(min=1)).sqrt()",
         "return (squares_P1 / number_P1.clamp(min=1)).sqrt()",
-        ("--normalize_by_std", "True"),
+        ("--normalize_by_std",),
     ),
     (
         "a variance in the place of the std",
         "advantages_PG = advantages_PG / (std + config.advantage_eps)",
         "advantages_PG = advantages_PG / (std**2 + config.advantage_eps)",
-        ("--normalize_by_std", "True"),
+        ("--normalize_by_std",),
     ),
 )
 

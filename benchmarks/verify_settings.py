@@ -36,8 +36,8 @@ SETTINGS = (
     "--loss_type cispo --baseline leave_one_out --epochs_per_rollout 2",
     "--loss_type sapo --train_mini_batch_size 4 --advantage positive_only",
     "--loss_type gmpo --train_mini_batch_size 4 --advantage negative_only",
-    "--loss_type dppo --old_log_probs sampler --sampler_correction sequence_mask",
-    "--advantage pass_at_k --advantage.k 2 --epochs_per_rollout 2",
+    "--loss_type dppo --old_log_probs sampler --epochs_per_rollout 2",
+    "--advantage pass_at_k --sampler_correction sequence_mask",
     "--advantage problem_average --overlong_buffer 8 --skip_unfinished",
     "--advantage reinforce_plus_plus_baseline --sampler_correction token_truncate --max_refills 2",
     # Terms beside the loss, and selected tokens.
@@ -56,16 +56,16 @@ SETTINGS = (
     "--warmup_steps 1 --lr_schedule cosine --num_steps 2 --micro_batch_tokens 64",
     # Number formats.
     "--dtype bfloat16 --beta 0.1",
-    # Parallelisms.
+    # Parallelisms that a CPU has; layer_split takes two devices.
     "--policy_parallelism replicated --policy_ranks 2 --beta 0.1",
     "--policy_parallelism sharded --policy_ranks 2 --optimizer muon",
-    "--policy_parallelism layer_split --policy_devices cpu cpu --epochs_per_rollout 2",
+    "--policy_parallelism sharded --policy_ranks 2 --lora_rank 4 --epochs_per_rollout 2",
     # Asynchronous rollouts.
-    "--rollouts async --max_staleness 2 --sampler_correction token_mask",
+    "--rollouts async --max_staleness 2",
     "--rollouts async --max_staleness 0 --loss_type cispo",
     # A teacher.
     f"--teacher {BASE} --advantage none --epochs_per_rollout 2",
-    f"--teacher {BASE} --teacher_weight 0.5 --loss_type gmpo",
+    f"--teacher {BASE} --teacher_weight 0.5 --loss_type cispo",
 )
 
 

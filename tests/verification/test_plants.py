@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from alignment.args import VerifyArgs, parse
+from benchmarks.faults import COMMON
 from benchmarks.plants import PLANTS
+from benchmarks.verify_settings import SETTINGS
 
 PACKAGE = Path(__file__).parents[2] / "alignment"
 
@@ -22,3 +25,9 @@ def test_what_a_plant_replaces_stands_once_in_its_file(file):
             changed = text.replace(plant.right, plant.wrong)
             assert changed != text
             compile(changed, file, "exec")
+
+
+@pytest.mark.parametrize("flags", sorted({" ".join(plant.flags) for plant in PLANTS} | {*SETTINGS}))
+def test_verify_takes_the_flags(flags):
+    """A refusal of them would count as a fault that is seen, or as a false alarm."""
+    parse(VerifyArgs, [*COMMON, *flags.split()])
