@@ -38,6 +38,11 @@ WITH_TOP_K = ("--sampling_top_k", "5")
 WITH_TEMPERATURE = ("--sampling_temperature", "0.7")
 WITH_BONUS = ("--entropy_coefficient", "0.1")
 
+FOUND_AT_LOAD = (
+    "when a model is loaded, its packed rows are compared with its own forward pass; where they"
+    " differ, the program says so and pads rows instead, so that nothing wrong is computed"
+)
+
 ADVANTAGES = of_file(
     "core/advantages.py",
     (
@@ -397,11 +402,17 @@ MODEL = [
             "responses at the positions of a prompt's beginning",
             "suffixes.append(Segment(response, len(prompt), [row], prefix))",
             "suffixes.append(Segment(response, len(prompt) - 1, [row], prefix))",
+            (),
+            False,
+            FOUND_AT_LOAD,
         ),
         (
             "responses that do not see their prompt",
             "        parts.append(Part(queries, keys, length))",
             "        pass",
+            (),
+            False,
+            FOUND_AT_LOAD,
         ),
     ),
     *of_file(

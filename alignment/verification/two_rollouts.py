@@ -4,6 +4,7 @@ what the papers say of the same samples (whole_update.py)."""
 import dataclasses
 import functools
 import math
+import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
-from alignment.core.records import Group, Rollout
+from alignment.core.records import Completion, Group, Rollout
 from alignment.policy.policy import Policy
 from alignment.rollouts.config import RolloutConfig, UpdateConfig, problems_of_step
 from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
@@ -47,6 +48,9 @@ CLIP_SHARE = 0.25  # of the gradient's norm, that the limit on it is at most
 RATE_WITHOUT_GRADIENT = 1e-4
 # Where a fault leaves rounding alone of the gradient, a higher rate would destroy the weights.
 HIGHEST_RATE = 1e-2
+# In nats: by how much each of the sampler's log-probs is made another one, at most, so that it does
+# not pass for the old policy's.
+SAMPLER_NOISE = 0.05
 FURTHER_TRIALS = 2
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -188,13 +192,15 @@ class TwoRollouts:
     def sample(self, setting: UpdateSetting, step: int) -> list[Group]:
         """A step's responses by the present weights of the sampler, with made-up rewards: of the
         first group all 0, of the others 0, 1/4 and 1. One response has no score, where a group has
-        four."""
+        four. What the sampler says of log-probs is changed by chance."""
         config = setting.rollouts
         problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step)
         sampling = config.sampling_of_step(self.source.task.stop, step)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
+        draw = random.Random(step)
         groups = []
-        for number, completions in enumerate(sampled):
+        for number, of_prompt in enumerate(sampled):
+            completions = [with_noise(completion, draw) for completion in of_prompt]
             scores = []
             for place in range(sampling.n):
                 reward = max(float((number + place) % 2), 0.25 * (place > 1)) * (number > 0)
@@ -279,6 +285,12 @@ class TwoRollouts:
             self.policy.load_optimizer(folder / "warm")
             # Before the folder goes: all ranks have read it when they next save.
             moments = self._read_moments(weights)
+            loaded = named_moments(
+                load_file(folder / "warm" / OPTIMIZER_FILE),
+                self.plain.in_order_of_optimizer(weights),
+            )
+        if not have_same_values(flat_moments(loaded), flat_moments(moments)):
+            raise RunStopped("the optimiser does not hold the moments of the file that it loaded")
         return TrainedState(weights, moments, WARM_STEPS)
 
     def _read_moments(self, weights: Mapping[str, torch.Tensor]) -> dict:
@@ -395,6 +407,14 @@ def described(setting: UpdateSetting) -> str:
     )
 
 
+def with_noise(completion: Completion, draw: random.Random) -> Completion:
+    """A completion with other log-probs by the sampler."""
+    log_probs = tuple(
+        log_prob + draw.uniform(-SAMPLER_NOISE, SAMPLER_NOISE) for log_prob in completion.log_probs
+    )
+    return dataclasses.replace(completion, log_probs=log_probs)
+
+
 def plain_responses(groups: Sequence[Group]) -> list[PlainResponse]:
     """The responses of some groups as plain data."""
     responses = []
@@ -475,6 +495,15 @@ def stored_moment(
         plain + SCALE: scales,
         plain + VALUES: values,
     }
+
+
+def have_same_values(
+    tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether both have the same names, and the same values by each."""
+    if tensors.keys() != others.keys():
+        return False
+    return all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
 
 
 def named_moments(

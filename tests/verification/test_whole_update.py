@@ -201,6 +201,20 @@ def swapped_log_probs(policy: SingleDevicePolicy) -> Planted:
     return changed(References, "annotate", annotate)
 
 
+def samplers_log_probs(policy: SingleDevicePolicy) -> Planted:
+    """In the place of the old policy's, from which only rounding tells them apart."""
+
+    def annotate(real, *arguments):
+        rollout = real(*arguments)
+        return dataclasses.replace(rollout, old_log_probs_BT=rollout.sampler_log_probs_BT)
+
+    return changed(References, "annotate", annotate)
+
+
+def moments_that_are_not_loaded(policy: SingleDevicePolicy) -> Planted:
+    return changed(policy, "load_optimizer", lambda real, folder: None)
+
+
 def advantages_of_other_rows(policy: SingleDevicePolicy) -> Planted:
     def with_advantages(real, *arguments):
         rollout = real(*arguments)
@@ -253,6 +267,8 @@ SEEN_BY = {
     dropped_mini_batch: STATE,
     swapped_divergence: {MOMENTS},
     swapped_log_probs: STATE,
+    samplers_log_probs: STATE,
+    moments_that_are_not_loaded: ALL_BUT_ROWS,
     advantages_of_other_rows: ALL_BUT_ROWS,
     denominator_of_micro_batch: ALL_BUT_ROWS,
     denominator_of_some_rows: ALL_BUT_ROWS,
