@@ -271,6 +271,7 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:
+                yield from checks_of_samples(base, sampler, source, tokenizer, nats)
                 yield from verified.checks()
             else:
                 yield another
@@ -419,6 +420,22 @@ def open_references(
         model = FrozenModel(folder, plan.roles.teacher, dtype)
         teacher = LogProbSource(model.log_probs)
     return References(config, old_policy, reference, Clock(), teacher)
+
+
+def checks_of_samples(
+    base: str, sampler: Sampler, source: RolloutSource, tokenizer, nats: float
+) -> Iterator[Check]:
+    """The checks of what a sampler draws, by transformers' own model of the folder `base`. `nats`
+    is how far log-probs may be off on average; single ones may be ten times as far."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from alignment.verification.sampling import SampledAnswers
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    yield from SampledAnswers(sampler, source, model, tokenizer, 10 * nats).checks()
 
 
 def report(checks: Iterable[Check], console: Console) -> list[dict]:

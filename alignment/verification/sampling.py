@@ -1,0 +1,287 @@
+"""Are answers drawn from the policy's distribution, each by a stream of random numbers of its own,
+and do they end where they must?
+
+The distribution is written out here, by plain sorting of the logits of transformers' own model.
+Evidence is the product, over tokens, of likelihood ratios of a fault and of faultless draws.
+Without a fault its mean is 1 at most, whatever the model and however answers depend on what was
+drawn before, so that it exceeds 10^7 with a probability of 10^-7 at most (Markov's inequality).
+Each line shows its decimal logarithm."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from alignment.core.records import Completion, SamplingConfig
+from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import RolloutSource
+from alignment.sampling.sampler import Sampler
+from alignment.verification.checks import Check
+
+PROMPTS = 4
+SAMPLES = 8
+MOST_TOKENS = 64
+# Six lines of evidence, so that together they are wrong in less than one of 10^6 verifications.
+MOST_EVIDENCE = 7.0
+# A flat distribution, in which each of the three settings changes most draws.
+HOT = {"temperature": 2.0, "top_p": 0.9, "top_k": 7}
+HOT_TOKENS = 32
+# How often two rows of one stream draw the same token, as multiples of exp of the odds otherwise.
+COUPLINGS = (0.5, 1.0, 2.0, 4.0)
+# Powers of the distribution that stand for another temperature.
+POWERS = (0.5, 0.75, 1.3, 2.0)
+# Waves of the density of a draw's place in the distribution, where it is not uniform.
+WAVES = ((1, 0.8), (1, -0.8), (2, 0.8), (2, -0.8))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A response whose tokens have been found in their distributions."""
+
+    token_ids: tuple[int, ...]
+    log_probs_TV: torch.Tensor
+    """float64 [tokens, vocabulary]; -inf outside of top-k and top-p, but for rounding."""
+    places: torch.Tensor
+    """[tokens]: the draw's place in the cumulated distribution, uniform within its token."""
+    outside: int
+    """Tokens outside of top-k and top-p."""
+
+
+def log_distribution(logits_TV: torch.Tensor, sampling: SamplingConfig, slack: float):
+    """Log-probs, float64 [tokens, vocabulary], and which tokens may be drawn: the `top_k` most
+    likely ones and, of these, the shortest list that reaches `top_p`. A token that would be one of
+    them if the logits were `slack` nats off keeps a finite log-prob."""
+    log_probs_TV = (logits_TV.double() / sampling.temperature).log_softmax(-1)
+    ordered_TV, order_TV = log_probs_TV.sort(-1, descending=True)
+    kept_TV = torch.ones_like(ordered_TV, dtype=torch.bool)
+    if sampling.top_k:
+        kept_TV[:, sampling.top_k :] = False
+    chances_TV = ordered_TV.exp() * kept_TV
+    chances_TV = chances_TV / chances_TV.sum(-1, keepdim=True)
+    if sampling.top_p < 1:
+        before_TV = chances_TV.cumsum(-1) - chances_TV
+        kept_TV &= before_TV < sampling.top_p
+    mass_T1 = (ordered_TV.exp() * kept_TV).sum(-1, keepdim=True)
+    least_T1 = ordered_TV.where(kept_TV, math.inf).amin(-1, keepdim=True)
+    in_support_TV = torch.zeros_like(kept_TV).scatter(-1, order_TV, kept_TV)
+    finite_TV = log_probs_TV >= least_T1 - slack
+    return (log_probs_TV - mass_T1.log()).where(finite_TV, -math.inf), in_support_TV
+
+
+def read_row(
+    model, completion: Completion, sampling: SamplingConfig, slack: float, noise: torch.Generator
+) -> Row:
+    """A response, with the distributions that the model draws its tokens from."""
+    ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])
+    with torch.inference_mode():
+        logits_TV = model(input_ids=ids).logits[0, len(completion.prompt_ids) - 1 : -1]
+    log_probs_TV, in_support_TV = log_distribution(logits_TV, sampling, slack)
+    tokens_T1 = torch.tensor(completion.token_ids)[:, None]
+    chances_TV = log_probs_TV.exp() * in_support_TV
+    drawn_T = chances_TV.gather(-1, tokens_T1)[:, 0]
+    below_T = chances_TV.cumsum(-1).gather(-1, tokens_T1)[:, 0] - drawn_T
+    uniform_T = torch.rand(len(drawn_T), generator=noise, dtype=torch.float64)
+    places_T = below_T + uniform_T * drawn_T
+    outside = int(log_probs_TV.gather(-1, tokens_T1).isinf().sum())
+    return Row(completion.token_ids, log_probs_TV, places_T[drawn_T > 0], outside)
+
+
+def log10_of_mean(evidence: Sequence[float]) -> float:
+    """log10 of the mean of numbers that are given by their natural logarithms."""
+    logs = torch.tensor(evidence, dtype=torch.float64)
+    return ((logs.logsumexp(0) - math.log(len(logs))) / math.log(10)).item()
+
+
+def evidence_of_temperature(rows: Sequence[Row]) -> float:
+    """Evidence that tokens are drawn at another temperature than they should."""
+    totals = [0.0] * len(POWERS)
+    for row in rows:
+        tokens_T1 = torch.tensor(row.token_ids)[:, None]
+        drawn_T = row.log_probs_TV.gather(-1, tokens_T1)[:, 0]
+        inside = ~drawn_T.isinf()
+        for number, power in enumerate(POWERS):
+            mass_T = (power * row.log_probs_TV).logsumexp(-1)
+            ratios_T = (power - 1) * drawn_T - mass_T
+            totals[number] += ratios_T[inside].sum().item()
+    return log10_of_mean(totals)
+
+
+def evidence_of_uneven_draws(rows: Sequence[Row]) -> float:
+    """Evidence that draws prefer some places of the distribution, or follow the ones before."""
+    totals = []
+    for waves, height in WAVES:
+        total = 0.0
+        steps = 0.0
+        for row in rows:
+            total += (1 + height * (2 * math.pi * waves * row.places).cos()).log().sum().item()
+            moved = row.places.diff()
+            steps += (1 + height * (2 * math.pi * waves * moved).cos()).log().sum().item()
+        totals += [total, steps]
+    return log10_of_mean(totals)
+
+
+def evidence_of_pair(row: Row, earlier: Row) -> list[float]:
+    """Evidence, for each of `COUPLINGS`, that a row was drawn by an earlier row's stream."""
+    length = min(len(row.token_ids), len(earlier.token_ids))
+    others_T1 = torch.tensor(earlier.token_ids[:length])[:, None]
+    own_T = torch.tensor(row.token_ids[:length])
+    chances_T = row.log_probs_TV[:length].gather(-1, others_T1)[:, 0].exp().clamp(max=1)
+    same_T = own_T == others_T1[:, 0]
+    evidence = []
+    for coupling in COUPLINGS:
+        ratios_T = coupling * same_T - (1 + chances_T * math.expm1(coupling)).log()
+        evidence.append(ratios_T.sum().item())
+    return evidence
+
+
+def evidence_of_shared_streams(pairs: Sequence[Sequence[tuple[Row, Row]]]) -> float:
+    """Evidence that the rows of some set of pairs share streams; a row is the first of at most one
+    pair of each set."""
+    totals = []
+    for pairs_of_set in pairs:
+        sums = torch.zeros(len(COUPLINGS), dtype=torch.float64)
+        for row, earlier in pairs_of_set:
+            sums += torch.tensor(evidence_of_pair(row, earlier))
+        totals += sums.tolist()
+    return log10_of_mean(totals)
+
+
+def pairs_of_samples(rows: Sequence[Row], samples: int) -> list[list[tuple[Row, Row]]]:
+    """For each distance, the rows of one prompt that are so far from one another."""
+    sets = []
+    for distance in range(1, samples):
+        later = range(distance, len(rows))
+        same = [row for row in later if row // samples == (row - distance) // samples]
+        sets.append([(rows[row], rows[row - distance]) for row in same])
+    return sets
+
+
+def pairs_of_prompts(rows: Sequence[Row], samples: int) -> list[list[tuple[Row, Row]]]:
+    """For each distance, the rows of two prompts that are so far from one another."""
+    sets = []
+    for distance in range(1, len(rows)):
+        later = range(distance, len(rows))
+        others = [row for row in later if row // samples != (row - distance) // samples]
+        sets.append([(rows[row], rows[row - distance]) for row in others])
+    return sets
+
+
+def end_ids_of(model, tokenizer) -> set[int]:
+    """The tokens that end a response: the tokenizer's, the model's, and any special token by which
+    the chat template goes on after an answer."""
+    listed = [tokenizer.eos_token_id]
+    for config in (model.config, model.generation_config):
+        ids = getattr(config, "eos_token_id", None)
+        listed += ids if isinstance(ids, list) else [ids]
+    if getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "qwzx"}]
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # Templates raise errors of any class.
+            text = ""
+        behind = tokenizer(text.rpartition("qwzx")[2], add_special_tokens=False)["input_ids"]
+        listed += [token for token in behind if token in tokenizer.all_special_ids][:1]
+    return {token for token in listed if token is not None}
+
+
+def ends_wrongly(
+    completion: Completion, sampling: SamplingConfig, tokenizer, end_ids: set[int]
+) -> bool:
+    """Whether a response goes on after its end, or ends before it."""
+
+    def is_at_end(token_ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return bool(end_ids & set(token_ids)) or any(stop in text for stop in sampling.stop)
+
+    ids = completion.token_ids
+    if len(ids) != len(completion.log_probs) or is_at_end(ids[:-1]):
+        return True
+    if completion.finish_reason == "stop":
+        return not is_at_end(ids)
+    return is_at_end(ids) or len(ids) != sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class SampledAnswers:
+    """A run's sampler, the source of its prompts, and transformers' own `model` of the weights that
+    the sampler has, in float32 on the CPU."""
+
+    sampler: Sampler
+    source: RolloutSource
+    model: torch.nn.Module
+    tokenizer: object
+    slack: float
+    """How far, in nats, the sampler's logits may be from the model's."""
+
+    def checks(self) -> Iterator[Check]:
+        """Every check of what the sampler draws."""
+        config = self.source.config
+        prompts = [
+            problem.prompt
+            for problem in problems_of_step(self.source.problems, PROMPTS, config.data_seed, 1)
+        ]
+        tokens = min(config.sampling.max_new_tokens, MOST_TOKENS)
+        settings = []
+        for step in (1, 2):
+            own = config.sampling_of_step(self.source.task.stop, step)
+            settings.append(replace(own, n=SAMPLES, max_new_tokens=tokens))
+        hot = replace(settings[0], **HOT, max_new_tokens=min(tokens, HOT_TOKENS))
+        settings.append(hot)
+        noise = torch.Generator().manual_seed(0)
+        end_ids = end_ids_of(self.model, self.tokenizer)
+        wrong_ends = 0
+        requests: list[list[Row]] = []
+        for sampling in settings:
+            rows = []
+            for group in self.sampler.sample(prompts, sampling):
+                for completion in group:
+                    rows.append(read_row(self.model, completion, sampling, self.slack, noise))
+                    wrong_ends += ends_wrongly(completion, sampling, self.tokenizer, end_ids)
+            requests.append(rows)
+        first, second, hot_rows = requests
+        every = [*first, *second, *hot_rows]
+        yield Check(
+            "samples: tokens outside of top-k and top-p",
+            0.0,
+            lambda: sum(row.outside for row in every),
+        )
+        yield Check("samples: answers that end wrongly", 0.0, lambda: wrong_ends)
+        yield Check(
+            "samples: evidence of another temperature",
+            MOST_EVIDENCE,
+            lambda: max(
+                evidence_of_temperature([*first, *second]), evidence_of_temperature(hot_rows)
+            ),
+        )
+        yield Check(
+            "samples: evidence of uneven draws",
+            MOST_EVIDENCE,
+            lambda: evidence_of_uneven_draws(every),
+        )
+        yield Check(
+            "samples of a prompt: evidence of one stream",
+            MOST_EVIDENCE,
+            lambda: max(
+                evidence_of_shared_streams(pairs_of_samples(rows, SAMPLES))
+                for rows in (first, hot_rows)
+            ),
+        )
+        yield Check(
+            "prompts: evidence of one stream",
+            MOST_EVIDENCE,
+            lambda: max(
+                evidence_of_shared_streams(pairs_of_prompts(rows, SAMPLES))
+                for rows in (first, hot_rows)
+            ),
+        )
+        yield Check(
+            "steps: evidence of one stream",
+            MOST_EVIDENCE,
+            lambda: evidence_of_shared_streams([list(zip(second, first, strict=True))]),
+        )
+        yield Check(
+            "steps: seeds of samples that are repeated",
+            0.0,
+            lambda: 100 - len({config.sampling_of_step((), step).seed for step in range(1, 101)}),
+        )
