@@ -22,7 +22,8 @@ from alignment.verification.checks import Check
 PROMPTS = 4
 SAMPLES = 8
 MOST_TOKENS = 64
-# Six lines of evidence, so that together they are wrong in less than one of 10^6 verifications.
+# The lines take the larger of two numbers, or one: eight in all, of which one is above the limit
+# without a fault in less than one of 10^6 verifications.
 MOST_EVIDENCE = 7.0
 # A flat distribution, in which each of the three settings changes most draws.
 HOT = {"temperature": 2.0, "top_p": 0.9, "top_k": 7}
