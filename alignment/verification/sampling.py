@@ -7,17 +7,20 @@ Without a fault its mean is 1 at most, whatever the model and however answers de
 drawn before, so that it exceeds 10^7 with a probability of 10^-7 at most (Markov's inequality).
 Each line shows its decimal logarithm."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from alignment.core.records import Completion, SamplingConfig
+from alignment.core.tokens import collate, pad_token_id
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
-from alignment.verification.checks import Check
+from alignment.verification.check import Check
 
 PROMPTS = 4
 SAMPLES = 8
@@ -203,6 +206,27 @@ def ends_wrongly(
     return is_at_end(ids) or len(ids) != sampling.max_new_tokens
 
 
+def untrained_answers(completions: Sequence[Completion], pad_id: int) -> int:
+    """How many responses' trained tokens, the labels in the mask of their batch, are not all of
+    their tokens, the end token or stop string included."""
+    prompt_ids = [completion.prompt_ids for completion in completions]
+    batch = collate(prompt_ids, [completion.token_ids for completion in completions], pad_id)
+    rows = zip(batch.labels, batch.response_mask, completions, strict=True)
+    return sum(
+        tuple(labels_T[mask_T].tolist()) != completion.token_ids
+        for labels_T, mask_T, completion in rows
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """The answers to one request, as rows, and how many of them are faulty."""
+
+    rows: list[Row]
+    wrong_ends: int
+    untrained: int
+
+
 @dataclass(frozen=True)
 class SampledAnswers:
     """A run's sampler, the source of its prompts, and transformers' own `model` of the weights that
@@ -211,78 +235,98 @@ class SampledAnswers:
     sampler: Sampler
     source: RolloutSource
     model: torch.nn.Module
-    tokenizer: object
+    tokenizer: Any
     slack: float
     """How far, in nats, the sampler's logits may be from the model's."""
 
-    def checks(self) -> Iterator[Check]:
-        """Every check of what the sampler draws."""
+    def settings(self) -> list[SamplingConfig]:
+        """The run's own settings in its first two steps, and a flat distribution."""
         config = self.source.config
-        prompts = [
-            problem.prompt
-            for problem in problems_of_step(self.source.problems, PROMPTS, config.data_seed, 1)
-        ]
         tokens = min(config.sampling.max_new_tokens, MOST_TOKENS)
         settings = []
         for step in (1, 2):
             own = config.sampling_of_step(self.source.task.stop, step)
             settings.append(replace(own, n=SAMPLES, max_new_tokens=tokens))
         hot = replace(settings[0], **HOT, max_new_tokens=min(tokens, HOT_TOKENS))
-        settings.append(hot)
-        noise = torch.Generator().manual_seed(0)
+        return [*settings, hot]
+
+    def draw(self, sampling: SamplingConfig, noise: torch.Generator) -> Request:
+        """Sample answers to the run's first prompts."""
+        data_seed = self.source.config.data_seed
+        problems = problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
+        sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
+        completions = list(itertools.chain.from_iterable(sampled))
         end_ids = end_ids_of(self.model, self.tokenizer)
+        rows = []
         wrong_ends = 0
-        requests: list[list[Row]] = []
-        for sampling in settings:
-            rows = []
-            for group in self.sampler.sample(prompts, sampling):
-                for completion in group:
-                    rows.append(read_row(self.model, completion, sampling, self.slack, noise))
-                    wrong_ends += ends_wrongly(completion, sampling, self.tokenizer, end_ids)
-            requests.append(rows)
-        first, second, hot_rows = requests
-        every = [*first, *second, *hot_rows]
+        for completion in completions:
+            rows.append(read_row(self.model, completion, sampling, self.slack, noise))
+            wrong_ends += ends_wrongly(completion, sampling, self.tokenizer, end_ids)
+        untrained = untrained_answers(completions, pad_token_id(self.tokenizer))
+        return Request(rows, wrong_ends, untrained)
+
+    def checks(self) -> Iterator[Check]:
+        """Every check of what the sampler draws."""
+        noise = torch.Generator().manual_seed(0)
+        requests = [self.draw(sampling, noise) for sampling in self.settings()]
+        every = []
+        for request in requests:
+            every += request.rows
         yield Check(
             "samples: tokens outside of top-k and top-p",
             0.0,
             lambda: sum(row.outside for row in every),
         )
-        yield Check("samples: answers that end wrongly", 0.0, lambda: wrong_ends)
         yield Check(
-            "samples: evidence of another temperature",
-            MOST_EVIDENCE,
-            lambda: max(
-                evidence_of_temperature([*first, *second]), evidence_of_temperature(hot_rows)
-            ),
+            "samples: answers that end wrongly",
+            0.0,
+            lambda: sum(request.wrong_ends for request in requests),
         )
         yield Check(
-            "samples: evidence of uneven draws",
-            MOST_EVIDENCE,
-            lambda: evidence_of_uneven_draws(every),
+            "samples: answers not trained to their end",
+            0.0,
+            lambda: sum(request.untrained for request in requests),
         )
-        yield Check(
-            "samples of a prompt: evidence of one stream",
-            MOST_EVIDENCE,
-            lambda: max(
-                evidence_of_shared_streams(pairs_of_samples(rows, SAMPLES))
-                for rows in (first, hot_rows)
-            ),
-        )
-        yield Check(
-            "prompts: evidence of one stream",
-            MOST_EVIDENCE,
-            lambda: max(
-                evidence_of_shared_streams(pairs_of_prompts(rows, SAMPLES))
-                for rows in (first, hot_rows)
-            ),
-        )
-        yield Check(
-            "steps: evidence of one stream",
-            MOST_EVIDENCE,
-            lambda: evidence_of_shared_streams([list(zip(second, first, strict=True))]),
-        )
+        yield from checks_of_evidence(*(request.rows for request in requests))
+        config = self.source.config
         yield Check(
             "steps: seeds of samples that are repeated",
             0.0,
             lambda: 100 - len({config.sampling_of_step((), step).seed for step in range(1, 101)}),
         )
+
+
+def checks_of_evidence(
+    first: Sequence[Row], second: Sequence[Row], hot: Sequence[Row]
+) -> Iterator[Check]:
+    """The checks of how answers are drawn: those of two steps, and those of a flat distribution."""
+    steps = [*first, *second]
+    yield Check(
+        "samples: evidence of another temperature",
+        MOST_EVIDENCE,
+        lambda: max(evidence_of_temperature(steps), evidence_of_temperature(hot)),
+    )
+    yield Check(
+        "samples: evidence of uneven draws",
+        MOST_EVIDENCE,
+        lambda: evidence_of_uneven_draws([*steps, *hot]),
+    )
+    yield Check(
+        "samples of a prompt: evidence of one stream",
+        MOST_EVIDENCE,
+        lambda: max(
+            evidence_of_shared_streams(pairs_of_samples(rows, SAMPLES)) for rows in (first, hot)
+        ),
+    )
+    yield Check(
+        "prompts: evidence of one stream",
+        MOST_EVIDENCE,
+        lambda: max(
+            evidence_of_shared_streams(pairs_of_prompts(rows, SAMPLES)) for rows in (first, hot)
+        ),
+    )
+    yield Check(
+        "steps: evidence of one stream",
+        MOST_EVIDENCE,
+        lambda: evidence_of_shared_streams([list(zip(second, first, strict=True))]),
+    )

@@ -17,6 +17,7 @@ from alignment.rollouts.config import RolloutConfig
 from alignment.rollouts.source import open_source
 from alignment.sampling import transformers as engine
 from alignment.sampling.transformers import DrawnTokens, TransformersSampler
+from alignment.verification import sampling
 from alignment.verification.sampling import (
     MOST_EVIDENCE,
     Row,
@@ -32,6 +33,7 @@ from alignment.verify import report
 
 OUTSIDE = "samples: tokens outside of top-k and top-p"
 ENDS = "samples: answers that end wrongly"
+TRAINED = "samples: answers not trained to their end"
 TEMPERATURE = "samples: evidence of another temperature"
 UNEVEN = "samples: evidence of uneven draws"
 SAMPLES = "samples of a prompt: evidence of one stream"
@@ -57,7 +59,7 @@ def answers(tiny_folder) -> SampledAnswers:
 
 def failed(answers: SampledAnswers) -> set[str]:
     records = report(answers.checks(), Console(quiet=True))
-    assert len(records) == 8
+    assert len(records) == 9
     return {record["what"] for record in records if not record["passed"]}
 
 
@@ -78,6 +80,7 @@ def test_one_stream_for_all_samples_of_a_prompt(answers, monkeypatch):
     assert SAMPLES in failed(answers)
 
 
+@pytest.mark.slow
 def test_one_stream_for_all_prompts(answers, monkeypatch):
     def shared(draw, prompts, sampling):
         return draw(prompts, sampling)[:1].expand(prompts, -1, -1)
@@ -86,6 +89,7 @@ def test_one_stream_for_all_prompts(answers, monkeypatch):
     assert PROMPTS in failed(answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "line"),
     [({"temperature": 1.0}, TEMPERATURE), ({"top_k": 0}, OUTSIDE), ({"top_p": 1.0}, OUTSIDE)],
@@ -98,6 +102,7 @@ def test_a_setting_that_is_ignored(answers, monkeypatch, setting, line):
     assert line in failed(answers)
 
 
+@pytest.mark.slow
 def test_the_token_after_the_drawn_one(answers, monkeypatch):
     def next_token(draw, logits, uniforms, sampling):
         drawn = draw(logits, uniforms, sampling)
@@ -108,11 +113,13 @@ def test_the_token_after_the_drawn_one(answers, monkeypatch):
     assert {OUTSIDE, TEMPERATURE} <= failed(answers)
 
 
+@pytest.mark.slow
 def test_draws_of_the_lower_half_alone(answers, monkeypatch):
     plant(monkeypatch, engine, "draw_uniforms", lambda draw, *rest: draw(*rest) / 2)
     assert UNEVEN in failed(answers)
 
 
+@pytest.mark.slow
 def test_responses_without_their_last_token(answers, monkeypatch):
     def shorter(sample, *rest):
         groups = sample(*rest)
@@ -125,11 +132,35 @@ def test_responses_without_their_last_token(answers, monkeypatch):
     assert failed(answers) == {ENDS}
 
 
+@pytest.mark.slow
+def test_a_mask_without_the_last_token(answers, monkeypatch):
+    def shorter(collate, *rest):
+        batch = collate(*rest)
+        later_BT = batch.response_mask.roll(-1, 1)
+        later_BT[:, -1] = False
+        return replace(batch, response_mask=batch.response_mask & later_BT)
+
+    plant(monkeypatch, sampling, "collate", shorter)
+    assert failed(answers) == {TRAINED}
+
+
+def test_a_mask_by_the_pad_token_which_ends_responses(answers, monkeypatch):
+    def unpadded(collate, prompts, responses, pad_id):
+        batch = collate(prompts, responses, pad_id)
+        return replace(batch, response_mask=batch.response_mask & (batch.labels != pad_id))
+
+    answers.tokenizer.pad_token = answers.tokenizer.eos_token
+    plant(monkeypatch, sampling, "collate", unpadded)
+    assert failed(answers) == {TRAINED}
+
+
+@pytest.mark.slow
 def test_end_tokens_that_end_no_response(answers, monkeypatch):
     answers.sampler.responses.end_ids = frozenset()
     assert ENDS in failed(answers)
 
 
+@pytest.mark.slow
 def test_the_same_seed_in_every_step(answers, monkeypatch):
     def same(sampling_of_step, config, stop, step):
         return sampling_of_step(config, stop, 1)
@@ -147,6 +178,7 @@ def test_the_distribution_of_top_k_and_top_p():
     assert log_probs.exp().tolist()[0] == pytest.approx([0, 4 / 7, 0, 3 / 7])
 
 
+@pytest.mark.slow
 def test_no_false_alarm_in_200_seeds():
     """Rows of made-up distributions, from which tokens are drawn as they should be."""
     largest = 0.0
