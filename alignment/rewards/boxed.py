@@ -12,8 +12,9 @@ from alignment.rewards.grading.boxes import find_boxes
 from alignment.rewards.grading.cascade import FAILURES, Verdict, grade_detail
 
 _THOUGHT_TAG = re.compile(r"</?think>")
-# At most three digits follow a comma, so that the comma of a sentence is none of the number's.
-_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
+# At most three digits follow a comma, so that the comma of a sentence is none of the number's. A
+# minus sign may be Unicode's, too.
+_NUMBER = re.compile(r"[-\u2212]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
 
 
 def boxed_reward_fn(response: str, ground_truth: str) -> Score:

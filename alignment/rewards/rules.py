@@ -135,7 +135,7 @@ STEPS = re.compile(
 TURN = re.compile(
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/\d+)?")
+NUMBER = re.compile(r"[-\u2212]?\d[\d,]*(?:\.\d+|/\d+)?")
 JAPANESE_SCRIPTS = ("CJK", "HIRAGANA", "KATAKANA")
 
 

@@ -48,6 +48,8 @@ def test_the_last_box_outside_of_thoughts_is_the_answer(response, truth, score):
         ("It has 18 and so 1,234.50 in all", "1234.5", 1),
         (r"\boxed{5} of 8", "5", 1),
         ("<think> 3 + 4 = 7", "7", 1),
+        ("It falls to \u22127.", "-7", 1),  # Unicode's minus sign
+        ("It falls to \u22127.", "7", 0),
         ("<think> 3 + 4 = 7 </think> none", "7", 0),
         ("none", "7", 0),
     ],

@@ -212,6 +212,7 @@ GOOD = " 2 + 3 = 5 </think> <answer> 5 </answer>"
         ("signed_accuracy", "it is 7, no, 5.0", 1),
         ("signed_accuracy", "5, or 1,005", -1),
         ("signed_accuracy", "five", -1),
+        ("signed_accuracy", "it is \u22125", -1),  # Unicode's minus sign
         ("language_consistency", "two and three 得到五", 0.5),  # three words, three characters
         ("language_consistency", "\\frac{2}{3} </think> 5", 1),
     ],
