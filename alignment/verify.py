@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from alignment.args import RLArgs, VerifyArgs, command_line, configuration, parse
+from alignment.args import (
+    RLArgs,
+    SFTArgs,
+    VerifyArgs,
+    as_command,
+    command_line,
+    configuration,
+    parse,
+)
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
 from alignment.config.settings import flag_values, replaced
@@ -45,6 +53,7 @@ from alignment.system.torchrun import PROCESSES, followed
 
 if TYPE_CHECKING:
     from alignment.builders.run_plan import RunPlan
+    from alignment.core.records import Problems
     from alignment.policy.policy import Policy
     from alignment.rollouts.config import UpdateConfig
     from alignment.rollouts.source import RolloutSource
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
 # the plain computation is slow, hence few responses of a prompt, and few tokens of each
 MOST_SAMPLES = 4
 MOST_TOKENS = 64
+MOST_DEMONSTRATIONS = 64
 MICRO_BATCH = 256  # tokens, so that an update has several micro-batches
 LEAST_DECAY = 0.5  # of weights, so that it is a part of a step that shows
 # Of the host's memory for a parameter: weights before and after, gradient, two moments and what
@@ -219,6 +229,19 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
         raise RunStopped("the run ended before it could be killed; take a larger --kill_after")
 
 
+def with_short_samples(args: VerifyArgs) -> VerifyArgs:
+    """A run's arguments with few and short samples, and a weight decay that shows."""
+    return dataclasses.replace(
+        args,
+        group_size=min(args.group_size, MOST_SAMPLES),
+        max_new_tokens=min(args.max_new_tokens, MOST_TOKENS),
+        overlong_buffer=0,
+        skip_unfinished=False,
+        micro_batch_tokens=MICRO_BATCH,
+        weight_decay=max(args.weight_decay, LEAST_DECAY),
+    )
+
+
 def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
     """Yields the checks of policy and sampler, on the plan's devices, with the responses to its
     first prompts."""
@@ -234,15 +257,7 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
 
     if args.deterministic:
         make_deterministic()
-    args = dataclasses.replace(
-        args,
-        group_size=min(args.group_size, MOST_SAMPLES),
-        max_new_tokens=min(args.max_new_tokens, MOST_TOKENS),
-        overlong_buffer=0,
-        skip_unfinished=False,
-        micro_batch_tokens=MICRO_BATCH,
-        weight_decay=max(args.weight_decay, LEAST_DECAY),
-    )
+    args = with_short_samples(args)
     base = plan.base
     tokenizer = load_tokenizer(base)
     source = open_source(args.rollout_config, tokenizer)
@@ -438,6 +453,78 @@ def checks_of_samples(
     yield from SampledAnswers(sampler, source, model, tokenizer, 10 * nats).checks()
 
 
+def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
+    """The checks of the rules that ship, those of this run first."""
+    from alignment.rewards.rules import RULES, named_parts, resolved_reward
+    from alignment.verification.graded_answers import checks_of_rules
+
+    reward = resolved_reward(args.reward, args.task_in_format.rules)
+    names = [name for name, _ in named_parts(reward)]
+    yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
+
+
+def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
+    """The checks of what is trained and evaluated, as the model of the folder `base` reads it."""
+    from alignment.builders.evaluations import prepare_evaluations
+    from alignment.model.loading import load_tokenizer
+    from alignment.rollouts.source import open_source
+    from alignment.verification.splits import RunData
+
+    task = args.task_in_format
+    tokenizer = load_tokenizer(base)
+    config = args.rollout_config
+
+    def training_problems() -> Problems:
+        return open_source(config, tokenizer).problems
+
+    data = RunData(
+        task.problems("train", args.dataset_path),
+        task.test_split(args.dataset_path),
+        prepare_evaluations(args, tokenizer)[""].problems,
+        training_problems(),
+        config,
+        training_problems,
+    )
+    yield from data.checks()
+    if args.sft_base:
+        yield from checks_of_demonstrations(args, base)
+
+
+def checks_of_demonstrations(args: VerifyArgs, base: str) -> Iterator[Check]:
+    """The checks of the worked solutions that a warm start is trained on."""
+    from alignment.builders.checks import read_demonstrations
+    from alignment.builders.warm_start import tokenise_demonstrations
+    from alignment.core.tokens import pad_token_id
+    from alignment.data.prompts import read_system_prompt
+    from alignment.data.tasks import answer_in_box
+    from alignment.model.loading import load_config, load_tokenizer
+    from alignment.verification.sft_labels import Demonstrations
+    from alignment.verification.splits import number_of_test_questions
+
+    task = args.task_in_format
+    sft_args = as_command(SFTArgs, args)
+    tokenizer = load_tokenizer(base)
+    taught = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
+    shown = taught[:: max(1, len(taught) // MOST_DEMONSTRATIONS)]
+    responses = [response for _, response in shown]
+    if task.wants_box:
+        responses = list(map(answer_in_box, responses))
+    prompted = task.with_prompts(
+        [problem for problem, _ in shown], tokenizer, read_system_prompt(args.system_prompt)
+    )
+    context = load_config(base).max_position_embeddings
+    yield from Demonstrations(
+        tokenise_demonstrations(sft_args, shown, tokenizer, context),
+        responses,
+        [problem.prompt for problem in prompted],
+        number_of_test_questions(
+            [problem for problem, _ in taught], task.test_split(args.dataset_path)
+        ),
+        tokenizer,
+        pad_token_id(tokenizer),
+    ).checks()
+
+
 def report(checks: Iterable[Check], console: Console) -> list[dict]:
     """Measure and print one check after another. Returns a record of each; one where a run would
     stop has failed. "passed" is None where there was nothing to fail."""
@@ -550,7 +637,9 @@ def main() -> None:
 
     console = make_console()
     records = report(checks_without_model(args.update_config), console)
+    records += report(checks_of_rewards(args), console)
     plan = plan_run(args, prepare_warm_start(args, console))
+    records += report(checks_of_data(args, plan.base), console)
     records += report(training_checks(args, plan), console)
     if args.kill_after and not PROCESSES:
         roles = plan.roles

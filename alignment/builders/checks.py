@@ -241,17 +241,17 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     held_out = check_held_out(args)
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
-    training = _read_demonstrations(args, task, "train")
+    training = read_demonstrations(args, task, "train")
     kept = task.untested(training, args.dataset_path)
     print_left_out(len(training), len(kept), "demonstrations")
     print_shared_questions([problem for problem, _ in kept], held_out, "demonstrations")
-    splits = {"train": kept, "test": _read_demonstrations(args, task, "test") or kept}
+    splits = {"train": kept, "test": read_demonstrations(args, task, "test") or kept}
     check_policy_devices(args)
     return splits
 
 
-def _read_demonstrations(args: SFTArgs, task: Task, split: Split) -> Sequence[Demonstration]:
-    """A split of the files of --demonstrations, or of the task's own."""
+def read_demonstrations(args: SFTArgs, task: Task, split: Split) -> Sequence[Demonstration]:
+    """A split of the worked solutions of the files of --demonstrations, or of the task's own."""
     if not args.demonstrations:
         return task.demonstrations(split, args.dataset_path, args.seed)
     rows = own_data.read_demonstrations(*args.demonstrations)

@@ -1,2 +1,2 @@
-"""Checks of losses, grader, policy and sampler against the papers, known answers, plain models and
-predictions."""
+"""Checks of losses, rules, data, samples, policy and sampler against the papers, judged answers,
+splits, plain models and predictions."""

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +37,11 @@ from alignment.core.records import Batch, Group, Rollout, flatten_completions
 from alignment.core.selection import StepTokens, select_tokens
 from alignment.core.tokens import collate
 from alignment.policy.policy import Policy
-from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import UpdateConfig, problems_of_step
 from alignment.rollouts.source import RolloutSource, collate_groups, with_advantages
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
-from alignment.system.files import read_jsonl
 from alignment.training.preparation import prepare_update
 from alignment.training.update import (
     rollout_objective,
@@ -266,16 +263,6 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
     return largest
 
 
-def wrong_rewards() -> int:
-    """How many responses of answers.jsonl, some of which try to deceive, get another reward than is
-    stated there."""
-    wrong = 0
-    for row in read_jsonl(Path(__file__).with_name("answers.jsonl")):
-        score = find_rule(row["rule"])(row["response"], row["ground_truth"])
-        wrong += score["reward"] != row["reward"]
-    return wrong
-
-
 def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     """The checks that are the same for all models: of a run's own loss, unless it is a function of
     the user's; of all; and of the grader."""
@@ -306,7 +293,6 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
         1e-9,
         lambda: difference_from_papers(settings, config.seed),
     )
-    yield Check("grader: wrong rewards of known answers", 0.0, wrong_rewards)
 
 
 def checks_of_plan(

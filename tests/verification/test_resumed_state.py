@@ -224,6 +224,8 @@ def test_the_command_fails_for_other_bits_where_they_are_promised(
 
     monkeypatch.setattr(checks, "SAME_BITS", kinds)
     monkeypatch.setattr(checks, "checks_without_model", lambda config: [])
+    monkeypatch.setattr(verify, "checks_of_rewards", lambda args: [])
+    monkeypatch.setattr(verify, "checks_of_data", lambda args, base: [])
     monkeypatch.setattr(verify, "training_checks", lambda args, base: [])
     monkeypatch.setattr(verify, "train_and_resume", trained_before)
     base = ("--sft_base", "", "--output_dir", str(tmp_path), "--run_name", "verified")

@@ -1,0 +1,133 @@
+"""Is the test split what is evaluated, and never what is trained?
+
+Judges the problems that a run's own parts give, by the rows of both splits as the task reads them.
+Two questions are the same where they are but for case and white space."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from alignment.core.records import Endless, Problem, Problems
+from alignment.rollouts.config import RolloutConfig, problems_of_step
+from alignment.verification.check import Check
+
+STEPS = 50  # of which the problems are compared, where these have no end
+RESUMED_AT = (1, 7, 20)  # steps after which a run is resumed
+
+
+def words_of(text: str) -> str:
+    """A text but for case and white space."""
+    return " ".join(text.split()).casefold()
+
+
+def question_of(problem: Problem) -> str:
+    """What a problem asks: its prompt, where it has no question."""
+    return words_of(problem.question) or words_of(problem.prompt)
+
+
+def number_of_test_questions(problems: Iterable[Problem], held_out: Iterable[Problem]) -> int:
+    """How many problems, or a turn of theirs, ask what a held-out one asks."""
+    questions = set(map(question_of, held_out))
+    number = 0
+    for problem in problems:
+        texts = {question_of(problem), *(words_of(text) for _, text in problem.turns)}
+        number += not questions.isdisjoint(texts)
+    return number
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The problems of a run."""
+
+    train_rows: Problems
+    """The training split, as the task reads it."""
+    test_rows: Sequence[Problem]
+    evaluated: Sequence[Problem]
+    """What the run's evaluations ask."""
+    trained: Problems
+    """What its rollouts ask."""
+    config: RolloutConfig
+    open_anew: Callable[[], Problems]
+    """Makes `trained` once more, as a resumed run does."""
+
+    def checks(self) -> Iterator[Check]:
+        """Every check of what is trained and evaluated."""
+        yield Check("data: evaluated beside the test split", 0.0, self.evaluated_elsewhere)
+        yield Check("data: test questions that are trained", 0.0, self.trained_test_questions)
+        yield Check(
+            "data: trained beside the training split",
+            0.0,
+            self.trained_elsewhere,
+            not_checked=self._reason("they are made without end"),
+        )
+        yield Check("data: problems that a pass repeats or skips", 0.0, self.repeated_or_skipped)
+        yield Check("data: steps of other problems after resume", 0.0, self.other_steps)
+
+    def _reason(self, words: str) -> str:
+        """Why a line that needs a list of training problems is not checked."""
+        return words if isinstance(self.train_rows, Endless) else ""
+
+    def evaluated_elsewhere(self) -> int:
+        """How many evaluated problems are no row of the test split: id, question and truth."""
+        rows = set(map(identity, self.test_rows))
+        return sum(identity(problem) not in rows for problem in self.evaluated)
+
+    def trained_test_questions(self) -> int:
+        """How many trained problems, or a turn of theirs, ask a question of the test split, or have
+        the id of a test problem where no id is in both splits."""
+        held_out = [*self.test_rows, *self.evaluated]
+        ids: set[str] = set()
+        if not isinstance(self.train_rows, Endless):
+            ids = {problem.id for problem in held_out}
+            if not ids.isdisjoint(problem.id for problem in self.train_rows):
+                ids = set()
+        problems = self.asked_in_training()
+        with_ids = sum(problem.id in ids for problem in problems)
+        return max(with_ids, number_of_test_questions(problems, held_out))
+
+    def trained_elsewhere(self) -> int:
+        """How many trained problems are no row of the training split: id, question and truth."""
+        assert not isinstance(self.train_rows, Endless)
+        rows = set(map(identity, self.train_rows))
+        return sum(identity(problem) not in rows for problem in self.asked_in_training())
+
+    def asked_in_training(self) -> Iterable[Problem]:
+        """All problems to train on; of endless ones those of the first steps."""
+        if not isinstance(self.trained, Endless):
+            return self.trained
+        problems: list[Problem] = []
+        for step in range(1, STEPS + 1):
+            problems += self.of_step(self.trained, step)
+        return problems
+
+    def of_step(self, problems: Problems, step: int) -> list[Problem]:
+        """The problems of a step."""
+        config = self.config
+        return problems_of_step(problems, config.prompts_per_rollout, config.data_seed, step)
+
+    def repeated_or_skipped(self) -> int:
+        """How many training problems the first pass leaves out, because it repeats others; of
+        endless ones, how many steps ask what the step before does."""
+        if isinstance(self.trained, Endless):
+            asked = [self.of_step(self.trained, step) for step in range(1, STEPS + 1)]
+            pairs = zip(asked[1:], asked, strict=False)
+            return sum(problems == before for problems, before in pairs)
+        size = len(self.trained)
+        steps = math.ceil(size / self.config.prompts_per_rollout)
+        asked_in_pass: list[Problem] = []
+        for step in range(1, steps + 1):
+            asked_in_pass += self.of_step(self.trained, step)
+        return (Counter(self.trained) - Counter(asked_in_pass[:size])).total()
+
+    def other_steps(self) -> int:
+        """How many steps of a resumed run ask other problems than they do in a run without a
+        break."""
+        anew = self.open_anew()
+        steps = [done + 1 for done in RESUMED_AT]
+        return sum(self.of_step(anew, step) != self.of_step(self.trained, step) for step in steps)
+
+
+def identity(problem: Problem) -> tuple[str, str, str]:
+    """What a problem is recognised by, whatever its prompt."""
+    return problem.id, words_of(problem.question), problem.ground_truth

@@ -1,0 +1,89 @@
+"""The checks of what is trained and evaluated: hand-made splits, and each fault that they show."""
+
+from dataclasses import replace
+
+import pytest
+from rollout_helpers import ARGS
+
+from alignment.core.records import Endless, Problem
+from alignment.rollouts import config as rollouts
+from alignment.verification.splits import RunData
+
+CONFIG = replace(ARGS, prompts_per_rollout=3).rollout_config
+EVALUATED = "data: evaluated beside the test split"
+LEAKED = "data: test questions that are trained"
+ELSEWHERE = "data: trained beside the training split"
+PASS = "data: problems that a pass repeats or skips"
+RESUMED = "data: steps of other problems after resume"
+
+
+def problem(number: int, split: str = "train") -> Problem:
+    question = f"What is {number} of {split}?"
+    return Problem(f"{split}/{number}", question, f"Q: {question} A:", str(number))
+
+
+TRAIN = [problem(number) for number in range(8)]
+TEST = [problem(number, "test") for number in range(4)]
+
+
+def failed(**changes) -> set[str]:
+    data = RunData(TRAIN, TEST, TEST[:3], TRAIN, CONFIG, lambda: list(TRAIN))
+    found = set()
+    for check in replace(data, **changes).checks():
+        if not check.not_checked and check.quantity() > check.limit:
+            found.add(check.what)
+    return found
+
+
+def test_splits_without_a_fault():
+    assert failed() == set()
+
+
+def test_evaluations_on_training_problems():
+    assert failed(evaluated=TRAIN[:3]) == {EVALUATED, LEAKED}
+
+
+def test_a_test_question_in_other_letters_that_is_trained():
+    shouted = replace(TRAIN[0], question="WHAT  is 2 of test?")
+    assert failed(train_rows=[shouted], trained=[shouted], open_anew=lambda: [shouted]) == {LEAKED}
+
+
+def test_a_test_row_that_is_trained_under_another_question():
+    row = replace(TEST[0], question="What else?")
+    trained = [*TRAIN, row]
+    assert failed(trained=trained, open_anew=lambda: trained) == {LEAKED, ELSEWHERE}
+
+
+def test_ids_that_both_splits_number_by_themselves_say_nothing():
+    numbered = [replace(row, id=row.id[-1]) for row in TRAIN]
+    tested = [replace(row, id=row.id[-1]) for row in TEST]
+    changes = {"train_rows": numbered, "trained": numbered, "open_anew": lambda: numbered}
+    assert failed(test_rows=tested, evaluated=tested, **changes) == set()
+
+
+def test_another_truth():
+    changed = [replace(TRAIN[0], ground_truth="9"), *TRAIN[1:]]
+    assert failed(trained=changed, open_anew=lambda: changed) == {ELSEWHERE}
+
+
+def test_the_same_problems_in_every_step(monkeypatch):
+    real = rollouts.problems_of_step
+    monkeypatch.setattr(
+        "alignment.verification.splits.problems_of_step", lambda *rest: real(*rest[:3], 1)
+    )
+    assert failed() == {PASS}
+    endless = Endless(lambda index: TRAIN[index % 8])
+    same = {"train_rows": endless, "trained": endless, "open_anew": lambda: endless}
+    assert failed(**same) == {PASS}
+
+
+def test_an_order_that_depends_on_what_ran_before():
+    assert failed(open_anew=lambda: TRAIN[::-1]) == {RESUMED}
+
+
+@pytest.mark.parametrize("name", ["evaluated", "trained"])
+def test_one_problem_alone(name):
+    changes = {name: [TEST[0]] if name == "evaluated" else [TRAIN[0]]}
+    if name == "trained":
+        changes["open_anew"] = lambda: [TRAIN[0]]
+    assert failed(**changes) == set()
