@@ -613,6 +613,34 @@ def write_results(folder: Path, records: Sequence[dict]) -> str:
     return word
 
 
+def lines_of(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What --json says of each line: its verdict is "passed", "failed", "measured" or "not
+    checked"."""
+    lines = []
+    for record in records:
+        verdict, _, reason = record["verdict"].lower().partition(": ")
+        lines.append(
+            {
+                "name": record["what"],
+                "verdict": verdict,
+                "reason": record["error"] or reason,
+                "value": record["measured"],
+                "tolerance": record["limit"],
+                "seconds": record["seconds"],
+            }
+        )
+    return lines
+
+
+def check_json_file(name: str) -> None:
+    """Raise `UserError` where --json names a file that cannot be written."""
+    file = Path(name)
+    if not file.parent.is_dir() or file.is_dir():
+        raise UserError(
+            f"--json {name}: name a file in a folder that exists, such as verification.json"
+        )
+
+
 def set_batch_invariant(args: VerifyArgs) -> None:
     """Have vLLM's engines, of this process and those that it starts, give the same bits whatever
     shares a batch. Raises `UserError` where they cannot."""
@@ -630,6 +658,8 @@ def main() -> None:
         set_batch_invariant(args)
     if followed(args.rank_timeout):
         return
+    if args.json:
+        check_json_file(args.json)
     check_rl(args)
     from alignment.builders.run_plan import plan_run
     from alignment.builders.warm_start import prepare_warm_start
@@ -656,6 +686,8 @@ def main() -> None:
     )
     word = write_results(folder, records)
     console.print(f"reproducible: {word}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
+    if args.json:
+        write_json(Path(args.json), {"reproducibility": word, "lines": lines_of(records)})
     failures = [record for record in records if record["passed"] is False]
     if failures:
         raise RunStopped(

@@ -680,6 +680,8 @@ class VerifyArgs(RLArgs):
     behind torchrun."""
     batch_invariant: bool = flag(False, group="devices")
     """On GPUs, sample by vLLM's kernels that give the same bits whatever shares a batch; slower."""
+    json: str = flag("", group="run")
+    """Write every line to this file: its name, verdict, value and tolerance. Empty: no file."""
 
 
 def configuration(cls: type[Config], args: Args, **fields) -> Config:

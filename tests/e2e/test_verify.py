@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,16 @@ def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
 
 def test_a_resume_that_skips_a_prompt(warm, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKIP_A_PROMPT)
-    code, said, checks = verify(tmp_path, warm, "--kill_after", "1")
+    code, said, checks = verify(tmp_path, warm, "--kill_after", "1", "--json", "lines.json")
     assert code == 1 and "2 of 43 checks failed" in said and len(checks) == 43, said
     assert "reproducible: not verified" in said
     assert not list(tmp_path.glob(".verify_*"))  # the runs are deleted
+    lines = read_json(tmp_path / "lines.json")["lines"]
+    verdicts = Counter(line["verdict"] for line in lines)
+    assert verdicts["failed"] == 2 and verdicts["measured"] == 3, lines
+    failed = next(line for line in lines if line["verdict"] == "failed")
+    assert failed["value"] == 1 and failed["tolerance"] == 0
+    assert failed["reason"] == "other problems"
     start, parts = (check for check in checks.values() if check["passed"] is False)
     assert (
         start["what"] == "resumed: other parts of the next step's start"
