@@ -12,7 +12,6 @@ a difference is beyond 1e-5 or a checkpoint is not the same.
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import tempfile
@@ -160,10 +159,16 @@ def prepared_task(policy: Policy, rollout: Rollout, settings: dict[str, Any]) ->
 
 
 def make_tasks(policy: Policy) -> Iterator[Task]:
-    """Every loss and normalisation, special cases, what `policy` prepares, and at last SFT."""
+    """Every loss, every normalisation, special cases, what `policy` prepares, and at last SFT.
+
+    A loss is a function of a token or a response, and a normalisation a sum over all of them: no
+    pair of the two needs a comparison of its own.
+    """
     rollout = make_rollout(prompts=7, silent=2)
-    for loss, normalization in itertools.product(LOSSES, NORMALIZATIONS):
-        yield loss_task(rollout, loss, normalization)
+    for loss in LOSSES:
+        yield loss_task(rollout, loss, "token_mean")
+    for normalization in NORMALIZATIONS:
+        yield loss_task(rollout, "grpo_clip", normalization)
     yield loss_task(rollout, "grpo_clip", "token_mean", beta=0.05)
     yield loss_task(rollout, "grpo_clip", "sequence_mean", correction="token_truncate")
     # ranks without rows

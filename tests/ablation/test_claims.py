@@ -255,6 +255,7 @@ def test_the_page_has_every_claim_and_its_verdicts(tmp_path, monkeypatch, capsys
     assert set(re.findall(r"\]\(#(\w+)\)", text)) == set(CLAIMS)
 
 
+@pytest.mark.slow
 def test_the_page_names_what_all_arms_were_given(tmp_path, monkeypatch):
     assert (
         run_claims(
@@ -281,6 +282,7 @@ def test_with_all_claims_less_is_decided(tmp_path):
 # --- the runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_claims_share_is_trained_once(tmp_path, monkeypatch, capsys):
     begun = []
 

@@ -152,7 +152,7 @@ class Tags(HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_page_needs_no_network_and_runs_nothing(grid):
+def test_the_page_needs_no_network_and_runs_nothing(grid, real_figures):
     html, markdown, *_ = write_report(read_study([grid]), grid)
     text, tags = html.read_text(), Tags()
     tags.feed(text)
@@ -182,7 +182,7 @@ def test_the_page_needs_no_network_and_runs_nothing(grid):
 
 
 @pytest.mark.slow
-def test_two_reports_of_one_study_are_equal(grid):
+def test_two_reports_of_one_study_are_equal(grid, real_figures):
     def written() -> dict[str, bytes]:
         files = [*write_report(read_study([grid]), grid), *(grid / "figures").iterdir()]
         return {file.name: file.read_bytes() for file in files}
@@ -191,7 +191,7 @@ def test_two_reports_of_one_study_are_equal(grid):
 
 
 @pytest.mark.slow
-def test_figures_and_tables_are_files_of_their_own(grid):
+def test_figures_and_tables_are_files_of_their_own(grid, real_figures):
     study = read_study([grid])
     write_report(study, grid)
     stems = {file.suffix: set() for file in (grid / "figures").iterdir()}
@@ -985,7 +985,7 @@ def test_an_arms_margin_is_students_t_of_its_own_seeds():
 
 
 @pytest.mark.slow
-def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path):
+def test_arms_that_were_evaluated_at_other_steps_are_drawn_too(tmp_path, real_figures):
     runs = [
         make_run(tmp_path / f"{loss}{s}", s, 0.5, loss_type=loss)
         for loss in ("a", "b")

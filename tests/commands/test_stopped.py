@@ -74,8 +74,9 @@ def run(tiny_folder, tmp_path, monkeypatch, capsys):
     [
         (10, 60, 1, 16),  # the piece that the signal interrupts is finished
         (10, 0.05, 1, 8),  # it takes longer than the grace, so that it is left out
-        (4, 60, 1, 4),
-        (5, 60, 2, 4),  # problems of two responses: pieces of 2, 2, 4 problems
+        pytest.param(4, 60, 1, 4, marks=pytest.mark.slow),
+        # problems of two responses: pieces of 2, 2, 4 problems
+        pytest.param(5, 60, 2, 4, marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_leaves_what_an_evaluation_of_the_first_problems_gives(

@@ -92,7 +92,12 @@ def test_the_order_of_a_countdown_does_not_count_and_its_target_does(data, numbe
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("arithmetic", 627), ("countdown_small", 212), ("countdown", 1024)]
+    ("name", "number"),
+    [
+        ("arithmetic", 627),
+        ("countdown_small", 212),
+        pytest.param("countdown", 1024, marks=pytest.mark.slow),
+    ],
 )
 def test_no_question_is_asked_twice_and_none_of_the_test_split_is_trained_on(name, number):
     task = TASKS[name]

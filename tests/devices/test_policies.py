@@ -87,11 +87,11 @@ def on_the_cpu(tiny_folder):
 
 
 PLACEMENTS = {
-    "the others on a GPU of their own": ("single", ("cuda:1",), "cuda:0"),
-    "the policy on the host": ("single", ("cpu",), "cuda:1"),
     "three GPUs": ("layer_split", ("cuda:2", "cuda:0", "cuda:1"), "cuda:1"),
 }
 FURTHER_PLACEMENTS = {
+    "the others on a GPU of their own": ("single", ("cuda:1",), "cuda:0"),
+    "the policy on the host": ("single", ("cpu",), "cuda:1"),
     "one GPU": ("single", ("cuda:0",), "cuda:0"),
     "the others on the host": ("single", ("cuda:0",), "cpu"),
     "two GPUs": ("layer_split", ("cuda:0", "cuda:1"), "cuda:2"),

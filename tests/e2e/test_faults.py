@@ -33,7 +33,7 @@ from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
 pytestmark = pytest.mark.slow
 
-KILLS, KILLS_A_RUN = 30, 5
+KILLS, KILLS_A_RUN = 22, 5
 
 
 @pytest.fixture(scope="module")

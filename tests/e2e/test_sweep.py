@@ -273,18 +273,6 @@ def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
     return codes
 
 
-def test_ray_gives_a_run_its_share_of_cores_and_reports_exit_codes(tmp_path):
-    executor = RayExecutor("", 2, 0)
-    try:
-        executor.submit("good", partial(start_command, "platform", (), tmp_path / "good.log"))
-        executor.submit("bad", partial(start_command, "no_such_module", (), tmp_path / "bad.log"))
-        codes = exit_codes(executor, 2)
-    finally:
-        executor.close()
-    assert codes == {"good": 0, "bad": 1} and LOST not in codes.values()
-    assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
-
-
 def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     """Ray's own code does not survive an exception out of a signal's handler, so signals wait until
     it has returned."""
@@ -332,8 +320,9 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
     )
 
 
-def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
-    """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both."""
+def test_a_run_gets_whole_gpus_of_its_own_and_its_exit_code_is_reported(tmp_path):
+    """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both. The third
+    run fails."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4})
     executor = RayExecutor(made.address, None, 2)
     try:
@@ -348,11 +337,13 @@ def test_a_run_gets_whole_gpus_of_its_own(tmp_path):
                 name,
                 partial(start_command, "timeit", ("-n1", "-r1", code), tmp_path / f"{name}.log"),
             )
-        codes = exit_codes(executor, 2)
+        executor.submit("bad", partial(start_command, "no_such_module", (), tmp_path / "bad.log"))
+        codes = exit_codes(executor, 3)
     finally:
         executor.close()
         made.shutdown()
-    assert codes == {"a": 0, "b": 0}
+    assert codes == {"a": 0, "b": 0, "bad": 1} and LOST not in codes.values()
+    assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
     seen = [(tmp_path / name).read_text().split(",") for name in ("a", "b")]
     assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3"]
 

@@ -400,10 +400,12 @@ def test_a_copy_between_gpus_holds_up_none_of_them():
 SHORT = copy.deepcopy(QWEN3_06B)
 SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
 FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
+TEN_LAYERS = copy.deepcopy(QWEN_1_5B)
+TEN_LAYERS.num_hidden_layers, TEN_LAYERS.layer_types = 10, TEN_LAYERS.layer_types[:10]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [QWEN_1_5B, QWEN3_06B], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("config", [TEN_LAYERS, SHORT], ids=["qwen2", "qwen3"])
 def test_forward_and_backward_cross_each_boundary_once(
     config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch
 ):

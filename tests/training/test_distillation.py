@@ -109,8 +109,16 @@ def model_log_probs(model, batch, row):
     return log_probs_TV.gather(1, batch.labels[row, :width, None])[:, 0][mask_T[:width]]
 
 
-@pytest.mark.parametrize("advantage", ["none", "group_baseline"])
-@pytest.mark.parametrize("normalization", ["sequence_mean", "token_mean", "constant"])
+@pytest.mark.parametrize(
+    ("advantage", "normalization"),
+    [
+        ("none", "sequence_mean"),
+        ("group_baseline", "token_mean"),
+        pytest.param("group_baseline", "sequence_mean", marks=pytest.mark.slow),
+        pytest.param("none", "token_mean", marks=pytest.mark.slow),
+        pytest.param("group_baseline", "constant", marks=pytest.mark.slow),
+    ],
+)
 def test_the_gradient_is_the_oracles_however_the_batch_is_cut(
     advantage, normalization, sampler, tiny_folder
 ):

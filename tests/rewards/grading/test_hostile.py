@@ -138,7 +138,7 @@ def _slowest_elsewhere(answers: list[str]) -> float:
     return slowest(answers)[0]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_the_same_in_a_daemonic_process(tmp_path, method):
     marker = tmp_path / "ran"
     answers = hostile_answers(str(marker))[::4]
