@@ -13,7 +13,7 @@ from alignment.sampling.transformers import open_transformers
 from alignment.system.files import read_jsonl
 from alignment.system.manifests import find_damage
 from alignment.verify import digests
-from tests.e2e.conftest import NAME
+from tests.e2e.conftest import NAME, said
 from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run
 
 pytestmark = pytest.mark.slow
@@ -41,12 +41,12 @@ class Deaf:
     [[], ranks("sharded", 2)],
     ids=["one process", "sharded"],
 )
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, tmp_path):
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(flags, warm, launcher, tmp_path):
     whole = tmp_path / "whole"
-    whole.mkdir()
-    run(whole, *command(warm, *ADAPTERS, *flags))
+    words = ["--sft_base", str(warm), "--keep_checkpoints", "0", *ADAPTERS, *flags]
+    assert launcher.run(whole, *words) == 0, said(whole)
     cut = cut_after_step_2(whole / NAME, tmp_path)
-    run(tmp_path, *command(warm, *ADAPTERS, *flags, "--resume"))
+    assert launcher.run(tmp_path, *words, "--resume") == 0, said(tmp_path)
     assert digests(cut) == digests(whole / NAME)
     final, started = cut / "final", AutoModelForCausalLM.from_pretrained(warm)
     assert find_damage(final) is None and "adapter/adapter_model.safetensors" in json.loads(
