@@ -1,9 +1,11 @@
 """Evaluate a model on verifiable problems.
 
-uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4 uv run -m
-alignment.evaluate --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final uv run
---extra datasets -m alignment.evaluate --model checkpoints/RUN --eval_tasks math500 aime24
---num_samples 16"""
+    uv run -m alignment.evaluate --model checkpoints/tiny_sft --num_samples 4
+    uv run -m alignment.evaluate \\
+        --compare checkpoints/tiny_sft checkpoints/tiny_grpo_clip_seed0/final
+    uv run --extra datasets -m alignment.evaluate \\
+        --model checkpoints/RUN --eval_tasks math500 aime24 --num_samples 16
+"""
 
 import dataclasses
 import importlib

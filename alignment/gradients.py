@@ -1,8 +1,11 @@
 """A microscope for gradients: on one frozen set of rollouts, what does each estimator's gradient
 look like?
 
-uv run -m alignment.gradients --preset tiny uv run -m alignment.gradients --sweep_file arms.toml
-# which of a sweep's arms have the same gradients"""
+    uv run -m alignment.gradients --preset tiny
+    uv run -m alignment.gradients --sweep_file arms.toml
+
+The second says which of a sweep's arms have the same gradients.
+"""
 
 from __future__ import annotations
 

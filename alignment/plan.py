@@ -1,9 +1,11 @@
 """Show which role and layer would sit on which device, without the GPUs or a model, and the command
 that would train so.
 
-uv run -m alignment.plan --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100-80GB --price 2 uv
-run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded --machines 2 --num_gpus 8
---gpu_memory 24"""
+    uv run -m alignment.plan \\
+        --preset qwen2.5_math_1.5b_gsm8k_8gpu --hardware 8xA100-80GB --price 2
+    uv run -m alignment.plan --preset smollm2_gsm8k --policy_parallelism sharded \\
+        --machines 2 --num_gpus 8 --gpu_memory 24
+"""
 
 from __future__ import annotations
 
