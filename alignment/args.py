@@ -10,6 +10,7 @@ from alignment.config.commands import (
     CHANGEABLE_ON_RESUME,
     REPRODUCIBILITY_SETTING,
     Args,
+    AskArgs,
     Config,
     EvaluateArgs,
     PlanArgs,
@@ -38,6 +39,7 @@ from alignment.system.errors import UserError
 
 __all__ = [
     "Args",
+    "AskArgs",
     "BOOKKEEPING",
     "CHANGEABLE_ON_RESUME",
     "CLAIMS",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from alignment.args import (
     PRESETS,
+    AskArgs,
     ClaimsArgs,
     EvaluateArgs,
     GradientsArgs,
@@ -298,6 +299,7 @@ WITH_TABLES = {
     "plan": PlanArgs,
 }
 WITH_TABLES["rejection_sample"] = RejectionArgs
+WITH_TABLES["ask"] = AskArgs
 
 
 def help_of(cls, monkeypatch, capsys, columns="100") -> str:

@@ -648,6 +648,56 @@ class RejectionArgs(Args):
 
 
 @dataclass(frozen=True)
+class AskArgs(Args):
+    """Ask one or several models a question in the format of --task, and print their answers, with
+    their rewards where --gold says what is right. Without --question, questions are typed, a line
+    each, until an empty one."""
+
+    TABLE: ClassVar[str] = "ask"
+    FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
+        "preset",
+        "task",
+        "models",
+        "question",
+        "gold",
+        "num_samples",
+        "prompt",
+        "reward",
+        "max_new_tokens",
+        "sampling_temperature",
+    )
+    UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
+        *FLAGS_OF_TRAINING,
+        "sampler_tensor_parallel",
+        "eval_greedy",
+        "max_problems",
+        "output_dir",
+        "run_name",
+        "trackers",
+    )
+
+    models: tuple[str, ...] = flag((), group="model")
+    """Models to ask, instead of --model, such as a base model, a warm start and a run's final
+    model. All are in memory at once."""
+    question: str = flag("", group="data")
+    """The question; empty: questions are typed."""
+    gold: str = flag("", group="data")
+    """The right answer to --question, against which the rule grades; empty: none is graded."""
+    num_samples: int = flag(1, group="evaluation", at_least=1, aliases=("eval_samples",))
+    """Answers of each model to each question."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = bool(self.question) or not self.gold
+        require(self, "gold", is_valid, "left out without --question, to which it is the answer")
+
+    @property
+    def asked_models(self) -> tuple[str, ...]:
+        """--models, else --model alone."""
+        return self.models or (self.model,)
+
+
+@dataclass(frozen=True)
 class VerifyArgs(RLArgs):
     """Check, with a run's own settings, what this machine computes: log-probs, gradient and step
     against plain computation, the sampler against the trainer before and after updates; and that a

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, Gemma3Config, XLNetConfig
 
 from alignment import __main__ as alignment_main
 from alignment import (
+    ask,
     download,
     evaluate,
     gradients,
@@ -31,6 +32,7 @@ from benchmarks import audit_grader
 MAIN = {
     module.__name__.removeprefix("alignment."): module.main
     for module in (
+        ask,
         download,
         evaluate,
         gradients,
@@ -378,6 +380,8 @@ CASES = [
         "--task countdown has no worked solutions to learn from",
     ),
     ("rejection_sample", [], "--output: name the file to write"),
+    ("ask", ["--gold", "7"], "--gold 7: must be left out without --question"),
+    ("ask", ["--models", "tiny", "/nowhere", "--question", "x"], "--models /nowhere"),
     ("rejection_sample", ["--output", "{world}/a_file"], "a_file exists already"),
     (
         "rejection_sample",
