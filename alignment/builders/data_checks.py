@@ -13,6 +13,8 @@ from alignment.data.questions import number_shared
 from alignment.data.tasks import Task, try_rows
 from alignment.system.errors import UserError
 
+COMPARED_ENDLESS = 512  # Problems without end that are compared with those of the test split.
+
 
 def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[Problem]:
     """The first `max_problems` (0: all) distinct test questions. Prints how many repeat. Raises
@@ -121,3 +123,20 @@ def print_shared_questions(
                 f" {prefix} asks: they are trained on, so its accuracy is not of unseen questions",
                 file=sys.stderr,
             )
+
+
+def trained_test_questions(problems: Problems, tested: Sequence[Problem]) -> str:
+    """Why a run's evaluations do not ask unseen questions: how many of the problems to train on ask
+    what they ask; "" where none does. Of `Endless` problems the first ones are compared."""
+    compared: Sequence[Problem]
+    if isinstance(problems, Endless):
+        compared = [problems[index] for index in range(COMPARED_ENDLESS)]
+    else:
+        compared = problems
+    number = number_shared(compared, tested)
+    if not number:
+        return ""
+    return (
+        f"{number} of {len(compared)} training problems ask what a test problem asks: are"
+        " evaluations on the training split, or was the test split not left out?"
+    )

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from alignment.args import RLArgs
 from alignment.builders.base_models import resolve_model
+from alignment.builders.data_checks import trained_test_questions
 from alignment.builders.evaluations import (
     PreparedEvaluation,
     functions_of_others,
@@ -116,6 +117,9 @@ def build(args: RLArgs, run: Run) -> RunParts:
     )
     peak_meter = PeakMeter(policy, expected_peaks(args, plan))
     run.start(policy, tokenizer, rollouts, peak_meter)
+    fault = trained_test_questions(source.problems, evaluation.problems)
+    if fault:
+        run.warn("trained_test_questions", fault)
     write_training_problems(args, run, source.problems)
     update_config = resumed_config(args.update_config, run.last_record)
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)

@@ -18,6 +18,7 @@ from alignment.core.schedules import last_reset
 from alignment.runs import run_folder
 from alignment.runs.health import Health
 from alignment.runs.held_out import evaluation_words
+from alignment.runs.moments import zero_moments
 from alignment.runs.state import state_of
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
@@ -108,6 +109,7 @@ class Run:
         self._step_seconds = 0.0
         self._opened: list[Restartable] = []
         self._words = ""  # What the progress line says of the last step.
+        self._broken: dict[str, str] = {}  # Invariants that broke since the last logged step.
         self._restarts = 0  # All restarts of `_opened` up to the last logged step.
 
     @property
@@ -290,7 +292,9 @@ class Run:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
-        warnings, record_with_warnings = self.started.health.judge(record, result.warnings)
+        broken = {**self._broken, **result.warnings}
+        self._broken = {}
+        warnings, record_with_warnings = self.started.health.judge(record, broken)
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)
@@ -340,6 +344,14 @@ class Run:
             sampled_ahead,
             self.advantage_state,
         )
+        latest = self.started.health.latest
+        has_gradient = bool(latest) and bool(latest[-1].get("grad_norm"))
+        if has_gradient and zero_moments(folder / run_folder.TRAINER):
+            self.warn(
+                "zero_moments",
+                f"the optimiser's moments in {folder} are 0 after a step with a gradient: does"
+                " another optimiser step than the one that is saved? --resume would begin anew",
+            )
         run_folder.drop_old_checkpoints(
             self.path,
             self.config.keep_checkpoints,
@@ -397,6 +409,11 @@ class Run:
     def resume_command(self) -> str:
         """The command that continues this run with the arguments of its args.json."""
         return f"uv run -m alignment.{self.config.command} --resume {shlex.quote(str(self.path))}"
+
+    def warn(self, name: str, message: str) -> None:
+        """Print a warning between two steps, which the record of the next step has, too."""
+        self._print(f"warning: {message}", "yellow")
+        self._broken[name] = message
 
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, soft_wrap=True)

@@ -2,12 +2,13 @@
 sound run. A broken invariant is a warning that names the likely cause."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from alignment.core.records import Rollout
-from alignment.policy.policy import MicroBatchResult
+from alignment.policy.policy import MicroBatchResult, Policy, PolicyConfig
 from alignment.rollouts.config import UpdateConfig
 from alignment.training.results import reported_sums
 
@@ -20,6 +21,15 @@ RATIO_LIMIT = 1e-3
 RATIO_LIMIT_OF_16_BITS = 0.05
 # A gradient may be so much longer than the limit after it was clipped: sums of squares round.
 CLIP_TOLERANCE = 1.01
+# AdamW's step without decay, in learning rates: with betas 0.9 and 0.95 the first moment is at most
+# 1.17 times the root of the second, by Cauchy and Schwarz's inequality (both without their bias).
+LONGEST_ADAM_STEP = 1.2
+ADAM_OPTIMIZERS = ("adamw", "adamw_cpu_offload")
+SAMPLED_WEIGHTS = 256  # of each tensor, that the length of a step is measured by
+WEIGHT_ROUNDING = 2.0**-22  # of a weight's size, in float32
+# Updates at lower learning rates may change no bit of a ratio to the old policy.
+LEAST_MOVING_RATE = 1e-6
+LEAST_NORM = 1e-3  # of a gradient, of which a step must change some weight
 
 
 def equal_answers_warning(rollout: Rollout, group_size: int) -> dict[str, str]:
@@ -121,3 +131,72 @@ def clip_warning(clipped_norms: Sequence[torch.Tensor], limit: float) -> dict[st
             f" {limit:g}: is each rank's part, or each number, clipped by itself?"
         )
     }
+
+
+def has_known_step(config: object) -> TypeGuard[PolicyConfig]:
+    """Whether a bound of a policy's step is known. It is of Adam's moments in float32, without
+    adapters, in this process."""
+    return (
+        isinstance(config, PolicyConfig)
+        and not config.lora_rank
+        and config.optimizer in ADAM_OPTIMIZERS
+    )
+
+
+def sample_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Some elements of each of the policy's tensors, in float64 on the CPU."""
+    sampled = {}
+    for name, tensor in policy.weights():
+        every = max(1, tensor.numel() // SAMPLED_WEIGHTS)
+        sampled[name] = tensor.detach().flatten()[::every].to("cpu", torch.float64, copy=True)
+    return sampled
+
+
+def take_step(policy: Policy, rate: float, norm: torch.Tensor, is_tested: bool) -> dict[str, str]:
+    """Make an optimiser step of a gradient of that norm before it was clipped. Returns a warning
+    where it `is_tested` and changes the weights by more or less than it can."""
+    config = getattr(policy, "policy_config", None)
+    if not is_tested or not has_known_step(config):
+        policy.step(rate)
+        return {}
+    before = sample_weights(policy)
+    policy.step(rate)
+    return step_warning(before, sample_weights(policy), rate, config.weight_decay, norm.item())
+
+
+def step_warning(
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    rate: float,
+    weight_decay: float,
+    norm: float,
+) -> dict[str, str]:
+    """The warning "step_length", where an optimiser step of a learning rate and a gradient of a
+    `norm` changed a weight by more than AdamW can (Kingma & Ba 2015, arXiv:1412.6980, section 2.1;
+    Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), or no weight."""
+    largest = 0.0
+    moved = False
+    for name, old in before.items():
+        change = (after[name] - old).abs()
+        longest = rate * (LONGEST_ADAM_STEP + weight_decay * old.abs())
+        bound = longest + WEIGHT_ROUNDING * old.abs()
+        # The least positive number keeps 0 of a learning rate of 0 from being divided by.
+        largest = max(largest, (change / bound.clamp(min=1e-300)).max().item())
+        moved = moved or bool(change.any())
+    if largest > 1:
+        return {
+            "step_length": (
+                f"a step changed a weight by {largest:.3g} times what AdamW can at the learning"
+                f" rate {rate:.3g}: is it another rate than the schedule's, another beta, or is a"
+                " weight trained twice?"
+            )
+        }
+    must_move = norm >= LEAST_NORM and rate >= LEAST_MOVING_RATE
+    if before and must_move and not moved:
+        return {
+            "step_length": (
+                f"a step of the learning rate {rate:.3g} changed no weight: does the optimiser have"
+                " other tensors than the model, or a rate of 0?"
+            )
+        }
+    return {}

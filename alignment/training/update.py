@@ -23,7 +23,13 @@ from alignment.policy.policy import MicroBatchResult, Objective, Policy
 from alignment.rollouts.config import UpdateConfig, derived_seed
 from alignment.system.clock import Clock, start_in_background
 from alignment.system.errors import RunStopped
-from alignment.training.invariants import clip_warning, equal_answers_warning, ratio_warnings
+from alignment.training.invariants import (
+    LEAST_MOVING_RATE,
+    clip_warning,
+    equal_answers_warning,
+    ratio_warnings,
+    take_step,
+)
 from alignment.training.preparation import entropy_report, has_entropy_bonus, prepare_update
 from alignment.training.results import computed_tokens, reported_sums
 
@@ -31,10 +37,9 @@ COMPARED = 16  # About as many responses of an evaluation are compared between s
 # The least limit on the mismatch, in nats a token, of a sampler some steps behind the trainer. One
 # update changes log-probs by far less.
 STALE_MISMATCH = 0.5
-# The norms of clipped gradients are measured in so many steps of a run: it takes a pass over them.
-CLIP_TESTED_STEPS = 3
-# Updates at lower learning rates may change no bit of a ratio to the old policy.
-LEAST_MOVING_RATE = 1e-6
+# In so many steps of a run the norms of clipped gradients are measured, and the length of the first
+# update: both take a pass over the weights.
+TESTED_STEPS = 3
 
 
 @dataclass
@@ -80,6 +85,7 @@ def update(
     norms: list[torch.Tensor] = []
     clipped_norms: list[torch.Tensor] = []
     bad: list[Sequence[int]] = []
+    broken: dict[str, str] = {}
     comparison: dict[str, float | None] = {"sampler_mismatch": None, "sampler_mismatch_max": None}
     previous_updates = (step - 1) * config.updates_per_rollout
     # A rollout without any mini-batch reports the rate of the last update before it.
@@ -99,25 +105,24 @@ def update(
             policy.drop_gradient()
             bad.append(mini_batch)
             continue
-        if step <= CLIP_TESTED_STEPS:
+        if step <= TESTED_STEPS:
             clipped_norms.append(policy.clip_gradient(math.inf))  # It changes nothing.
         if results and not stepped:
             # Momentum has moved the weights in updates before it, so that they count as stale.
             behind = steps_old + bool(norms)
             comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
         before_change()
-        policy.step(rate)
+        broken |= take_step(policy, rate, norm, step <= TESTED_STEPS and not norms)
         norms.append(norm)
         stepped += results
     padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report = update_report(stepped, norms, rate)
-    report["rows_with_gradient"] = len(informative)
-    report["bad_updates"] = len(bad)
+    report |= {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
     report["update_token_share"] = computed_tokens(stepped) / padded_tokens
     report |= comparison | entropy_report(config, coefficient) | teacher_report(rollout)
     trainer_BT = trainer_log_probs(computed, rollout, config)
-    warnings = broken_invariants(rollout, config, policy.dtype, computed, norms, clipped_norms)
-    return UpdateResult(report, trainer_BT, informative, config, bad, warnings)
+    broken |= broken_invariants(rollout, config, policy.dtype, computed, norms, clipped_norms)
+    return UpdateResult(report, trainer_BT, informative, config, bad, broken)
 
 
 def trainer_log_probs(

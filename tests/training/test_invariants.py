@@ -7,19 +7,23 @@ from dataclasses import dataclass
 import pytest
 import torch
 from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
+from safetensors.torch import save_file
 
-from alignment.core.records import SamplingConfig
+from alignment.builders.data_checks import trained_test_questions
+from alignment.core.records import Endless, Problem, SamplingConfig
 from alignment.core.tokens import collate
 from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import MicroBatchResult, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rewards.rules import score_groups
+from alignment.runs.moments import zero_moments
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training import invariants
 from alignment.training.invariants import (
     clip_warning,
     equal_answers_warning,
     ratio_warnings,
+    step_warning,
 )
 from alignment.training.update import update
 
@@ -146,3 +150,43 @@ def clip_by_value(policy: SingleDevicePolicy, max_norm: float) -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     torch.nn.utils.clip_grad_value_(parameters, max_norm)
     return norm
+
+
+def test_a_step_is_as_long_as_adam_can_make_it():
+    """Of a rate of 0.01, AdamW moves a weight of 2 by 0.01 * (1.2 + 0.5 * 2) = 0.022 at most."""
+
+    def names(change: float, norm: float = 1.0) -> list[str]:
+        weights = {"w": torch.tensor([2.0, 0.0], dtype=torch.float64)}
+        moved = {"w": weights["w"] + torch.tensor([change, 0.0])}
+        return list(step_warning(weights, moved, rate=0.01, weight_decay=0.5, norm=norm))
+
+    assert names(0.0219) == [] and names(-0.0219) == []
+    assert names(0.0222) == ["step_length"]
+    assert names(0.0) == ["step_length"] and names(0.0, norm=0.0) == []
+
+
+def test_a_step_of_another_rate_is_named(tiny_folder, monkeypatch):
+    step = SingleDevicePolicy.step
+    monkeypatch.setattr(SingleDevicePolicy, "step", lambda policy, rate: step(policy, 2 * rate))
+    assert list(warnings_of_update(tiny_folder)) == ["step_length"]
+    monkeypatch.setattr(SingleDevicePolicy, "step", lambda policy, rate: step(policy, 0.0))
+    assert set(warnings_of_update(tiny_folder)) == {"step_length", "later_ratio"}
+
+
+def test_moments_of_a_checkpoint_that_are_zero(tmp_path):
+    moments = {"0.step": torch.tensor(3.0), "0.exp_avg": torch.zeros(200, 2)}
+    assert not zero_moments(tmp_path)  # Nothing is known of a policy that writes no tensors.
+    save_file(moments, tmp_path / "optimizer.safetensors")
+    assert zero_moments(tmp_path)
+    save_file(moments | {"1.exp_avg": torch.full((1,), 1e-9)}, tmp_path / "optimizer.safetensors")
+    assert not zero_moments(tmp_path)
+
+
+def test_questions_that_are_trained():
+    train = [Problem(str(number), f"Q{number}", "", "1") for number in range(4)]
+    assert trained_test_questions(train, [Problem("a", "Q7", "", "1")]) == ""
+    assert trained_test_questions(train, [Problem("a", " q2", "", "1")]).startswith(
+        "1 of 4 training"
+    )
+    endless = Endless(lambda index: train[index % 4])
+    assert trained_test_questions(endless, train[:1]).startswith("128 of 512 training")
