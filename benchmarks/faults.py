@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,17 +91,15 @@ def try_plant(plant: Plant | None, base: Path) -> Outcome:
         copy_package(folder, plant)
         (folder / BASE).symlink_to(base)
         flags = plant.flags if plant is not None else ()
-        resumes = plant is not None and plant.resumes
-        seen_by = seen_by_verify(folder, flags, resumes)
+        seen_by = seen_by_verify(folder, flags)
         if not seen_by:
             seen_by = seen_by_run(folder, flags)
     return Outcome(plant, seen_by, time.monotonic() - start)
 
 
-def seen_by_verify(folder: Path, flags: Sequence[str], resumes: bool) -> list[str]:
-    """The lines of `verify` that fail there; with `resumes` it kills and resumes a run, too."""
-    kill_after = "1" if resumes else "0"
-    own = ["--run_name", RUN, "--kill_after", kill_after]
+def seen_by_verify(folder: Path, flags: Sequence[str]) -> list[str]:
+    """The lines of `verify` that fail there, of those that need no run to be killed and resumed."""
+    own = ["--run_name", RUN, "--kill_after", "0"]
     verified = run_command(folder, "verify", [*COMMON, *own, *flags])
     if verified.code == 0:
         return []
@@ -185,7 +183,7 @@ This page is written by
     uv run -m benchmarks.faults --outcomes /tmp/faults.jsonl --page docs/verify_faults.md
 
 It plants one fault after another in a copy of the package, and runs `alignment.verify` there, as a
-user would, with `--preset tiny --kill_after 0` (for what acts on a resume alone `--kill_after 1`).
+user would, with `--preset tiny --kill_after 0`.
 Where every line passes, three steps of `alignment.train_rl` follow. The flags are those without
 which the fault would not act. [What each line measures](verify.md#the-checks).
 """
@@ -196,10 +194,11 @@ def page_of(outcomes: Mapping[str, Outcome]) -> str:
     planted = [outcomes[plant.name] for plant in PLANTS if plant.name in outcomes]
     by_verify = [outcome for outcome in planted if is_seen_by_verify(outcome)]
     by_run = [outcome for outcome in planted if outcome.seen_by and outcome not in by_verify]
-    explained = [outcome for outcome in planted if not outcome.seen_by]
+    unseen = [outcome for outcome in planted if not outcome.seen_by]
     summary = (
         f"Of {len(planted)} faults `verify` sees {len(by_verify)}, the three steps"
-        f" {len(by_run)} more; {len(explained)} pass unseen."
+        f" {len(by_run)} more; {len(unseen)} pass unseen. {len(PLANTS) - len(planted)} of the"
+        " benchmark's table were not planted."
     )
     rows = ["| fault | where | flags | seen by |", "|---|---|---|---|"]
     for outcome in planted:
@@ -216,7 +215,8 @@ def page_row(outcome: Outcome) -> str:
     """The row of a planted fault in the page."""
     plant = outcome.plant
     assert plant is not None
-    seen = "; ".join(outcome.seen_by) or f"unseen: {plant.unseen_because}"
+    unseen = f"unseen: {plant.unseen_because}".removesuffix(": ")
+    seen = "; ".join(outcome.seen_by) or unseen
     flags = f"`{' '.join(plant.flags)}`" if plant.flags else ""
     return f"| {plant.name} | `alignment/{plant.file}` | {flags} | {seen.replace('|', '/')} |"
 
@@ -230,7 +230,7 @@ def plant_faults(
         base = warm_up(Path(name))
         with ThreadPoolExecutor(parallel) as threads:
             pending = [threads.submit(try_plant, plant, base) for plant in chosen]
-            for future in pending:
+            for future in as_completed(pending):
                 outcome = future.result()
                 outcomes.append(outcome)
                 if file is not None:

@@ -17,8 +17,6 @@ class Plant:
     wrong: str
     flags: tuple[str, ...] = ()
     """Arguments with which the fault acts, beside those of every plant."""
-    resumes: bool = False
-    """Whether it acts on a run that is killed and resumed alone."""
     unseen_because: str = ""
     """Why nothing can see it, where nothing does."""
 
@@ -274,8 +272,6 @@ SINGLE_DEVICE = of_file(
         "moments that are not loaded",
         '            {"state": state, "param_groups"',
         '            {"state": {}, "param_groups"',
-        (),
-        True,
     ),
 )
 
@@ -403,7 +399,6 @@ MODEL = [
             "suffixes.append(Segment(response, len(prompt), [row], prefix))",
             "suffixes.append(Segment(response, len(prompt) - 1, [row], prefix))",
             (),
-            False,
             FOUND_AT_LOAD,
         ),
         (
@@ -411,7 +406,6 @@ MODEL = [
             "        parts.append(Part(queries, keys, length))",
             "        pass",
             (),
-            False,
             FOUND_AT_LOAD,
         ),
     ),
