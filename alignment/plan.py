@@ -20,7 +20,7 @@ from rich.console import Console
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
 from alignment.builders.devices import check_one_device, check_processes, roles_of
 from alignment.config.settings import flag_values
-from alignment.planning.placement import place, teacher_share
+from alignment.planning.placement import frozen_share, place
 from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
@@ -107,22 +107,28 @@ def print_placement(prediction: Prediction, title: str, console: Console) -> Non
     """Print which role and layers each device has, and the bytes of weights, gradients and
     moments."""
     shape = prediction.shape
+    step = prediction.step
+    roles = prediction.roles
     run = prediction.run
     shares = place(
         shape,
-        prediction.roles,
+        roles,
         run.optimizer,
-        prediction.step.itemsize,
+        step.itemsize,
         prediction.kind,
         run.sampler_tensor_parallel,
     )
-    teacher = prediction.step.teacher_model
+    if step.frozen:
+        # The reference of --beta and a copy for old log-probs, or one of the two.
+        share = frozen_share(shape, roles.reference, "reference", step.itemsize, step.frozen)
+        shares.append(share)
     rows = []
     for share in sorted(shares, key=lambda share: share.device):
         layers = describe_modules(shape, share.modules)
         rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
+    teacher = step.teacher_model
     if teacher is not None:
-        share = teacher_share(teacher.shape, prediction.roles.teacher, teacher.itemsize)
+        share = frozen_share(teacher.shape, roles.teacher, "teacher", teacher.itemsize)
         layers = describe_modules(teacher.shape, share.modules)
         rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))

@@ -28,7 +28,7 @@ from alignment.builders.prediction import Duration, Known, duration, predict, sp
 from alignment.model.shape import ModelShape
 from alignment.planning.measured_memory import SPARE
 from alignment.planning.peaks import RESERVED, DevicePeak, peak_bytes
-from alignment.planning.placement import place
+from alignment.planning.placement import frozen_share, place
 from alignment.planning.seconds import hardware_of
 from benchmarks.rank_memory import Case, closed_form
 from tests.model.published_shapes import qwen2, qwen2_7b
@@ -271,11 +271,11 @@ def table(headings: Sequence[str], rows: Rows, texts: int = 1) -> str:
 def placement_table() -> str:
     args = from_preset(RLArgs, "qwen2.5_math_1.5b_gsm8k_8gpu", optimizer="adamw")
     shape = ModelShape.from_config(QWEN_1_5B)
+    roles = roles_of(args, 8)
+    shares = place(shape, roles, "adamw", 2, args.policy_parallelism)
+    shares.append(frozen_share(shape, roles.reference, "reference", 2))
     rows: Rows = []
-    for share in sorted(
-        place(shape, roles_of(args, 8), "adamw", 2, args.policy_parallelism),
-        key=lambda share: share.device,
-    ):
+    for share in sorted(shares, key=lambda share: share.device):
         rows.append([share.device, words_of_role(share.role), layers_of(shape, share.modules)])
         rows[-1].append(f"{share.bytes / 1e9:.2f}")
     return table(("device", "role", "layers", "GB"), rows, texts=3)

@@ -290,7 +290,7 @@ def place(
     tensor_parallel: int = 1,
 ) -> list[Share]:
     """The shares of a policy of that `kind`, the moments that `optimizer` keeps on the CPU, then
-    one whole copy for each other role, with products of numbers of `itemsize` bytes;
+    one whole copy for sampler and eval, with products of numbers of `itemsize` bytes;
     `tensor_parallel` devices share an engine's. Eval on a device of the sampler's runs in the
     sampler's engines, so the two hold one copy, under the role "sample+eval"."""
     policy = policy_shares(shape, roles.policy, kind, optimizer)
@@ -309,17 +309,12 @@ def place(
     shares += [Share(device, sampler, everything, engine_part) for device in roles.sample]
     if not evaluates_too:
         shares.append(Share(roles.eval, "eval", everything, weights))
-
-    # A policy whole on the reference's device is the old policy, until its first update; one with
-    # adapters the reference, too.
-    policy_is_reference = bool(shape.adapters) or roles.policy == (roles.reference,)
-    if not policy_is_reference:
-        frozen = shape.frozen_bytes(itemsize)
-        shares.append(Share(roles.reference, "reference", everything, frozen))
     return shares
 
 
-def teacher_share(shape: ModelShape, device: str, itemsize: int = 2) -> Share:
-    """The share of a teacher of that shape, a frozen model, with products of numbers of `itemsize`
-    bytes."""
-    return Share(device, "teacher", tuple(shape.parameters), shape.frozen_bytes(itemsize))
+def frozen_share(
+    shape: ModelShape, device: str, role: str, itemsize: int, models: int = 1
+) -> Share:
+    """The share of so many frozen models of that shape, such as a reference or a teacher, with
+    products of numbers of `itemsize` bytes."""
+    return Share(device, role, tuple(shape.parameters), models * shape.frozen_bytes(itemsize))

@@ -112,9 +112,27 @@ def test_a_published_model_is_planned_without_the_hub(model, parameters, planned
         "80",
         "--dtype",
         "float32",
+        "--beta",
+        "0.1",
     )
     reference = next(line for line in said.splitlines() if "reference" in line)
     assert f"{4 * parameters / 1e9:.2f}" in reference
+
+
+@pytest.mark.parametrize(
+    ("flags", "models"),
+    [
+        ("", 0),
+        ("--beta 0.1", 1),
+        # The policy without its adapters is the reference, until a reset asks for other weights.
+        ("--beta 0.1 --lora_rank 4", 0),
+        ("--beta 0.1 --lora_rank 4 --reference_reset_interval 3", 1),
+    ],
+)
+def test_the_table_has_the_reference_that_a_run_keeps(flags, models, planned):
+    said = planned("--num_gpus", "1", "--gpu_memory", "8", *flags.split())
+    rows = [line.split("│")[2].strip() for line in said.splitlines() if line.startswith("│ cuda")]
+    assert rows == ["policy", "sample+eval", *["reference"] * models]
 
 
 def test_hardware_says_gpus_machines_memory_and_seconds(planned, tmp_path):

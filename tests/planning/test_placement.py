@@ -21,7 +21,7 @@ from transformers import (
 
 from alignment.model.device_map import partition_layers, split_evenly
 from alignment.model.shape import ModelShape
-from alignment.planning.placement import Roles, assign_roles, place
+from alignment.planning.placement import Roles, assign_roles, frozen_share, place
 from alignment.policy.layer_split import issue_order
 from alignment.system.errors import UserError
 from benchmarks.families import family_config
@@ -647,18 +647,27 @@ def test_eight_gpus_by_hand():
         *((gpu, "policy") for gpu in gpus(5)),
         ("cuda:7", "sample"),
         ("cuda:5", "eval"),
-        ("cuda:6", "reference"),
     ]
     layers = [name for share in shares[:5] for name in share.modules if name in QWEN_1_5B.layers]
     assert layers == [f"model.layers.{index}" for index in range(28)]
     assert sum(share.bytes for share in shares[:5]) == 16 * ALL  # 24.7 GB
     assert max(share.bytes for share in shares[:5]) == 16 * 7 * LAYER
-    assert [share.bytes for share in shares[5:]] == [2 * ALL, 2 * ALL, REFERENCE]  # 3.1 GB
+    assert [share.bytes for share in shares[5:]] == [2 * ALL] * 2  # 3.1 GB
     in_float32 = place(QWEN_1_5B, assign_roles(8), "adamw", 4, "layer_split")
-    assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 3 and in_float32[:5] == shares[
+    assert [share.bytes for share in in_float32[5:]] == [4 * ALL] * 2 and in_float32[:5] == shares[
         :5
     ]
     assert shares[5].modules == tuple(QWEN_1_5B.parameters)
+
+
+def test_frozen_models_by_hand():
+    """A reference, alone or with a copy of the old policy beside it."""
+    for models in (1, 2):
+        share = frozen_share(QWEN_1_5B, "cuda:6", "reference", 2, models)
+        assert (share.device, share.role) == ("cuda:6", "reference")
+        assert share.bytes == models * REFERENCE
+        assert share.modules == tuple(QWEN_1_5B.parameters)
+    assert frozen_share(QWEN_1_5B, "cuda:6", "teacher", 4).bytes == 4 * ALL
 
 
 def bytes_by_device(shares):
@@ -673,18 +682,16 @@ def test_sampler_and_eval_on_one_gpu_are_one_copy():
     assert [(share.device, share.role) for share in shares] == [
         ("cuda:0", "policy"),
         ("cuda:1", "sample+eval"),
-        ("cuda:1", "reference"),
     ]
-    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * ALL + REFERENCE}
-    # the policy is the reference
+    assert bytes_by_device(shares) == {"cuda:0": 16 * ALL, "cuda:1": 2 * ALL}
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(1), "adamw", 2, "layer_split")) == {
         "cuda:0": (16 + 2) * ALL
     }
-    # reference and eval share cuda:1
+    # Each has a GPU of its own.
     three = {
         "cuda:0": 16 * ALL,
         "cuda:2": 2 * ALL,
-        "cuda:1": 2 * ALL + REFERENCE,
+        "cuda:1": 2 * ALL,
     }
     assert bytes_by_device(place(QWEN_1_5B, assign_roles(3), "adamw", 2, "layer_split")) == three
 
