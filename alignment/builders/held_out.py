@@ -7,6 +7,7 @@ from typing import TypeVar
 from alignment.args import Args, EvaluateArgs, RLArgs, SFTArgs
 from alignment.data.tasks import TASKS, DataConfig
 from alignment.evaluation import benchmarks
+from alignment.system.errors import UserError
 from alignment.system.registry import find
 
 AnyArgs = TypeVar("AnyArgs", bound=Args)
@@ -17,20 +18,37 @@ GREEDY = "greedy"
 
 def task_arguments(args: AnyArgs, names: Sequence[str]) -> dict[str, AnyArgs]:
     """The arguments of an evaluation on each task of --eval_tasks. Raises `UserError` for an
-    unknown task."""
+    unknown task, and where it cannot be told which of them --test_split is of."""
+    _check_owner_of_test_split(args, names)
+    has_own_rows = any(name.startswith(OWN_ROWS) for name in (args.task, *names))
     tasks: dict[str, AnyArgs] = {}
     for name in names:
         changes = {}
+        if args.task.startswith(OWN_ROWS) and name != args.task:
+            changes["test_split"] = ""
         path = name
         if not name.startswith(OWN_ROWS):
             find("--eval_tasks", name, {**benchmarks.BENCHMARKS, **TASKS})
-            if args.task.startswith(OWN_ROWS):
-                # The columns and the test split that are named are those of --task.
+            if has_own_rows:
+                # The columns that are named are those of the user's own rows.
                 changes = vars(DataConfig())
         if name in benchmarks.BENCHMARKS:
             path = f"{benchmarks.__name__}:{name}"
         tasks[name] = dataclasses.replace(args, task=path, eval_tasks=(), **changes)
     return tasks
+
+
+def _check_owner_of_test_split(args: Args, names: Sequence[str]) -> None:
+    """Raise `UserError` where --test_split could be that of several tasks. It is that of --task,
+    where this names rows of the user's own, else that of the only one of `names` which does."""
+    if not args.test_split or args.task.startswith(OWN_ROWS):
+        return
+    owners = [name for name in dict.fromkeys(names) if name.startswith(OWN_ROWS)]
+    if len(owners) > 1:
+        raise UserError(
+            f"--test_split {args.test_split}: --eval_tasks {' '.join(owners)} are several, and it"
+            " is the test split of one: evaluate them one at a time"
+        )
 
 
 def greedy_arguments(args: AnyArgs) -> AnyArgs:

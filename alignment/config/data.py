@@ -41,8 +41,8 @@ class DataFlags:
     """Regular expression whose group is the final answer there; empty: the last `####` line, else
     all."""
     test_split: str = flag("", group="data")
-    """File, or split of hf: data, of the test problems; empty: the split test, or one question in
-    8."""
+    """File, or split of hf: data, of the test problems of --task file: or hf:, or where --task is
+    neither, of the one in --eval_tasks; empty: the split test, or one question in 8."""
     system_prompt: str = flag("", group="data")
     """System turn of --prompt chat, as text or as a file that has it; empty: what the model's
     makers publish, or the chat template's own."""

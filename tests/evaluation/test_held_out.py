@@ -12,6 +12,7 @@ from alignment.builders.evaluations import eval_sampling, prepare_evaluations
 from alignment.builders.held_out import held_out_arguments, task_arguments, with_greedy
 from alignment.builders.prediction import evaluated_rows, seconds_of_evaluation
 from alignment.core.records import Completion, Distribution, Group, Problem
+from alignment.data.tasks import DataConfig
 from alignment.evaluation.accuracy import Evaluation, figures, joined_record
 from alignment.model.loading import load_tokenizer
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -107,6 +108,30 @@ def test_each_task_has_its_prefix_and_its_own_columns():
     assert by_prefix["math500"].task == "alignment.evaluation.benchmarks:math500"
     with pytest.raises(UserError, match=r"--eval_tasks math50.*did you mean math500"):
         held_out_arguments(with_flags(eval_tasks=("math50",)))
+
+
+def test_the_test_split_that_is_named_is_of_one_task():
+    args = with_flags(
+        task="file:train.csv",
+        test_split="test.csv",
+        question_column="problem",
+        eval_tasks=("file:more.csv", "file:train.csv", "countdown_small"),
+    )
+    splits = {prefix: each.data.test_split for prefix, each in held_out_arguments(args).items()}
+    assert splits == {
+        "": "test.csv",
+        "file.more.csv": "",
+        "file.train.csv": "test.csv",
+        "countdown_small": "",
+    }
+    # Where --task has no rows of the user's own, it is that of the one task which has.
+    args = from_preset(EvaluateArgs, "tiny", test_split="test.csv", question_column="problem")
+    tasks = task_arguments(args, ("file:more.csv", "gsm8k"))
+    assert tasks["file:more.csv"].data == DataConfig("problem", test_split="test.csv")
+    assert tasks["gsm8k"].data == DataConfig()
+    fault = "--test_split test.csv: --eval_tasks file:more.csv hf:more are several"
+    with pytest.raises(UserError, match=fault):
+        task_arguments(args, ("file:more.csv", "gsm8k", "hf:more"))
 
 
 def test_evaluate_has_a_greedy_row_for_each_task():
