@@ -98,6 +98,7 @@ def contents(study: Study) -> dict[str, Any]:
         "run": run,
         "question": question,
         "varied": varied,
+        "levels": {name: _levels(study, name) for name in varied},
         "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs),
         "factors": factors,
@@ -265,12 +266,21 @@ def _draw(draw: Callable[..., None], study: Study, *args: object) -> Figure:
     return figure
 
 
+def _levels(study: Study, name: str) -> list[object]:
+    """The values of an argument, each once; None for arms that have no such setting."""
+    levels: list[object] = []
+    for values in study.varied.values():
+        if values.get(name) not in levels:
+            levels.append(values.get(name))
+    return levels
+
+
 def _styles(study: Study) -> Styles:
     """The line of each arm. Where two arguments vary, the colour says the value of the one, the
     dash that of the other."""
 
     def count_values(name: str) -> int:
-        return len({str(values[name]) for values in study.varied.values()})
+        return len(_levels(study, name))
 
     # there are more colours than dashes
     names = sorted(choices(study.varied), key=count_values, reverse=True)
@@ -281,7 +291,7 @@ def _styles(study: Study) -> Styles:
         coloured = arm
         dashed = ""
         if len(names) == 2:
-            coloured, dashed = (str(values[name]) for name in names)
+            coloured, dashed = (str(values.get(name)) for name in names)
         colour = colours.setdefault(coloured, len(colours))
         dash = dashes.setdefault(dashed, len(dashes))
         styles[arm] = {"color": f"C{colour}", "linestyle": DASHES[dash % len(DASHES)]}

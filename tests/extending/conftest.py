@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from alignment import train_rl
+from alignment import sweep, train_rl
+from alignment.ablation import schedule
 from alignment.args import RLArgs, parse
 from alignment.builders.checks import check_rl
 from alignment.rollouts.source import AheadRollouts, SyncRollouts
@@ -93,3 +94,33 @@ def weights():
     return lambda run: hashlib.sha256(
         (run / "final" / "model.safetensors").read_bytes()
     ).hexdigest()
+
+
+class Ended:
+    """A run of a sweep that has ended well."""
+
+    def wait(self, seconds: float) -> int:
+        return 0
+
+
+@pytest.fixture
+def sweep_in_this_process(rl_flags, monkeypatch, tmp_path):
+    """Runs the command `alignment.sweep` with further flags, whose runs it trains in this process;
+    returns its folder."""
+
+    def train_here(module: str, flags, log, folder, threads) -> Ended:
+        assert module == "alignment.train_rl"
+        args = parse(RLArgs, list(flags))
+        check_rl(args)
+        train_rl.train(args, make_console())
+        return Ended()
+
+    def sweeping(*flags: str) -> Path:
+        monkeypatch.setattr(schedule, "start_command", train_here)
+        monkeypatch.setattr(schedule, "find_spec", lambda name: None)  # Without Ray.
+        words = [*rl_flags, "--run_name", "swept", *flags]
+        monkeypatch.setattr(sys, "argv", ["alignment.sweep", *words])
+        sweep.main()
+        return tmp_path / "swept"
+
+    return sweeping

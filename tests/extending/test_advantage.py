@@ -152,3 +152,24 @@ def test_a_state_of_tensors_resumes_to_the_bit_with_refills(
 def test_every_estimator_trains(name, train):
     run = train("--advantage", name)
     assert all(record["updates"] for record in read_jsonl(run / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_sweep_over_three_values_of_its_number_trains_and_reports(sweep_in_this_process, weights):
+    decays = (0.1, 0.5, 0.9)
+    folder = sweep_in_this_process(*OWN, "--advantage.decay", *map(str, decays), "--num_steps", "3")
+    hashes = set()
+    for decay in decays:
+        run = folder / f"advantage.decay{decay}_seed0"
+        assert read_json(run / "args.json")["args"]["advantage.decay"] == decay
+        first, second, third = [step["reward"] for step in read_jsonl(run / "metrics.jsonl")]
+        state = read_json(run / "step_000003" / "trainer" / "advantage" / "state.json")["state"]
+        # The average begins at the first step's mean reward.
+        average = decay * first + (1 - decay) * second
+        assert state == pytest.approx(decay * average + (1 - decay) * third, abs=1e-9)
+        hashes.add(weights(run))
+    assert len(hashes) == 3
+    report = (folder / "report.md").read_text()
+    assert "advantage.decay (0.1, 0.5, 0.9)" in report
+    for pair in ("0.1 - advantage.decay0.5", "0.5 - advantage.decay0.9"):
+        assert f"advantage.decay{pair}" in report

@@ -141,6 +141,26 @@ def test_a_sweep_file_names_a_setting_in_quotes(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_sweep_over_both_numbers_trains_and_reports(sweep_in_this_process, weights):
+    """A loss beside it has neither number, and is one arm."""
+    flags = ("--loss_type", "grpo_clip", SAPO[1], "--loss.positive", "0.5", "2")
+    folder = sweep_in_this_process(*flags, "--loss.negative", "4")
+    hashes = {weights(folder / "grpo_clip_seed0")}
+    arms = {value: f"my_package.sapo.entry_loss.positive{value}" for value in (0.5, 2.0)}
+    for positive, arm in arms.items():
+        run = folder / f"{arm}_seed0"
+        args = read_json(run / "args.json")["args"]
+        assert (args["loss.positive"], args["loss.negative"]) == (positive, 4.0)
+        assert all(step["updates"] for step in read_jsonl(run / "metrics.jsonl"))
+        hashes.add(weights(run))
+    assert len(hashes) == 3
+    report = (folder / "report.md").read_text()
+    assert "loss_type (grpo_clip, my_package.sapo:entry), loss.positive (None, 0.5, 2.0)" in report
+    for arm in arms.values():
+        assert f"grpo_clip - {arm}" in report
+
+
+@pytest.mark.slow
 def test_a_run_records_its_settings_and_resumes_with_them_alone(train, train_in_two_parts, weights):
     run = train(*SAPO, "--loss.positive", "2")
     assert read_json(run / "args.json")["args"]["loss.positive"] == 2.0
