@@ -58,6 +58,24 @@ def test_the_gradient_is_the_papers_however_the_batch_is_cut(name, policies, rol
     advantages = paper_advantages(settings, rollout.raw_rewards_B1[:, 0].tolist(), rollout.lengths)
     expected = oracle_gradient(tiny_folder, rollout, advantages)
     rollout = with_advantages(dataclasses.replace(rollout, advantages_B1=None), config.advantage)
+    assert_gradients_equal(policies, rollout, config, expected)
+
+
+def test_the_second_steps_baseline_is_the_first_steps_mean(policies, rollout, tiny_folder):
+    """`problem_average`, the only estimator with a state, asked for the same problems again: the
+    average of a problem is 0.5 m + 0.5 m, its mean m in the first step. Rewards are then 1 - r."""
+    settings = {"advantage": "problem_average", "advantage.decay": 0.5}
+    config = replaced(ARGS, loss_type="reinforce_with_baseline", **settings).update_config
+    rewards_PG = rollout.raw_rewards_B1.reshape(4, 4).double()
+    advantages_PG = (1 - rewards_PG) - rewards_PG.mean(dim=1, keepdim=True)
+    expected = oracle_gradient(tiny_folder, rollout, advantages_PG.flatten().tolist())
+    first = with_advantages(dataclasses.replace(rollout, advantages_B1=None), config.advantage)
+    second = dataclasses.replace(rollout, raw_rewards_B1=1 - rollout.raw_rewards_B1)
+    second = with_advantages(second, config.advantage, first.advantage_state, step=2)
+    assert_gradients_equal(policies, second, config, expected)
+
+
+def assert_gradients_equal(policies, rollout, config, expected) -> None:
     rows = rollout.trained_rows
     for policy in policies:
         objective = rollout_objective(rollout, rows, config)

@@ -9,6 +9,9 @@ import torch
 from rollout_helpers import ARGS, open_tiny, sample_rollout
 from transformers import AutoModelForCausalLM
 
+from alignment.config.settings import replaced
+from alignment.core.losses import CORRECTIONS, LOSSES
+from alignment.core.selection import SELECTIONS
 from alignment.system.clock import Clock
 from alignment.training.preparation import prepare_update
 from alignment.training.update import (
@@ -38,9 +41,36 @@ OBJECTIVES = {
         "correction_floor": 0.98,
         "correction_cap": 1.01,
     },
+    "geometric_mask": {
+        "loss_type": "grpo_no_clip",
+        "sampler_correction": "geometric_mask",
+        "correction_floor": 0.98,
+        "correction_cap": 1.01,
+    },
+    "sequence_truncate": {
+        "loss_type": "cispo",
+        "sampler_correction": "sequence_truncate",
+        "correction_floor": 0.8,
+        "correction_cap": 1.2,
+    },
+    "sequence_mask": {
+        "loss_type": "gspo",
+        # Wide, so that the second update, too, has a gradient.
+        "cliprange": 0.9,
+        "sampler_correction": "sequence_mask",
+        "correction_floor": 0.8,
+        "correction_cap": 1.2,
+    },
+    "token_truncate": {
+        "loss_type": "no_baseline",
+        "sampler_correction": "token_truncate",
+        "correction_floor": 0.9,
+        "correction_cap": 1.1,
+    },
     "sapo": {"loss_type": "sapo"},
     "gmpo": {"loss_type": "gmpo"},
     "dppo": {"loss_type": "dppo"},
+    "dppo_of_kl": {"loss_type": "dppo", "loss.divergence": "kl"},
     "top_entropy": {"token_selection": "top_entropy"},
     "clip_cov": {
         "token_selection": "clip_cov",
@@ -59,7 +89,20 @@ OBJECTIVES = {
 
 
 def arguments(name: str):
-    return dataclasses.replace(ARGS, **BASE, **OBJECTIVES[name])
+    return replaced(ARGS, **BASE, **OBJECTIVES[name])
+
+
+def test_every_entry_has_a_row():
+    """Each loss, selection and correction of the tables, and each choice of a loss's own."""
+
+    def chosen(flag: str) -> set[object]:
+        return {getattr(arguments(name), flag) for name in OBJECTIVES}
+
+    assert chosen("loss_type") == set(LOSSES)
+    assert chosen("token_selection") == {"none", *SELECTIONS}
+    assert chosen("sampler_correction") == set(CORRECTIONS)
+    divergences = {arguments(name).update_config.loss.settings for name in ("dppo", "dppo_of_kl")}
+    assert {settings.divergence for settings in divergences} == {"tv", "kl"}
 
 
 class Oracle:
