@@ -90,7 +90,8 @@ def _divergence(run: study.Run) -> Value:
 def _wrong_length(run: study.Run) -> Value:
     last_step = run.evals[-1]["step"]
     answers = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
-    lengths = [len(answer["token_ids"]) for answer in answers if not answer["score"]["reward"]]
+    wrong = [answer for answer in answers if not answer["score"]["reward"]]
+    lengths = [len(answer["token_ids"]) for answer in wrong]
     return float(np.mean(lengths))
 
 

@@ -248,10 +248,10 @@ def evaluate_models(
     for model in models:
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
-        evaluations = {
-            name: prepare_evaluation(of_task, tokenizer, of_task.num_samples, other_rules)
-            for name, of_task in tasks.items()
-        }
+        evaluations = {}
+        for name, task_args in tasks.items():
+            samples = task_args.num_samples
+            evaluations[name] = prepare_evaluation(task_args, tokenizer, samples, other_rules)
         for evaluation in evaluations.values():
             # refuses long ones
             encode_problems(evaluation.problems, model_path, tokenizer, args.max_new_tokens)

@@ -170,11 +170,10 @@ def print_arms(
     `UserError` where the first arm has no gradient."""
     from alignment.training.microscope import arm_gradients
 
-    needs_second = any(
-        arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness or arm.beta
-        for arm in arms.values()
-    )
-    updates = 2 if needs_second else 1
+    updates = 1
+    for arm in arms.values():
+        if arm.updates_per_rollout > 1 or arm.trusts_sampler or arm.staleness or arm.beta:
+            updates = 2
     inputs: dict[str, tuple[Rollout, UpdateConfig]] = {}
     for name, arm in arms.items():
         config = arm.update_config
@@ -195,7 +194,10 @@ def print_arms(
     for name, gradients in others:
         pairs = list(zip(gradients, base_gradients, strict=True))
         apart = [_relative_distance(a, b) for a, b in pairs]
-        cosines = [(a @ b / (a.norm() * b.norm())).item() for a, b in pairs]
+        cosines = []
+        for a, b in pairs:
+            cosine = a @ b / (a.norm() * b.norm())
+            cosines.append(cosine.item())
         differing_arguments = differing((arms[name], arms[base]))
         elsewhere = []
         for argument in differing_arguments:

@@ -50,7 +50,9 @@ def main() -> None:
     seconds = duration(prediction, hardware, known)
     best = []
     if args.best:
-        best = ranked(run, hardware, known)
+        for other_seconds, other in ranked(run, hardware, known):
+            command = command_of(other, hardware)
+            best.append({"seconds": dataclasses.asdict(other_seconds), "command": command})
     dollars = None
     if args.price:
         dollars = [args.price * hours for hours in seconds.gpu_hours]
@@ -67,10 +69,7 @@ def main() -> None:
         "fits": prediction.fits,
         "remedies": remedies(prediction, *hardware[:3]),
         "off": known.samples,
-        "best": [
-            {"seconds": dataclasses.asdict(other_seconds), "command": command_of(other, hardware)}
-            for other_seconds, other in best
-        ],
+        "best": best,
     }
     text = fill_template(
         Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span

@@ -67,10 +67,9 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
             )
         gold = [shape.format(problem.ground_truth) for shape in SHAPES]
         empty = [shape.format("") for shape in SHAPES]
-        texts = [
-            responses.text(token_ids, task.stop)
-            for token_ids in response_token_ids(tokenizer, gold + empty)
-        ]
+        texts = []
+        for token_ids in response_token_ids(tokenizer, gold + empty):
+            texts.append(responses.text(token_ids, task.stop))
         completions = [Completion((), (), (), text, "stop", 0) for text in texts]
         [group] = reward.score([problem], [completions])
         print_rewards(

@@ -106,9 +106,11 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         if holds_rollouts:
             arm = _hold_rollouts(arm, base.rollout_size)
         facts = flag_values(arm)
-        labels = [
-            _label(key, facts[key]) for key in varied if key in facts and len(varied[key]) > 1
-        ]
+        labels = []
+        for key, values_of_key in varied.items():
+            # A setting that this arm does not have is not in its facts.
+            if key in facts and len(values_of_key) > 1:
+                labels.append(_label(key, facts[key]))
         name = "_".join(labels) or _label("loss_type", base.loss_type)
         # Values of a setting that an arm has not make it no other arm.
         if arms.get(name, arm) != arm:
@@ -262,18 +264,26 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     return {**arms, **{f"control_{name}": arm for name, arm in controls.items()}}
 
 
+def _values_in_words(arms: Mapping[str, RLArgs], field: str) -> list[str]:
+    """The different values that the arms have of a field, in order, as a command line has them."""
+    values = set()
+    for args in arms.values():
+        values.add(str(getattr(args, field)))
+    return sorted(values)
+
+
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` if arms would be evaluated on different problems, or have one warm start
     for different tasks or models."""
     for field in ("max_problems", "dataset_path", *vars(DataConfig())):
-        values = sorted({str(getattr(args, field)) for args in arms.values()})
+        values = _values_in_words(arms, field)
         if len(values) > 1:
             raise UserError(
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
             )
     for field in ("eval_temperature", "eval_top_p", "eval_top_k", "eval_samples", "eval_rule"):
-        values = sorted({str(getattr(args, field)) for args in arms.values()})
+        values = _values_in_words(arms, field)
         if len(values) > 1:
             raise UserError(
                 f"--{field} {' '.join(values)}: the arms would be evaluated in different ways; give"
@@ -344,7 +354,10 @@ def rare_evaluations(arms: Mapping[str, RLArgs], match: str) -> list[str]:
     leave verdicts undecided."""
     if not may_interpolate(arms, match):
         return []
-    rare = {name: args for name, args in arms.items() if _count_intervals(args) < ENOUGH_INTERVALS}
+    rare = {}
+    for name, args in arms.items():
+        if _count_intervals(args) < ENOUGH_INTERVALS:
+            rare[name] = args
     if not rare:
         return []
     most = max(1, min(args.num_steps for args in rare.values()) // ENOUGH_INTERVALS)
@@ -417,11 +430,12 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle |= {"teacher_weight"}
     if facts["sft_base"]:
         idle |= {"model"}  # the weights are those of the warm start
-    return {
-        name: value
-        for name, value in facts.items()
-        if name not in idle and not name.startswith(tuple(idle_prefixes))
-    }
+    acting = {}
+    for name, value in facts.items():
+        is_idle = name in idle or name.startswith(tuple(idle_prefixes))
+        if not is_idle:
+            acting[name] = value
+    return acting
 
 
 def _equivalent(arms: Mapping[str, RLArgs]) -> list[str]:

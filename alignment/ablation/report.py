@@ -58,9 +58,10 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     values = contents(study)
     drawn = figures(study, _flatten(values["factors"]) or values["pairs"])
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    values["figures"] = {
-        title: _save(figure, folder / "figures", title) for title, figure in drawn.items()
-    }
+    files: dict[str, Any] = {}
+    for title, figure in drawn.items():
+        files[title] = _save(figure, folder / "figures", title)
+    values["figures"] = files
     values |= {
         "shown": SHOWN_PAIRS,
         "printable": printable,
@@ -355,7 +356,10 @@ def _draw_curves(axes: Axes, styles: Styles, study: Study, key: str, cost: str) 
         steps = _shared_steps(curves)
         if not steps:
             continue
-        means = [np.mean([curve[step] for curve in curves], axis=0) for step in steps]
+        means = []
+        for step in steps:
+            points = [curve[step] for curve in curves]
+            means.append(np.mean(points, axis=0))
         margins = None
         if key == ACCURACY:
             margins = [half_width(study, arm, _scores_at(runs, step)) for step in steps]
@@ -392,12 +396,16 @@ def _points(run: Run, key: str, cost: str) -> Curve:
     records = run.metrics if is_of_training else run.evals
     known = [record for record in records if record.get(key) is not None]
     costs = run.amounts_until(COSTS[cost], known)
-    return {record["step"]: (float(x), record[key]) for record, x in zip(known, costs, strict=True)}
+    points = {}
+    for record, cost_of_record in zip(known, costs, strict=True):
+        points[record["step"]] = (float(cost_of_record), record[key])
+    return points
 
 
 def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:
     """Draw a point for each seed, and each arm's mean with its interval, the first at the top."""
-    scores = {arm: by_seed for arm, by_seed in reversed(final_scores(study).items()) if by_seed}
+    from_last_arm = reversed(final_scores(study).items())
+    scores = {arm: by_seed for arm, by_seed in from_last_arm if by_seed}
     _set_rows(axes, len(scores))
     for row, (arm, by_seed) in enumerate(scores.items()):
         accuracies = [scores_Q.mean() for scores_Q in by_seed.values()]

@@ -96,7 +96,8 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
     The arms may change those arguments that a resumed run may change, but not their number of
     steps. Arguments that are newer than the file get their defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
-    fixed = {name: value for name, value in defaults_of_flags(RLArgs).items() if name not in free}
+    every_default = defaults_of_flags(RLArgs)
+    fixed = {name: value for name, value in every_default.items() if name not in free}
     defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
     arms: dict[str, dict[str, Any]] = {}
     for arm, args in facts.get("arms", {}).items():
@@ -114,8 +115,11 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:
     """Make the warm starts that the arms share and that do not exist yet. Raises `UserError` where
     that fails."""
-    arms = {arm.sft_base: arm for arm in design.arms.values() if arm.auto_sft and arm.sft_base}
-    for base, arm in arms.items():
+    arms_by_base: dict[str, RLArgs] = {}
+    for arm in design.arms.values():
+        if arm.sft_base and arm.auto_sft:
+            arms_by_base[arm.sft_base] = arm
+    for base, arm in arms_by_base.items():
         if Path(base).exists():
             continue
         console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
@@ -259,11 +263,11 @@ def next_runs(
     if len(seeds) >= max_seeds:
         return []
     failed = {state.arm for state in states if state.status == "failed"}
-    undecided = [c for c in comparisons if c.more_seeds is not None and failed.isdisjoint(c.arms)]
     present = {(state.arm, state.seed) for state in states}
     arms: dict[str, None] = {}
-    for comparison in undecided:
-        arms |= dict.fromkeys(comparison.arms)
+    for comparison in comparisons:
+        if comparison.more_seeds is not None and failed.isdisjoint(comparison.arms):
+            arms |= dict.fromkeys(comparison.arms)
     added = []
     for seed in [*seeds, seeds[-1] + 1]:
         added += [State(arm, seed) for arm in arms if (arm, seed) not in present]
@@ -407,12 +411,12 @@ class RayExecutor:
             if node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= gpus:
                 return
         self.ray.shutdown()
-        machines = ", ".join(
-            f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs" for node in resources
-        )
+        machines = []
+        for node in resources:
+            machines.append(f"{node.get('CPU', 0):g} cores and {node.get('GPU', 0):g} GPUs")
         raise UserError(
             f"--cpus_per_run {self.cpus} --gpus_per_run {gpus}: no machine has them (there are:"
-            f" {machines})"
+            f" {', '.join(machines)})"
         )
 
     @signals.deferred_signals()

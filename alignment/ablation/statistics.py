@@ -157,16 +157,14 @@ def compare(
 
     p_no_difference = _p_values(known, [abs(estimate.mean) for estimate in known], family)
     p_no_tie = _p_values(known, [tie - abs(estimate.mean) for estimate in known], family)
-    verdicts = iter(
-        [
-            _decide(estimate, p, p_tie, rule)
-            for estimate, p, p_tie in zip(known, p_no_difference, p_no_tie, strict=True)
-        ]
-    )
+    p_values = zip(p_no_difference, p_no_tie, strict=True)  # Of the known estimates, in order.
     comparisons = []
     for estimate in estimates:
-        is_settled = isinstance(estimate, Comparison)
-        comparisons.append(estimate if is_settled else next(verdicts))
+        if isinstance(estimate, Comparison):
+            comparisons.append(estimate)
+        else:
+            p, p_tie = next(p_values)
+            comparisons.append(_decide(estimate, p, p_tie, rule))
     return comparisons
 
 
@@ -238,9 +236,9 @@ def _compare_without_interval(
     difference = math.nan
     if seeds:
         [seed] = seeds
-        difference = sum(
-            weight * float(arms[arm][seed].mean()) for arm, weight in contrast.weights.items()
-        )
+        difference = 0.0
+        for arm, weight in contrast.weights.items():
+            difference += weight * float(arms[arm][seed].mean())
     plural = "" if len(seeds) == 1 else "s"
     return Comparison(
         contrast.a,
@@ -522,13 +520,19 @@ def _rule(
         means[arm] = [float(scores.mean()) for scores in by_seed.values()]
     floors = {arm: _sampling_variance(by_seed) for arm, by_seed in present.items()}
     least, most = _bounds_of_means(present)
+    room_below = {}
+    room_above = {}
+    for arm, means_of_arm in means.items():
+        mean = float(np.mean(means_of_arm))
+        room_below[arm] = mean - least
+        room_above[arm] = most - mean
     return _Rule(
         tie,
         alpha,
         family,
         places=arms_in_two_places(means, floors, tie),
-        room_below={arm: float(np.mean(means[arm])) - least for arm in means},
-        room_above={arm: most - float(np.mean(means[arm])) for arm in means},
+        room_below=room_below,
+        room_above=room_above,
         bends=bends,
     )
 

@@ -142,7 +142,11 @@ class Study:
 
     @property
     def runs(self) -> list[Run]:
-        return [run for arm in self.arms.values() for run in arm.values()]
+        """The runs of all arms."""
+        runs: list[Run] = []
+        for by_seed in self.arms.values():
+            runs += by_seed.values()
+        return runs
 
 
 def read_run(path: Path) -> Run:
@@ -182,7 +186,10 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
     Only finished runs count, but one run alone may still be training. Raises `UserError` for a
     folder that is neither a run's nor a sweep's, for damaged files, and for two runs with the same
     arguments and seed."""
-    sweeps = {folder: _read_sweep(folder) for folder in folders if (folder / "sweep.json").exists()}
+    sweeps = {}
+    for folder in folders:
+        if (folder / "sweep.json").exists():
+            sweeps[folder] = _read_sweep(folder)
     if len(folders) == len(sweeps) == 1:
         return sweeps[folders[0]]
     runs: list[Run] = []
@@ -230,9 +237,11 @@ def _argument(run: Run, name: str) -> Any:
 def _differing_arguments(runs: Sequence[Run]) -> list[str]:
     """The names, sorted, of the arguments that may change a result and that have several values
     among the runs. Empty values such as "", 0, False and None count as the same one."""
-    names = {name for run in runs for name in run.args} - BOOKKEEPING
+    names: set[str] = set()
+    for run in runs:
+        names.update(run.args)
     differing = []
-    for name in sorted(names):
+    for name in sorted(names - BOOKKEEPING):
         values = {json.dumps(_argument(run, name) or None) for run in runs}
         if len(values) > 1:
             differing.append(name)
@@ -242,7 +251,9 @@ def _differing_arguments(runs: Sequence[Run]) -> list[str]:
 def _version_warnings(runs: Sequence[Run]) -> tuple[str, ...]:
     """A warning for each package of which the runs used several versions. A run's `versions` also
     has "python", and "code", the commit of this repository."""
-    packages = {package for run in runs for package in run.versions}
+    packages: set[str] = set()
+    for run in runs:
+        packages.update(run.versions)
     warnings = []
     for package in sorted(packages):
         versions = sorted({run.versions.get(package, "none") for run in runs})
@@ -283,7 +294,9 @@ def _read_sweep(folder: Path) -> Study:
             if run.finished:
                 arms[arm][int(seed)] = run
     missing = [f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]]
-    runs = [run for by_seed in arms.values() for run in by_seed.values()]
+    runs: list[Run] = []
+    for by_seed in arms.values():
+        runs += by_seed.values()
     # A recorded command begins with the Python interpreter. That of a sweep lacks it.
     command = shell_command(["", *map(str, sweep["command"])])
     return Study(

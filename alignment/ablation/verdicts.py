@@ -23,7 +23,11 @@ def budget(study: Study) -> float:
     for steps, of which each run counts its own."""
     if study.match == "steps":
         return math.inf
-    amounts = [float(run.amounts_until(study.match, run.evals[-1:])[0]) for run in study.runs]
+    amounts = []
+    for run in study.runs:
+        last_evaluation = run.evals[-1:]
+        [amount] = run.amounts_until(study.match, last_evaluation)
+        amounts.append(float(amount))
     return min(amounts, default=math.inf)
 
 
@@ -123,11 +127,11 @@ def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, flo
         return {}
     shares_X = AREA_POINTS if whole_curve else np.ones(1)
     most = budget(study)
-    return {
-        arm: arm_bend(list(runs.values()), study.match, most, shares_X)
-        for arm, runs in study.arms.items()
-        if runs
-    }
+    by_arm = {}
+    for arm, runs in study.arms.items():
+        if runs:
+            by_arm[arm] = arm_bend(list(runs.values()), study.match, most, shares_X)
+    return by_arm
 
 
 def final_scores(study: Study) -> dict[str, Scores]:
@@ -206,8 +210,10 @@ def question_groups(runs: Iterable[Run]) -> list[str] | None:
     task = TASKS.get(str(run.args.get("task")))
     # a task of the user's own is not imported for a report
     key = task.key if task else question_text
-    questions = zip(run.scores.questions, run.scores.texts, strict=True)
-    keys = [key(Problem(name, text, "", "")) for name, text in questions]
+    keys = []
+    for name, text in zip(run.scores.questions, run.scores.texts, strict=True):
+        question = Problem(name, text, prompt="", ground_truth="")
+        keys.append(key(question))
     has_repetition = len(set(keys)) < len(keys)
     return keys if has_repetition else None
 
@@ -224,7 +230,11 @@ def over_tasks(study: Study) -> dict[str, float]:
         others = ", ".join(_level(name, value) for name, value in values.items()) or "all arms"
         accuracies = [float(scores.mean()) for scores in by_seed.values()]
         pooled.setdefault(others, []).extend(accuracies)
-    return {arm: statistics.interquartile_mean(values) for arm, values in pooled.items() if values}
+    means = {}
+    for arm, values in pooled.items():
+        if values:
+            means[arm] = statistics.interquartile_mean(values)
+    return means
 
 
 def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
@@ -267,10 +277,10 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
         return {}
     groups = question_groups(_runs_of(study, arms))
     arm_bends = bends(study)
-    return {
-        name: compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
-        for name, contrasts in factors.items()
-    }
+    comparisons = {}
+    for name, contrasts in factors.items():
+        comparisons[name] = compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
+    return comparisons
 
 
 def decide_question(study: Study, question: Sequence[str]) -> list[Comparison]:
@@ -319,10 +329,12 @@ def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
     decides them."""
     names = list(next(iter(varied_values(varied).values())))
     if {"group_size", "prompts_per_rollout"} <= set(names):
-        pairs = {
-            (values["group_size"], values["prompts_per_rollout"]) for values in varied.values()
-        }
-        if len(pairs) == len({group_size for group_size, _ in pairs}):
+        pairs = set()
+        group_sizes = set()
+        for values in varied.values():
+            pairs.add((values["group_size"], values["prompts_per_rollout"]))
+            group_sizes.add(values["group_size"])
+        if len(pairs) == len(group_sizes):
             names.remove("prompts_per_rollout")
     return names
 

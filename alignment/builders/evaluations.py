@@ -71,10 +71,11 @@ def prepare_evaluation(
 def prepare_evaluations(args: RLArgs | SFTArgs, tokenizer) -> dict[str, PreparedEvaluation]:
     """The evaluations of a command that trains, by the prefix of their metrics
     (`held_out_arguments`)."""
-    return {
-        prefix: prepare_evaluation(evaluation_args, tokenizer, evaluation_args.eval_samples)
-        for prefix, evaluation_args in held_out_arguments(args).items()
-    }
+    evaluations = {}
+    for prefix, evaluation_args in held_out_arguments(args).items():
+        samples = evaluation_args.eval_samples
+        evaluations[prefix] = prepare_evaluation(evaluation_args, tokenizer, samples)
+    return evaluations
 
 
 def functions_of_others(

@@ -251,9 +251,13 @@ def remedies(prediction: Prediction, *machine) -> list[Remedy]:
 def changes_that_save(prediction: Prediction) -> list[list[Change]]:
     """The changes of a flag that take less memory, for each flag from the least to the most."""
     run = prediction.run
-    tokens = [2**power for power in range(13, 8, -1) if not 0 < run.micro_batch_tokens <= 2**power]
+    smaller_micro_batches: list[Change] = []
+    for tokens in (8192, 4096, 2048, 1024, 512):
+        if run.micro_batch_tokens == 0 or tokens < run.micro_batch_tokens:
+            smaller_micro_batches.append({"micro_batch_tokens": tokens})
     # 0 lets layers be computed twice
-    changes: list[list[Change]] = [[{"micro_batch_tokens": number} for number in (*tokens, 0)]]
+    smaller_micro_batches.append({"micro_batch_tokens": 0})
+    changes = [smaller_micro_batches]
     optimizers = [name for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
     changes += [[{"optimizer": name}] for name in optimizers]
     if not run.lora_rank:
@@ -504,8 +508,12 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
     than `itemsize` bytes."""
     if not folders:
         return Known()
-    runs = [read_finished_run(Path(folder), itemsize) for folder in folders]
-    measured = [phase for run in runs for phase in run.phases]
+    runs = []
+    measured: list[MeasuredWork] = []
+    for folder in folders:
+        run = read_finished_run(Path(folder), itemsize)
+        runs.append(run)
+        measured += run.phases
     fit = fit_unit_seconds(measured)
     samples = []
     for phase, work, seconds in measured:
@@ -634,9 +642,9 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> Durati
 
     def run_at(end: int, shares: Shares, refills: int) -> RunSeconds:
         works = work_of_phases(prediction, hardware.machines, shares, refills)
-        phases = {
-            phase: seconds_of(phase, work, at_rates, known)[end] for phase, work in works.items()
-        }
+        phases = {}
+        for phase, work in works.items():
+            phases[phase] = seconds_of(phase, work, at_rates, known)[end]
         return run_seconds(prediction.run, phases, shares)
 
     ends = (
@@ -647,8 +655,11 @@ def duration(prediction: Prediction, hardware: Hardware, known: Known) -> Durati
     def range_of(values: Iterable[float]) -> Range:
         return Range(*sorted(values))
 
+    phases = {}
+    for name in ends[0].phases:
+        phases[name] = range_of(end.phases[name] for end in ends)
     return Duration(
-        phases={name: range_of(end.phases[name] for end in ends) for name in ends[0].phases},
+        phases=phases,
         step=range_of(end.step for end in ends),
         tokens_per_second=range_of(end.sampled / end.step for end in ends),
         hours=range_of(end.run / 3600 for end in ends),
@@ -712,7 +723,10 @@ def largest_of(phases: Mapping[str, Sequence[int | None]]) -> tuple[float, float
 
 def span(values: Sequence[float]) -> str:
     """A range in words: 1.2 to 45."""
-    return " to ".join(f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+    numbers = []
+    for value in values:
+        numbers.append(f"{value:.2g}" if value < 10 else f"{value:,.0f}")
+    return " to ".join(numbers)
 
 
 def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration, Prediction]]:
@@ -720,7 +734,10 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration
     that fit, fastest first."""
     number = visible_gpus() if hardware.gpus is None else hardware.gpus
     gpus = tuple(f"cuda:{gpu}" for gpu in range(number))
-    kinds = [name for name, kind in POLICIES.items() if kind.ranked or hardware.machines == 1]
+    kinds = []
+    for name, kind in POLICIES.items():
+        if kind.ranked or hardware.machines == 1:  # One process does not span machines.
+            kinds.append(name)
     # 0: the roles share GPUs, as by default
     numbers_of_engines = {0, 1, 2, 4, 8, number - 1} & {*range(max(1, number))}
     by_placement = {}

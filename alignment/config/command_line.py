@@ -122,7 +122,8 @@ def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> 
     unused = getattr(cls, "UNUSED_FLAGS", ())
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         actions = tyro.extras.get_parser(cls, **options)._actions
-    shown = {action.dest: action for action in actions if action.dest not in (*unused, "help")}
+    hidden = {*unused, "help"}
+    shown = {action.dest: action for action in actions if action.dest not in hidden}
     declared = flags_of_class(cls)
     for name, action in shown.items():
         # The metavar says already that there may be several.
@@ -181,10 +182,12 @@ def _actions_of_class(prefix: str, settings: type) -> list[argparse.Action]:
         actions = tyro.extras.get_parser(settings, use_underscores=True)._actions
     shown = [action for action in actions if action.dest != "help"]
     for action in shown:
-        action.option_strings = [
-            option.replace("--", f"--{prefix}.", 1).replace(f"--{prefix}.no_", f"--no_{prefix}.")
-            for option in action.option_strings
-        ]
+        options = []
+        for option in action.option_strings:
+            # --no_name becomes --no_prefix.name, and --name becomes --prefix.name.
+            prefixed = option.replace("--", f"--{prefix}.", 1)
+            options.append(prefixed.replace(f"--{prefix}.no_", f"--no_{prefix}."))
+        action.option_strings = options
     return shown
 
 

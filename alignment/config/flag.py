@@ -65,7 +65,10 @@ def fields_of_flags(arguments: Any) -> list[dataclasses.Field]:
 def flags_of_class(arguments: Any) -> dict[str, Flag]:
     """The declarations of all flags, by name. `arguments` is a class of arguments, or an instance
     of one."""
-    return {field.name: field.metadata.get("flag", Flag()) for field in fields_of_flags(arguments)}
+    declarations = {}
+    for field in fields_of_flags(arguments):
+        declarations[field.name] = field.metadata.get("flag", Flag())
+    return declarations
 
 
 @functools.cache

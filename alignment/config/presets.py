@@ -61,16 +61,21 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
             values[key] = tuple(value)
     declared = flags_of_class(cls)
     # Of the settings at the file's top a command has those that it has the flag for.
-    values = {
-        key: value for key, value in values.items() if not is_own(key) or chooser(key) in declared
-    }
+    known_values = {}
+    for key, value in values.items():
+        if not is_own(key) or chooser(key) in declared:
+            known_values[key] = value
     defaults = defaults_of_flags(cls)
-    return arguments_of(cls, {**defaults, **changed_values(cls, values, overrides)})
+    return arguments_of(cls, {**defaults, **changed_values(cls, known_values, overrides)})
 
 
 def preset_tables(cls: type) -> list[str]:
     """The tables of a preset's file that a command reads, its own last."""
-    return [kind.__dict__["TABLE"] for kind in reversed(cls.__mro__) if "TABLE" in kind.__dict__]
+    tables = []
+    for kind in reversed(cls.__mro__):
+        if "TABLE" in kind.__dict__:  # Not one that it inherits.
+            tables.append(kind.__dict__["TABLE"])
+    return tables
 
 
 def preset_names() -> list[str]:

@@ -255,12 +255,12 @@ def settings_of(args: Any, prefix: str) -> Any:
 
 def fields_of(args: Any, prefix: str) -> dict[str, Any]:
     """The values of the settings that begin with `prefix`, without it."""
-    own = own_values(args)
-    return {
-        name.removeprefix(f"{prefix}."): value
-        for name, value in own.items()
-        if name.startswith(f"{prefix}.")
-    }
+    values = {}
+    for name, value in own_values(args).items():
+        choice, _, field = name.partition(".")
+        if choice == prefix:
+            values[field] = value
+    return values
 
 
 def flag_values(args: Any) -> dict[str, Any]:

@@ -138,13 +138,17 @@ class SweepOptions:
     @property
     def slurm_parameters(self) -> dict[str, int | str]:
         """sbatch's options for each run."""
-        own = {"time": 60, "cpus_per_task": self.cpus_per_run, "gpus_per_node": self.gpus_per_run}
-        given = own | dict(pair.split("=", 1) for pair in self.slurm)
-        return {
-            name: int(value) if str(value).isdigit() else value
-            for name, value in given.items()
-            if value is not None
-        }
+        parameters: dict[str, int | str] = {"time": 60}
+        for name, number in (
+            ("cpus_per_task", self.cpus_per_run),
+            ("gpus_per_node", self.gpus_per_run),
+        ):
+            if number is not None:
+                parameters[name] = number
+        for pair in self.slurm:
+            name, text = pair.split("=", 1)
+            parameters[name] = int(text) if text.isdigit() else text
+        return parameters
 
     @property
     def resources(self) -> Resources:

@@ -346,12 +346,10 @@ def problem_average(
     averages = dict(state or {})
     means = _counted_mean(inputs)[:, 0].tolist()
     numbers = inputs.counted_PG.sum(dim=1).tolist()
-    baseline_P1 = inputs.rewards_PG.new_tensor(
-        [
-            [averages.get(problem, mean)]
-            for problem, mean in zip(inputs.problems, means, strict=True)
-        ]
-    )
+    baselines = []
+    for problem, mean in zip(inputs.problems, means, strict=True):
+        baselines.append(averages.get(problem, mean))
+    baseline_P1 = inputs.rewards_PG.new_tensor(baselines).unsqueeze(1)
     decay = inputs.settings.decay
     for problem, mean, number in zip(inputs.problems, means, numbers, strict=True):
         if number:

@@ -71,9 +71,8 @@ class Flag:
 
     @property
     def has_bound(self) -> bool:
-        return any(
-            limit is not None for limit in (self.above, self.at_least, self.at_most, self.below)
-        )
+        limits = (self.above, self.at_least, self.at_most, self.below)
+        return any(limit is not None for limit in limits)
 
     def admits(self, number: float) -> bool:
         """Whether a number is finite and within the bounds."""

@@ -113,8 +113,8 @@ def _end_of_turn(tokenizer) -> int | None:
         return None
     behind = text.rpartition(CHAT_PROBE)[2].lstrip()
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if ids and ids[0] in special:
+    added = tokenizer.added_tokens_decoder
+    if ids and ids[0] in added and added[ids[0]].special:
         return ids[0]
     return None
 
@@ -167,11 +167,11 @@ class ResponseReader:
 
     def _visible(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
         """The tokens without those that end or pad, unless one is itself a stop string."""
-        return [
-            token
-            for token in token_ids
-            if token not in self._hidden_ids or self._decode([token]) in stop
-        ]
+        visible = []
+        for token in token_ids:
+            if token not in self._hidden_ids or self._decode([token]) in stop:
+                visible.append(token)
+        return visible
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up would take spaces away that the model has drawn.

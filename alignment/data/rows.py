@@ -392,9 +392,11 @@ def _load_splits(
         readers["csv"] = partial(described_csv_rows, options=config.pd_read_csv_kwargs)
     if builder.name not in readers or _says_more(config, known):
         loaded: Any = datasets.load_dataset(name, *subset, data_files=data_files)
-        return {
-            split: list(table_rows(part.with_format("arrow")[:])) for split, part in loaded.items()
-        }
+        rows_of_splits = {}
+        for split, part in loaded.items():
+            table = part.with_format("arrow")[:]
+            rows_of_splits[split] = list(table_rows(table))
+        return rows_of_splits
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, record_checksums=False)
     splits = {}
     for split, paths in config.data_files.items():

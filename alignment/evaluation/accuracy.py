@@ -98,11 +98,10 @@ def summarise(
     completions = flatten_completions(groups)
     finished = sum(completion.finish_reason == "stop" for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
-    record: dict[str, Any] = {
-        metric: figure["value"]
-        for metric, figure in by_metric.items()
-        if not metric.startswith("avg@")  # avg@k has the value of avg_all_rewards
-    }
+    record: dict[str, Any] = {}
+    for metric, figure_of_metric in by_metric.items():
+        if not metric.startswith("avg@"):  # avg@k has the value of avg_all_rewards
+            record[metric] = figure_of_metric["value"]
     record |= {f"{name}_ci": by_metric[name]["interval"] for name in AVERAGES}
     record["categories"] = Counter(map(category, flatten_scores(groups)))
     record["response_length"] = tokens / len(completions)
@@ -122,7 +121,10 @@ def figures(
     k = len(groups[0].completions)
     scores_by_metric = {name: _score_rows(groups, part) for name, part in AVERAGES.items()}
     scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
-    correct_P = [sum(score["reward"] == 1 for score in group.scores) for group in groups]
+    correct_P = []
+    for group in groups:
+        right_scores = [score for score in group.scores if score["reward"] == 1]
+        correct_P.append(len(right_scores))
     powers_of_two = [2**exponent for exponent in range(k.bit_length())]
     # pass@j and maj@k are one number a problem. `figure` takes k numbers a problem, so that number
     # is repeated k times.
@@ -134,7 +136,10 @@ def figures(
 
 def _score_rows(groups: Sequence[Group], part: str) -> list[list[float]]:
     """One part of each score, such as "reward": a row for each group, of its completions."""
-    return [[score[part] for score in group.scores] for group in groups]
+    rows = []
+    for group in groups:
+        rows.append([score[part] for score in group.scores])
+    return rows
 
 
 def figure(scores_PG: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -178,15 +183,16 @@ def majority_share(group: Group, rule: RewardFn = r1_zero_reward_fn) -> float:
 
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023,
     arXiv:2203.11171)."""
-    answers = [
-        extracted_answer(rule, group.problem, completion.text) for completion in group.completions
-    ]
+    answers = []
+    for completion in group.completions:
+        answers.append(extracted_answer(rule, group.problem, completion.text))
     leaders = set(multimode(answer for answer in answers if answer is not None))
     if not leaders:
         return 0.0
-    right = {
-        answer for answer, score in zip(answers, group.scores, strict=True) if score["reward"] == 1
-    }
+    right = set()
+    for answer, score in zip(answers, group.scores, strict=True):
+        if score["reward"] == 1:
+            right.add(answer)
     return len(leaders & right) / len(leaders)
 
 

@@ -70,7 +70,9 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['response_length']:.0f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(len(cell) for cell in column))
     text = ""
     for cells in lines:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]

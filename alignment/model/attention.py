@@ -272,10 +272,10 @@ def _backward_in_pieces(
     sums = [torch.zeros_like(tensor, dtype=joint.log_sum.dtype) for tensor in inputs]
     for piece in _pieces(inputs, before, rule):
         slices = (piece.queries, piece.keys, piece.keys)
-        leaves = [
-            tensor[:, :, tokens].detach().requires_grad_()
-            for tensor, tokens in zip(inputs, slices, strict=True)
-        ]
+        leaves = []
+        for tensor, tokens in zip(inputs, slices, strict=True):
+            leaf = tensor[:, :, tokens].detach()
+            leaves.append(leaf.requires_grad_())
         q, k, v = leaves
         with torch.enable_grad():
             scores = _scores(q, k, piece.unseen_QK, rule)

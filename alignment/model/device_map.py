@@ -30,7 +30,10 @@ def partition_layers(shape: ModelShape, devices: Sequence[str]) -> dict[str, str
         runs[-1].append(name)
     if shape.is_tied:
         runs[0] += runs.pop()
-    sizes = [sum(shape.parameters[name] for name in run) for run in runs]
+    sizes = []
+    for run in runs:
+        parameters_of_modules = [shape.parameters[name] for name in run]
+        sizes.append(sum(parameters_of_modules))
     owners = [devices[part] for part in split_evenly(sizes, min(len(devices), len(sizes)))]
     device_of = {}
     for run, device in zip(runs, owners, strict=True):

@@ -127,9 +127,10 @@ def load_tokenizer(model_path: str):
     listed = _listed_ends(model_path, load_generation_config(model_path), config)
     if listed and tokenizer.eos_token_id not in listed:
         ours = f"{tokenizer.eos_token} ({tokenizer.eos_token_id})"
-        theirs = ", ".join(
-            f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in sorted(listed)
-        )
+        ends = []
+        for number in sorted(listed):
+            ends.append(f"{tokenizer.convert_ids_to_tokens(number)} ({number})")
+        theirs = ", ".join(ends)
         say_once(
             f"--model {model_path}: its tokenizer ends texts with {ours}, its configuration with"
             f" {theirs}: any of these ends a response; are its files of different models?"

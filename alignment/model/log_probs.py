@@ -186,10 +186,10 @@ def head_log_probs(
         values["sampling_entropy"] = entropies_2N[1].detach()
     places = send(response_mask.flatten().nonzero().squeeze(1), device)
     zeros = torch.zeros(labels.numel(), device=device)
-    return {
-        name: zeros.index_copy(0, places, values_N).view(labels.shape)
-        for name, values_N in values.items()
-    }
+    values_BT = {}
+    for name, values_N in values.items():
+        values_BT[name] = zeros.index_copy(0, places, values_N).view(labels.shape)
+    return values_BT
 
 
 def logit_scale_and_cap(config) -> tuple[float, float | None]:
@@ -361,7 +361,11 @@ def row_pieces(rows: int, vocabulary: int) -> list[slice]:
         return [slice(0, 0)]
     number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
     size = -(-rows // number)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    pieces = []
+    for start in range(0, rows, size):
+        end = min(start + size, rows)
+        pieces.append(slice(start, end))
+    return pieces
 
 
 def score_in_place(

@@ -65,15 +65,15 @@ class Packing:
         if device == self.input_ids_1N.device:
             return self
         if device not in self.copies:
+            parts = []
+            for queries, keys, before in self.parts:
+                parts.append(Part(send(queries, device), send(keys, device), before))
             self.copies[device] = replace(
                 self,
                 input_ids_1N=send(self.input_ids_1N, device),
                 position_ids_1N=send(self.position_ids_1N, device),
                 spots_BT=send(self.spots_BT, device),
-                parts=[
-                    Part(send(queries, device), send(keys, device), before)
-                    for queries, keys, before in self.parts
-                ],
+                parts=parts,
                 copies={},
             )
         return self.copies[device]
@@ -110,7 +110,9 @@ def pack(rows: Sequence[Row]) -> Packing:
     # The places in the sequence of each segment's tokens: one segment after another.
     lengths = [len(segment.ids) for segment in segments]
     ends = list(itertools.accumulate(lengths))
-    places = [torch.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    places = []
+    for end, length in zip(ends, lengths, strict=True):
+        places.append(torch.arange(end - length, end))
 
     longest = max(len(prompt) + len(response) for prompt, response in rows)
     spots_BT = torch.zeros(len(rows), longest, dtype=torch.int64)

@@ -28,10 +28,10 @@ def cut_for_parallel(
     tear the rows of a prompt apart, or where `may_run_in_parallel` says no. A batch that would fit
     in one micro-batch is cut nevertheless, into equal parts."""
     parallel = min(PARALLEL, torch.get_num_threads()) if may_run_in_parallel(model) else 1
-    prompt_groups = (
-        [rows[number] for number in numbers] for numbers in rows_by_prompt(rows).values()
-    )
-    largest = max(map(packed_tokens, prompt_groups), default=0)
+    largest = 0  # Tokens of the largest group of rows of one prompt.
+    for numbers in rows_by_prompt(rows).values():
+        group = [rows[number] for number in numbers]
+        largest = max(largest, packed_tokens(group))
     if parallel == 1 or most_tokens < parallel * largest:
         return cut_by_tokens(rows, most_tokens), 1
     even = -(-packed_tokens(rows) // parallel) + largest // 2

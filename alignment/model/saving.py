@@ -94,7 +94,9 @@ def _write_weights(
         if state_dict is None:
             # tied weights once
             state_dict = dict(model.named_parameters())
-        tensors = {name: tensor.detach().contiguous() for name, tensor in state_dict.items()}
+        tensors = {}
+        for name, tensor in state_dict.items():
+            tensors[name] = tensor.detach().contiguous()
         save_file(tensors, folder / WEIGHTS_FILE)
         say_once(
             f"transformers refuses to save the weights ({_reason(error)}): they are in"

@@ -49,10 +49,11 @@ class ModelShape:
         names = {module: name for name, module in model.named_modules()}
         decoder = model.get_decoder()
         head: Any = model.get_output_embeddings()
-        stacks: list[Any] = [
-            child for child in decoder.children() if type(child).__name__ == "ModuleList"
-        ]
-        stacks = [stack for stack in stacks if len(stack) == model.config.num_hidden_layers]
+        stacks: list[Any] = []
+        for child in decoder.children():
+            is_list = type(child).__name__ == "ModuleList"
+            if is_list and len(child) == model.config.num_hidden_layers:
+                stacks.append(child)
         parameters: dict[str, int] = {}
         counted: set[Any] = set()
         # a decoder's own tensors would get no device
@@ -122,11 +123,10 @@ def adapted_layers(model: PreTrainedModel, targets: str) -> dict[str, Any]:
     """Name -> linear layer that gets an adapter: by --lora_targets (`UserError` for others), or all
     but the head."""
     head = model.get_output_embeddings()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if module is not head and _is_linear(module)
-    }
+    layers = {}
+    for name, module in model.named_modules():
+        if module is not head and _is_linear(module):
+            layers[name] = module
     kinds = list(dict.fromkeys(_last_name(name) for name in layers))
     wanted = [target for target in targets.split(",") if target]
     unknown = [target for target in wanted if target not in kinds]

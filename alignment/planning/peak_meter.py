@@ -58,11 +58,9 @@ class PeakMeter:
         """End the phase before, and start one. Bytes of the phase "" are nobody's."""
         for name, pid in self.pids.items():
             with suppress(OSError, ValueError):  # the process is lost, or the system is another
-                (line,) = (
-                    line
-                    for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-                    if line.startswith("VmHWM")
-                )
+                status = Path(f"/proc/{pid}/status").read_text().splitlines()
+                # The most that the process had resident, in KiB: "VmHWM:    12345 kB".
+                [line] = [line for line in status if line.startswith("VmHWM")]
                 self._note(name, 1024 * int(line.split()[1]))
                 trim_heap()
                 # begins anew at what is resident now

@@ -468,9 +468,9 @@ class RankUpdate:
             matrix = BF16 * mlp_width(config) * config.hidden_size
             products = matrix + self.load.embedding_bytes
         share_left = max(len(shape.layers) - LAYERS_DONE, 0) / len(shape.layers)
-        left = {
-            kind: int(share_left * update[kind]) for kind in ("casts", "activations", "attention")
-        }
+        left = {}
+        for kind in ("casts", "activations", "attention"):
+            left[kind] = int(share_left * update[kind])
         return {
             **update,
             **left,

@@ -86,11 +86,11 @@ def assign_roles(
         return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
 
     # Of several samplers the first GPU counts where roles share.
-    named = {
-        role: next((device for device in listed[role] if device != "cpu"), "cpu")
-        for role in HELPERS
-        if listed[role]
-    }
+    named = {}
+    for role in HELPERS:
+        if listed[role]:
+            gpus_of_role = [device for device in listed[role] if device != "cpu"]
+            named[role] = (*gpus_of_role, "cpu")[0]
     taken = {*policy, *named.values(), *samplers}
     free = [gpu for gpu in gpus if gpu not in taken]
     if not policy and not free and num_gpus > 1:
@@ -272,7 +272,8 @@ def policy_shares(
         return Share(device, "policy", modules, size, parts)
 
     if policy.holds != "layers":
-        return [share_of(device, tuple(shape.parameters)) for device in devices]
+        every_module = tuple(shape.parameters)
+        return [share_of(device, every_module) for device in devices]
     device_map = partition_layers(shape, devices)
     shares = []
     for device in dict.fromkeys(device_map.values()):

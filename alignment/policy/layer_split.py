@@ -27,19 +27,29 @@ class LayerSplitPolicy(SingleDevicePolicy):
     ) -> Iterator[tuple]:
         """Each micro-batch in `issue_order`; all in flight together have `micro_batch_tokens`. Rows
         of a prompt stay together where that leaves a micro-batch for each device."""
-        devices, prompt_groups = len(self.devices), rows_by_prompt(split).values()
-        longest = max((len(prompt) + len(response) for prompt, response in split), default=1)
-        largest = max(
-            (packed_tokens([split[row] for row in own]) for own in prompt_groups), default=1
-        )
-        whole_groups = min(len(prompt_groups), self.micro_batch_tokens // largest)
-        most = whole_groups if whole_groups >= devices else self.micro_batch_tokens // longest
-        in_flight = max(1, min(IN_FLIGHT * devices, most))
+        devices = len(self.devices)
+        groups = rows_by_prompt(split).values()
+        lengths = [1]
+        tokens_of_groups = [1]
+        for prompt, response in split:
+            lengths.append(len(prompt) + len(response))
+        for numbers in groups:
+            tokens_of_groups.append(packed_tokens([split[number] for number in numbers]))
+        longest = max(lengths)
+        largest = max(tokens_of_groups)
+
+        # Groups that are computed at once if no group is cut. Else rows are counted instead.
+        whole_groups = min(len(groups), self.micro_batch_tokens // largest)
+        keeps_groups = whole_groups >= devices
+        most_in_flight = self.micro_batch_tokens // longest
+        if keeps_groups:
+            most_in_flight = whole_groups
+        in_flight = max(1, min(IN_FLIGHT * devices, most_in_flight))
         # Few rows are cut into no more than a micro-batch for each device, since each takes the
         # host's time.
-        even = max(
-            1, -(-packed_tokens(split) // devices), largest if whole_groups >= devices else 0
-        )
+        even = max(1, -(-packed_tokens(split) // devices))
+        if keeps_groups:
+            even = max(even, largest)
         pieces = cut_by_tokens(split, min(max(1, self.micro_batch_tokens // in_flight), even))
         head: Any = self.model.get_output_embeddings()
         head_on_last_device = str(head.weight.device) == self.devices[-1]
@@ -50,10 +60,9 @@ class LayerSplitPolicy(SingleDevicePolicy):
             if action == "forward":
                 # one for all of them, so that they share one cast of the weights
                 with autocast(self.devices[0], self.dtype):
-                    started |= {
-                        n: MicroBatch(self, batch, [rows[i] for i in pieces[n]], objective)
-                        for n in numbers
-                    }
+                    for number in numbers:
+                        own_rows = [rows[index] for index in pieces[number]]
+                        started[number] = MicroBatch(self, batch, own_rows, objective)
             elif action == "head":
                 for number in numbers:
                     started[number].head()
@@ -66,14 +75,16 @@ class LayerSplitPolicy(SingleDevicePolicy):
     def clip_gradient(self, max_norm: float) -> torch.Tensor:
         """See `Policy.clip_gradient`. Each device sends the norm of its part; torch would copy the
         norm of every parameter."""
-        gradients = [
-            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
-        ]
-        parts = (
-            [gradient for gradient in gradients if str(gradient.device) == device]
-            for device in self.devices
-        )
-        norm = get_total_norm([get_total_norm(part) for part in parts if part])
+        gradients = []
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        norms = []
+        for device in self.devices:
+            part = [gradient for gradient in gradients if str(gradient.device) == device]
+            if part:
+                norms.append(get_total_norm(part))
+        norm = get_total_norm(norms)
         clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 
@@ -92,8 +103,8 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
     size = max(1, -(-micro_batches // blocks))
     for start in range(0, micro_batches, size):
         block = range(start, min(start + size, micro_batches))
-        forwards, heads, backwards = (
-            [(action, number) for number in block] for action in ("forward", "head", "backward")
-        )
+        forwards = [("forward", number) for number in block]
+        heads = [("head", number) for number in block]
+        backwards = [("backward", number) for number in block]
         yield from forwards
         yield from heads + backwards if heads_first else chain(*zip(heads, backwards, strict=True))

@@ -73,13 +73,12 @@ def _adapted(model: torch.nn.Module) -> Mapping[str, Any]:
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The adapters' matrices, by their names in PEFT's files."""
-    matrices = (
-        (name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name
-    )
-    return {
-        f"base_model.model.{name.removesuffix('.default.weight')}.weight": parameter
-        for name, parameter in matrices
-    }
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            name_in_file = name.removesuffix(".default.weight")
+            matrices[f"base_model.model.{name_in_file}.weight"] = parameter
+    return matrices
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,9 +137,9 @@ def use_adapters(model: torch.nn.Module, kind: str) -> None:
 def save(model: PreTrainedModel, folder: Path, writes: bool = True) -> None:
     """Write a model's adapters, if any, to adapter/ in `folder`, as PEFT reads them. All ranks call
     it; one `writes`."""
-    matrices = {
-        name: whole(parameter.detach()).cpu() for name, parameter in _parameters(model).items()
-    }
+    matrices = {}
+    for name, parameter in _parameters(model).items():
+        matrices[name] = whole(parameter.detach()).cpu()
     if matrices and writes:
         model.peft_config["default"].save_pretrained(folder / ADAPTER)
         with guard_library_write(folder):

@@ -33,14 +33,18 @@ from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.ranks import Ranks, lead
 
 
+def _count_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def deal(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """The row numbers of each rank: rows of one prompt together, and packed tokens as even as
     dealing the largest group first to the rank with the fewest makes them. A function of the rows
     alone. Some ranks may get none."""
-    groups = [
-        (packed_tokens([rows[number] for number in numbers]), numbers)
-        for numbers in rows_by_prompt(rows).values()
-    ]
+    groups = []
+    for numbers in rows_by_prompt(rows).values():
+        tokens = packed_tokens([rows[number] for number in numbers])
+        groups.append((tokens, numbers))
     rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
     tokens_of_rank = [0] * ranks
     for tokens, numbers in sorted(groups, key=lambda group: -group[0]):
@@ -109,10 +113,10 @@ class Shard(SingleDevicePolicy):
             torch.manual_seed(torch.initial_seed() + self.ranks.rank)
         results = super().accumulate(batch, self._own_rows(batch, rows), objective)
         # On the CPU, from where tensors can be sent to another rank.
-        sent = [
-            MicroBatchResult(**tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result)))
-            for result in results
-        ]
+        sent = []
+        for result in results:
+            values = tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(result))
+            sent.append(MicroBatchResult(**values))
         return iter(self._gathered(sent))
 
     def in_micro_batches(
@@ -168,8 +172,8 @@ class Shard(SingleDevicePolicy):
         on a CPU share the host's."""
         # the first is the whole model
         wrapped: list[Any] = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in wrapped[1:]]
-        outside = sum(p.numel() for p in self.model.parameters()) - sum(layers)
+        layers = [_count_parameters(layer) for layer in wrapped[1:]]
+        outside = _count_parameters(self.model) - sum(layers)
         whole = gathered_bytes(layers, outside, self.dtype.itemsize)
         processes = self.ranks.local_count if self.devices[0] == "cpu" else 1
         message = super().choose_micro_batch_tokens(longest, previous, processes, whole)

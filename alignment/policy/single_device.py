@@ -219,9 +219,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         lora.save(self.model, folder)
 
     def save_optimizer(self, folder: Path) -> None:
-        tensors = {
-            name: whole(tensor).cpu().contiguous() for name, tensor in self.optimizer_tensors()
-        }
+        tensors = {}
+        for name, tensor in self.optimizer_tensors():
+            tensors[name] = whole(tensor).cpu().contiguous()
         with guard_library_write(folder):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
@@ -289,14 +289,14 @@ def make_optimizer(
     # A module that is no language model has no head.
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else find_head()
-    embeddings_and_head = {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) or module is head
-    }
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    hidden = [p.ndim == 2 and p not in embeddings_and_head for p in matrices]
+    embeddings_and_head = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) or module is head:
+            embeddings_and_head.add(module.weight)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    hidden = [matrix.ndim == 2 and matrix not in embeddings_and_head for matrix in matrices]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "hidden": hidden},
         {"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)},

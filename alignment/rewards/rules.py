@@ -173,7 +173,10 @@ def _count_scripts(text: str) -> Counter[str]:
     text = re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text)
     for word in re.findall(r"[^\W\d_]+", text):
         # The first word of a letter's Unicode name is its script: LATIN SMALL LETTER A.
-        letters = [unicodedata.name(letter, "OTHER").split()[0] for letter in word]
+        letters = []
+        for letter in word:
+            script, *_ = unicodedata.name(letter, "OTHER").split()
+            letters.append(script)
         ideographs = [script for script in letters if script in JAPANESE_SCRIPTS]
         scripts.update(ideographs or letters[:1])
     if scripts["HIRAGANA"] or scripts["KATAKANA"]:
@@ -232,10 +235,10 @@ def cosine_length(
     response is right where the task's rule says so ("answer_reward"). The defaults are those of
     the authors' script of section 4.2 (demystify-long-cot); TRL's are 1, 0.5, -1 and -0.5, and none
     for a response that is cut off."""
-    return [
-        _cosine_of_length(completion, score, settings)
-        for completion, score in zip(completions, scores, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for completion, score in zip(completions, scores, strict=True):
+        rewards.append(_cosine_of_length(completion, score, settings))
+    return rewards
 
 
 def _cosine_of_length(completion: Completion, score: Score, settings: CosineLength) -> float:
@@ -520,10 +523,10 @@ def grading_report(groups: Sequence[Group], rules: Sequence[str]) -> dict[str, f
     means: dict[str, float] = {}
     for name in rules:
         rule = find_rule(name)
-        rewards = [
-            rule(graded_text(rule, problem, text), problem.ground_truth)["reward"]
-            for problem, text in responses
-        ]
+        rewards = []
+        for problem, text in responses:
+            score = rule(graded_text(rule, problem, text), problem.ground_truth)
+            rewards.append(score["reward"])
         means[f"reward_{name.replace(':', '.')}"] = sum(rewards) / len(rewards)
     for name in _names_of_parts(scores):
         rewards = [score[name] for score in scores if name in score]

@@ -125,7 +125,10 @@ class UsersFunction:
                 f"gave {given} for {len(completions)} completions, and must give a list of as many"
                 " numbers"
             )
-        return [None if value is None else self._number(value) for value in values]
+        rewards: list[float | None] = []
+        for value in values:
+            rewards.append(None if value is None else self._number(value))
+        return rewards
 
     def _reward_of(self, answer: object) -> float:
         """The reward from what the function returned, a number or a score."""

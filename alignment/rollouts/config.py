@@ -125,12 +125,11 @@ def training_problems(
         return [problems[index] for index in range(num_problems)]
     if max_prompt_tokens:
         encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
-        lengths = map(len, encoded)
-        problems = [
-            problem
-            for problem, length in zip(problems, lengths, strict=True)
-            if length <= max_prompt_tokens
-        ]
+        short_problems = []
+        for problem, ids in zip(problems, encoded, strict=True):
+            if len(ids) <= max_prompt_tokens:
+                short_problems.append(problem)
+        problems = short_problems
         if not problems:
             raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")
     return problems[: num_problems or None]

@@ -215,12 +215,10 @@ def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id:
     log_probs = itertools.chain.from_iterable(completion.log_probs for completion in completions)
     sampler_BT = torch.zeros(batch.labels.shape)
     sampler_BT[batch.response_mask] = torch.tensor(list(log_probs))
-    counted_B1 = torch.tensor(
-        [
-            [is_counted(completion, score, config)]
-            for completion, score in zip(completions, scores, strict=True)
-        ]
-    )
+    counted = []
+    for completion, score in zip(completions, scores, strict=True):
+        counted.append([is_counted(completion, score, config)])
+    counted_B1 = torch.tensor(counted)
     key = find_task(config.task, config.data).key
     problems: list[str] = []
     for group in groups:
@@ -365,21 +363,20 @@ class AheadRollouts(SyncRollouts):
         wait for the sampler."""
         del self._sampled[version]  # Step `version` has made these weights, so it is done.
         if version in self._weights:
-            copies = [
-                (name, tensor.detach().to(self._dtype).to("cpu", copy=True))
-                for name, tensor in policy.weights()
-            ]
+            copies = []
+            for name, tensor in policy.weights():
+                cast = tensor.detach().to(self._dtype)
+                copies.append((name, cast.to("cpu", copy=True)))
             self._weights[version].set_result(copies)
 
     def sampled_ahead(self, step: int) -> Sequence[SampledStep]:
         """See `SyncRollouts.sampled_ahead`. A checkpoint must hold these rollouts, because a
         resumed run has no weights older than `step`. Waits for those that are under way."""
-        later_steps = range(step + 1, self._steps.stop)
-        return [
-            self._sampled[later].result()
-            for later in later_steps
-            if self._schedule.version_for(later) < step
-        ]
+        sampled = []
+        for later in range(step + 1, self._steps.stop):
+            if self._schedule.version_for(later) < step:
+                sampled.append(self._sampled[later].result())
+        return sampled
 
     def close(self) -> None:
         """End the engines, and with them the thread."""

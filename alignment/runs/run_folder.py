@@ -175,11 +175,10 @@ class RunFolder:
         """Send the numbers of a record to the trackers and, of an evaluation, its first
         completion."""
         prefix = LOGS[log]
-        numbers = {
-            prefix + key: value
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float)
-        }
+        numbers = {}
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                numbers[prefix + key] = value
         sample = ""
         if log == "evals.jsonl":
             sample = self._sample_of_evaluation(record["step"])

@@ -66,7 +66,9 @@ def read_checksums(checksums: DeviceChecksums) -> dict[str, tuple[int, ...]]:
     for row in checksums.values():
         for number in row:
             by_device.setdefault(number.device, []).append(number)
-    copied = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
+    copied = {}
+    for device, numbers in by_device.items():
+        copied[device] = iter(torch.stack(numbers).tolist())
     read: dict[str, tuple[int, ...]] = {}
     for name, row in checksums.items():
         # A device's numbers come back in the order in which they were put into its stack.

@@ -64,12 +64,10 @@ def open_sampler(
     if alone and policy is not None:
         weights = policy.weights
         configs = [dataclasses.replace(configs[0], policy_device=policy.devices[0])]
-    starts = {
-        f"engine {number} of {len(configs)} on {own_config.place}": functools.partial(
-            start, own_config, tokenizer, None
-        )
-        for number, own_config in enumerate(configs, start=1)
-    }
+    starts = {}
+    for number, own_config in enumerate(configs, start=1):
+        name = f"engine {number} of {len(configs)} on {own_config.place}"
+        starts[name] = functools.partial(start, own_config, tokenizer, None)
     vocabulary = load_config(config.model_path).vocab_size
     return SamplerPool(starts, getattr(torch, config.dtype), vocabulary, weights)
 
@@ -168,10 +166,12 @@ class SamplerPool:
         self._version = version
         if self._weights is None:
             self._copies = []  # frees the memory of those before
-            self._copies = [
-                (name, tensor.detach().to(self.dtype).cpu()) for name, tensor in named_tensors
-            ]
-            named_tensors = self._copies
+            copies = []
+            for name, tensor in named_tensors:
+                cast = tensor.detach().to(self.dtype)
+                copies.append((name, cast.cpu()))
+            self._copies = copies
+            named_tensors = copies
         weights = named_tensors
 
         def load(engine: Sampler) -> None:

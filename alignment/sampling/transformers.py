@@ -109,10 +109,10 @@ class TransformersSampler:
         self.policy_version = version
 
     def weight_checksums(self, version: int) -> HeldWeights:
-        return {
-            name: ([name], weight_checksum(tensor, version, self.dtype))
-            for name, tensor in self.model.named_parameters()
-        }
+        held = {}
+        for name, tensor in self.model.named_parameters():
+            held[name] = ([name], weight_checksum(tensor, version, self.dtype))
+        return held
 
     def close(self) -> None:
         """Let go of the model."""

@@ -149,10 +149,11 @@ class VLLMSampler(EngineProcess):
     ) -> list[Completion]:
         """The completions with the text that our reader makes of their tokens: vLLM's own ends with
         that of the EOS token."""
-        return [
-            replace(completion, text=self._responses.text(completion.token_ids, stop))
-            for completion in group
-        ]
+        completions = []
+        for completion in group:
+            text = self._responses.text(completion.token_ids, stop)
+            completions.append(replace(completion, text=text))
+        return completions
 
 
 def worker_environment(devices: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -323,7 +324,8 @@ def _generate(
     outputs = engine.llm.generate(prompts, sampling_params, use_tqdm=False)
     groups: Completions = []
     for ids, own_parameters, output in zip(encoded, parameters, outputs, strict=True):
-        drawn = [_completion(tuple(ids), child, version) for child in output.outputs]
+        prompt_ids = tuple(ids)
+        drawn = [_completion(prompt_ids, child, version) for child in output.outputs]
         groups.append(drawn * (n // own_parameters["n"]))
     return groups
 
@@ -356,9 +358,9 @@ def request_parameters(
 
 def _completion(prompt_ids: tuple[int, ...], child: Any, version: int) -> Completion:
     """A completion of vLLM's `CompletionOutput`."""
-    log_probs = [
-        step[token].logprob for token, step in zip(child.token_ids, child.logprobs, strict=True)
-    ]
+    log_probs = []
+    for token, log_probs_of_step in zip(child.token_ids, child.logprobs, strict=True):
+        log_probs.append(log_probs_of_step[token].logprob)
     return Completion(
         prompt_ids=prompt_ids,
         token_ids=tuple(child.token_ids),
@@ -436,7 +438,10 @@ def held_checksums(worker, version: int) -> HeldWeights:
             else:
                 weights_of[f"{prefix}.{name}"] = weights
                 sums[f"{prefix}.{name}"] = (checksum_on_device(held),)
-    return {name: (weights_of[name], number) for name, (number,) in read_checksums(sums).items()}
+    held_weights = {}
+    for name, (checksum,) in read_checksums(sums).items():
+        held_weights[name] = (weights_of[name], checksum)
+    return held_weights
 
 
 def _dotted(*names: str) -> str:

@@ -111,11 +111,10 @@ def check_sleeping(pool: dict[str, Blocks]) -> None:
             raise RuntimeError(
                 f"vLLM sleeps, but its pool holds no {tag}, so that memory is not given back"
             )
-    kept = [
-        f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}"
-        for tag, blocks in pool.items()
-        if blocks.awake
-    ]
+    kept = []
+    for tag, blocks in pool.items():
+        if blocks.awake:
+            kept.append(f"{blocks.awake} of the {blocks.bytes} bytes of its {tag}")
     if kept:
         raise RuntimeError(f"vLLM sleeps, but keeps {', '.join(kept)} on a GPU")
 
@@ -176,10 +175,11 @@ def _size(block: Any) -> int:
 
 def _weight_spans() -> list[Span]:
     """The addresses of the blocks of weights, in order."""
-    blocks = _allocator().pointer_to_data.items()
-    return sorted(
-        Span(address, address + _size(block)) for address, block in blocks if block.tag == WEIGHTS
-    )
+    spans = []
+    for address, block in _allocator().pointer_to_data.items():
+        if block.tag == WEIGHTS:
+            spans.append(Span(address, address + _size(block)))
+    return sorted(spans)
 
 
 def _parameter_spans(worker) -> list[Span]:
@@ -203,9 +203,9 @@ def extent(tensor: torch.Tensor) -> Span:
     """The addresses from a tensor's first element to its last."""
     if not tensor.numel():
         return Span(tensor.data_ptr(), tensor.data_ptr())
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last = 0  # The place of the last element, in elements.
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     return Span(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 

@@ -124,17 +124,15 @@ class VLLMServerSampler:
         encoded = encode_prompts(self.tokenizer, prompts, self.context, sampling.max_new_tokens)
         self._drop_cached_prefixes()
         parameters = request_parameters(sampling, len(encoded), self._responses.end_ids)
-        requests = [
-            {
-                **NEUTRAL,
-                # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-                **own_parameters,
-                "prompt": prompt_ids,
-            }
-            for own_parameters, prompt_ids in zip(parameters, encoded, strict=True)
-        ]
+        shared = {
+            **NEUTRAL,
+            # Token ids stand beside the log-probs too, where the tokens' texts would be longer.
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        requests = []
+        for own_parameters, prompt_ids in zip(parameters, encoded, strict=True):
+            requests.append({**shared, **own_parameters, "prompt": prompt_ids})
         answers = self._post("/v1/completions", requests)
         # Checked after the answers have come: a server that is lost before gives none.
         for facts in self._call("sampler_facts"):
@@ -248,11 +246,11 @@ class VLLMServerSampler:
                 f" server must be started as: {command}"
             ) from None
         served_shape = facts.get("shape", {})
-        differences = [
-            f"{key} {served_shape.get(key)} and not {value}"
-            for key, value in shape.items()
-            if served_shape.get(key) != value
-        ]
+        differences = []
+        for key, value in shape.items():
+            served = served_shape.get(key)
+            if served != value:
+                differences.append(f"{key} {served} and not {value}")
         context = facts.get("context", 0)
         reasons: list[str] = []
         if differences:

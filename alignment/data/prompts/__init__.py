@@ -204,9 +204,12 @@ def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str]
     begins the response; () if it is plain."""
     if name == CHAT:
         return (("user", question),)
-    parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)[1:]
-    texts = (text.removesuffix("\n").replace("{question}", question) for text in parts[1::2])
-    return tuple(zip(parts[::2], texts, strict=True))
+    # What stands before the first heading, then roles and texts by turns.
+    _, *parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)
+    turns = []
+    for role, text in zip(parts[::2], parts[1::2], strict=True):
+        turns.append((role, text.removesuffix("\n").replace("{question}", question)))
+    return tuple(turns)
 
 
 def trained_response(problem: Problem, response: str, tokenizer) -> str:

@@ -141,11 +141,11 @@ class Task:
         its prompt already, and no question, asks what the test problem of that prompt asks."""
         test_prompts = {plain(problem.prompt) for problem in self.test_split(dataset_path)}
         tested = self._tested_keys(dataset_path) | test_prompts
-        return [
-            (problem, response)
-            for problem, response in demonstrations
-            if tested.isdisjoint(self._keys(problem))
-        ]
+        kept = []
+        for problem, response in demonstrations:
+            if tested.isdisjoint(self._keys(problem)):
+                kept.append((problem, response))
+        return kept
 
     def _keys(self, problem: Problem) -> list[str]:
         """The keys of a problem, and of each turn of its conversation as a question."""

@@ -233,12 +233,13 @@ def of_split(
     if len(questions) == 1:
         return shuffled
     test_keys = set(questions[: max(1, len(questions) // VALIDATION_SHARE)])
-    is_test = split == "test"
-    return [
-        row
-        for row, row_key in zip(shuffled, keys, strict=True)
-        if (row_key in test_keys) == is_test
-    ]
+    wants_test = split == "test"
+    rows_of_split = []
+    for row, row_key in zip(shuffled, keys, strict=True):
+        is_test = row_key in test_keys
+        if is_test == wants_test:
+            rows_of_split.append(row)
+    return rows_of_split
 
 
 def read_demonstrations(*files: str) -> list[Demonstration]:
@@ -328,7 +329,10 @@ def _conversation(place: str, messages: Sequence[Any], prompt_messages: int) -> 
     One question and its answer go into the run's template, like a row of these; unless the answer
     has thoughts, which only the tokenizer's chat template can place. Problems have the `messages`
     as their columns."""
-    roles = [str(isinstance(message, dict) and message.get("role")) for message in messages]
+    roles = []
+    for message in messages:
+        # What is no turn is said to have the role "False", which the pattern refuses.
+        roles.append(str(isinstance(message, dict) and message.get("role")))
     if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
         wanted = "turns must be of user and assistant in turn, after one of system or none"
         raise UserError(f"{place}: {wanted}, not {roles}")

@@ -55,10 +55,11 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
     if "equation" in files:
         rows = [(place, svamp_row(place, row)) for place, row in rows]
     pairs = worked_problems(rows, DataConfig(answer_pattern=files["answer_pattern"]))
-    return [
-        (replace(problem, id=f"{name}/{split}/{index}"), response)
-        for index, (problem, response) in enumerate(pairs)
-    ]
+    demonstrations = []
+    for index, (problem, response) in enumerate(pairs):
+        named_problem = replace(problem, id=f"{name}/{split}/{index}")
+        demonstrations.append((named_problem, response))
+    return demonstrations
 
 
 def svamp_row(place: str, cells: Row) -> Row:

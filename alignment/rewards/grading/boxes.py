@@ -112,11 +112,10 @@ def find_boxes(text: str) -> Boxes:
                 contents.append(slice(content_start, start))
     if open_boxes or not contents:
         return Boxes(text)
-    return Boxes(
-        "".join(characters).strip(),
-        tuple("".join(characters[content]).strip() for content in contents),
-        _outside(characters, contents),
-    )
+    texts = []
+    for content in contents:
+        texts.append("".join(characters[content]).strip())
+    return Boxes("".join(characters).strip(), tuple(texts), _outside(characters, contents))
 
 
 def _outside(characters: list[str], contents: list[slice]) -> tuple[str, ...]:

@@ -382,7 +382,9 @@ def _between_bars(sign: str, left: Node, right: Node) -> Answer | None:
     name = names.pop()
     # The text between the bars is ax + b if its values at 0, 1 and 2 are on a line: then b is the
     # first, and a their difference.
-    at_0, at_1, at_2 = (substitute(left[1], {name: Fraction(k)}) for k in range(3))
+    at_0 = substitute(left[1], {name: Fraction(0)})
+    at_1 = substitute(left[1], {name: Fraction(1)})
+    at_2 = substitute(left[1], {name: Fraction(2)})
     slope = ("-", at_1, at_0)
     is_linear = equal_values(("-", at_2, at_1), slope)
     if not is_linear or equal_values(slope, Fraction(0)) is not False:
