@@ -19,7 +19,7 @@ from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.system.terminal import printable
 
-# of a response that holds an answer
+# Responses that hold an answer {}, one for each way in which rules look for it.
 SHAPES = (
     " </think> <answer> {} </answer>",
     r" \boxed{{{}}}",
@@ -70,11 +70,21 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
         texts = []
         for token_ids in response_token_ids(tokenizer, gold + empty):
             texts.append(responses.text(token_ids, task.stop))
-        completions = [Completion((), (), (), text, "stop", 0) for text in texts]
+        completions = []
+        for text in texts:
+            completions.append(
+                Completion(
+                    prompt_ids=(),
+                    token_ids=(),
+                    log_probs=(),
+                    text=text,
+                    finish_reason="stop",
+                    policy_version=0,
+                )
+            )
         [group] = reward.score([problem], [completions])
-        print_rewards(
-            texts[: len(SHAPES)], group.scores[: len(SHAPES)], group.scores[len(SHAPES) :]
-        )
+        number = len(gold)
+        print_rewards(texts[:number], group.scores[:number], group.scores[number:])
 
 
 def print_format(task: Task, args: RLArgs | EvaluateArgs, tokenizer) -> None:

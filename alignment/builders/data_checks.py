@@ -58,7 +58,8 @@ def check_pass_rates(args: RLArgs, problems: Problems) -> Problems:
     number = len(selection.kept) + len(selection.outside) + selection.unmeasured
     left_out = []
     if selection.outside:
-        least, most = min(selection.outside), max(selection.outside)
+        least = min(selection.outside)
+        most = max(selection.outside)
         left_out.append(f"{len(selection.outside)} have other rates, {least:.2f} .. {most:.2f}")
     if selection.unmeasured:
         left_out.append(f"{selection.unmeasured} are not in {args.pass_rates}")

@@ -45,14 +45,14 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     return roles
 
 
-def devices_of_ranks(args: Args, devices: tuple[str, ...]) -> tuple[str, ...]:
-    """The device of each of this machine's ranks: --policy_ranks of the policy's devices, or of
-    torchrun's processes; ranks without GPUs share the CPU. Raises `UserError` where there are too
-    few devices."""
-    number = PROCESSES_HERE or args.policy_ranks or len(devices)
-    if args.policy_ranks not in (0, number):
+def devices_of_ranks(policy_ranks: int, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """The device of each of this machine's ranks: `policy_ranks` (0: all) of the policy's devices,
+    or one for each of torchrun's processes; ranks without GPUs share the CPU. Raises `UserError`
+    where there are too few devices."""
+    number = PROCESSES_HERE or policy_ranks or len(devices)
+    if policy_ranks not in (0, number):
         raise UserError(
-            f"--policy_ranks {args.policy_ranks}: torchrun has started {number} processes here;"
+            f"--policy_ranks {policy_ranks}: torchrun has started {number} processes here;"
             " leave the flag out"
         )
     if devices == ("cpu",):
@@ -111,7 +111,7 @@ def check_policy_devices(args: Args) -> None:
     GPUs."""
     devices = roles_of(args).policy
     check_one_device(args.policy_parallelism, devices)
-    check_kernels(args, devices_of_ranks(args, devices))
+    check_kernels(args, devices_of_ranks(args.policy_ranks, devices))
 
 
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:

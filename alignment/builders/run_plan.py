@@ -219,7 +219,7 @@ def plan_policy(
     kind = args.policy_parallelism
     auto_has_ranks = kind == "auto" and (args.policy_ranks or PROCESSES)
     if policy_kind(kind).ranked or auto_has_ranks:
-        devices = devices_of_ranks(args, devices)
+        devices = devices_of_ranks(args.policy_ranks, devices)
     if kind == "auto":
         ranks = max(PROCESSES, machines.number * len(devices))
         kind = automatic_kind(ranks, lambda: _fits_each_device(args, base, devices, machines))

@@ -120,7 +120,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
     fault = trained_test_questions(source.problems, evaluation.problems)
     if fault:
         run.warn("trained_test_questions", fault)
-    write_training_problems(args, run, source.problems)
+    if args.pass_rates:
+        write_training_problems(args.pass_rates, run, source.problems)
     update_config = resumed_config(args.update_config, run.last_record)
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
 
@@ -136,12 +137,12 @@ def choose_micro_batch_tokens(policy: Policy, longest: int, run: Run) -> None:
         run.console.print(message)
 
 
-def write_training_problems(args: RLArgs, run: Run, problems: Problems) -> None:
-    """With --pass_rates, write the problems that are trained on, and their pass rates, to the run's
-    folder."""
+def write_training_problems(pass_rates: str, run: Run, problems: Problems) -> None:
+    """Write the problems that are trained on, and their rates in the file `pass_rates`, to the
+    run's folder."""
     # Problems whose rate is measured are a list.
-    if args.pass_rates and not isinstance(problems, Endless):
-        rows = rows_with_rates(problems, args.pass_rates)
+    if not isinstance(problems, Endless):
+        rows = rows_with_rates(problems, pass_rates)
         write_jsonl(run.path / "training_problems.jsonl", rows)
 
 

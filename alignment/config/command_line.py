@@ -86,6 +86,7 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         if argv is None:
             # args.json and reports have the whole command.
             sys.argv[1:] = words
+    # Own words are those of settings of the chosen loss, say, as --loss.x: tyro does not know them.
     words, own_words = split_own_words(cls, words)
     options: dict[str, Any] = {"use_underscores": True}
     settings_of_preset: Mapping[str, Any] = {}
@@ -133,10 +134,8 @@ def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> 
             action.help = f"{action.help} {declared[name].values_in_words}."
         if declared[name].choices:
             action.metavar = _choices_in_help(action.metavar, declared[name].choices)
-        action.option_strings = [
-            *action.option_strings,
-            *(f"--{alias}" for alias in declared[name].aliases),
-        ]
+        aliases = [f"--{alias}" for alias in declared[name].aliases]
+        action.option_strings = [*action.option_strings, *aliases]
 
     console = make_console()
     formatter = argparse.HelpFormatter("", max_help_position=30, width=min(console.width, 100))
@@ -239,7 +238,8 @@ def as_toml(args: DataclassInstance) -> str:
             own.append(line)
         else:
             shared.append(line)
-    return "\n".join([*shared, *(f"\n[{table}]" for table in tables), *own])
+    headings = [f"\n[{table}]" for table in tables]
+    return "\n".join([*shared, *headings, *own])
 
 
 def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:

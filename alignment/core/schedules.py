@@ -36,7 +36,9 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
 def last_reset(step: int, interval: int) -> int:
     """The last step, up to `step`, after which the reference took the policy's weights
     (--reference_reset_interval); 0: none, so that it has those which training started from."""
-    return step - step % interval if interval else 0
+    if not interval:
+        return 0
+    return step - step % interval
 
 
 @dataclass(frozen=True)

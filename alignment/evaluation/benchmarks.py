@@ -29,12 +29,17 @@ def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
     entry = ENTRIES[name]
     rows = []
     for place, row in _published_rows(name, entry, dataset_path):
-        cells = svamp_row(place, row) if entry.get("equation") else _join_lists(row)
+        cells = _join_lists(row)
+        if entry.get("equation"):  # An equation in place of a worked solution, as SVAMP has.
+            cells = svamp_row(place, row)
         rows.append((place, cells))
     _, first_cells = rows[0]
     question = _present_column(entry["question"], first_cells)
     answer = _present_column(entry["answer"], first_cells)
-    pairs = worked_problems(rows, DataConfig(question, answer, entry["answer"][answer]))
+    config = DataConfig(
+        question_column=question, answer_column=answer, answer_pattern=entry["answer"][answer]
+    )
+    pairs = worked_problems(rows, config)
     numbered_problems = []
     for index, (problem, _) in enumerate(pairs):
         ground_truth = boxed_answer(problem.ground_truth).strip()

@@ -72,8 +72,10 @@ class Shard(SingleDevicePolicy):
 
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks
-        here = 1 if replicated else ranks.local_count
-        self.mesh_shape = {"copies": ranks.count // here, "parts": here}
+        parts = ranks.local_count  # Of one copy of the weights, which the ranks of a machine hold.
+        if replicated:
+            parts = 1
+        self.mesh_shape = {"copies": ranks.count // parts, "parts": parts}
         super().__init__(dataclasses.replace(config, devices=(config.devices[ranks.local_rank],)))
         self.model.reshard()  # what a check of the model has gathered
 
@@ -85,7 +87,8 @@ class Shard(SingleDevicePolicy):
         mesh = init_device_mesh(
             device.type, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
         )
-        for name in self.mesh_shape:  # half an hour, where a group has not all ranks
+        # torch gives the default of half an hour to groups of some of the ranks.
+        for name in self.mesh_shape:
             _set_pg_timeout(timedelta(seconds=self.ranks.timeout), mesh.get_group(name))
         model.compute = MethodType(_compute, model)
         wrapped: list[Any] = []
@@ -93,12 +96,15 @@ class Shard(SingleDevicePolicy):
             if isinstance(child, torch.nn.ModuleList):
                 wrapped += child
         wrapped.append(model)
+        mesh_of_weights = mesh["parts"]
+        if self.mesh_shape["copies"] > 1:
+            mesh_of_weights = mesh
         for module in wrapped:
-            fully_shard(module, mesh=mesh if self.mesh_shape["copies"] > 1 else mesh["parts"])
-            # a sum over ranks, in which no factor is multiplied: gloo cannot
+            fully_shard(module, mesh=mesh_of_weights)
+            # A plain sum over ranks: gloo cannot multiply it by a factor.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        # which first gathers the embedding, the last norm and the head
+        # "compute" now gathers the embedding, the last norm and the head before it runs.
         register_fsdp_forward_method(model, "compute")
         return model
 
@@ -149,7 +155,9 @@ class Shard(SingleDevicePolicy):
 
     def _gathered(self, results: list) -> list:
         """All ranks' results in their order on rank 0, and nothing on the others."""
-        by_rank: list[Any] | None = [None] * self.ranks.count if self.ranks.rank == 0 else None
+        by_rank: list[Any] | None = None
+        if self.ranks.rank == 0:
+            by_rank = [None] * self.ranks.count
         dist.gather_object(results, by_rank, group=self._process_group)
         return list(chain.from_iterable(by_rank or []))
 
@@ -162,7 +170,7 @@ class Shard(SingleDevicePolicy):
     ) -> torch.Tensor:
         own_rows = self._own_rows(batch, rows)
         values_KBT = super()._token_values(batch, distribution, own_rows, names)
-        # which a backward pass would do: what is gathered now must not outlive the next step
+        # A backward pass would do it: weights that are gathered now must not outlive the next step.
         self.model.reshard()
         dist.all_reduce(values_KBT)  # every row is 0 on all ranks but one
         return values_KBT
@@ -210,10 +218,11 @@ class Shard(SingleDevicePolicy):
 
 
 class ShardedPolicy:
-    """A `Policy` of one rank a device. Each machine holds all weights, gradients and moments, each
-    of its ranks a part, a `Shard`, whose methods have the names and arguments of `Policy`'s; if
-    `replicated`, every rank holds all of them, and ranks share the rows, and sum their gradients.
-    Raises `RunStopped` where a rank is lost."""
+    """A `Policy` of one rank a device. Ranks share the rows of a batch, and sum their gradients.
+
+    The ranks of a machine share its copy of the weights, gradients and moments; if `replicated`,
+    every rank has a copy. What a rank holds is a `Shard`, whose methods have the names and
+    arguments of `Policy`'s. Raises `RunStopped` where a rank is lost."""
 
     def __init__(self, config: PolicyConfig, replicated: bool = False):
         self.ranks = lead(len(config.devices), config.rank_timeout)
@@ -234,8 +243,9 @@ class ShardedPolicy:
         """The method of this name of every rank's part, which returns rank 0's result; of rank 0's
         part alone where that needs no other rank, and so works after one is lost."""
         getattr(Shard, method)  # raises AttributeError where it has none
-        alone = self.replicated and method in ("weights", "save", "save_optimizer")
-        return getattr(self._own, method) if alone else partial(self.ranks.call, method)
+        if self.replicated and method in ("weights", "save", "save_optimizer"):
+            return getattr(self._own, method)
+        return partial(self.ranks.call, method)
 
 
 ReplicatedPolicy = partial(ShardedPolicy, replicated=True)

@@ -55,18 +55,24 @@ KEEPALIVE_OPTIONS = [
 # Requests on their way, each of one prompt. vLLM works on 128 to 1024 completions at a time.
 CONCURRENT = 256
 FACTS = read_toml(Path(__file__).with_name("vllm_server.toml"), "--sampler_url")
+# Parameters of a request that a server otherwise takes from the model's generation_config.json, at
+# values that change no probability.
 NEUTRAL = FACTS["neutral"]
+# Names of a model's configuration that must be alike, so that its weights and tokens fit.
 SHAPE = FACTS["shape"]
 
 
 class VLLMServerSampler:
-    """A `Sampler` that draws from the vLLM server at `config.url`, whose key is the environment's
-    ALIGNMENT_SAMPLER_TOKEN. `context` is in tokens; None: the model's own. `config.weights_folder`
-    holds one version of the weights until the server, which must see it under the same name, has
-    loaded it. In bfloat16 a completion also depends on its batch. Raises `UserError` where the
-    server cannot be used, and `SamplerLost` where it dies, is silent for `config.timeout` seconds,
-    answers no completions, or has other weights (restarted or used by others). A new sampler may
-    use it once it is back."""
+    """A `Sampler` that draws from the vLLM server at `config.url`. The environment variable
+    ALIGNMENT_SAMPLER_TOKEN has the server's key.
+
+    New weights go through files: `config.weights_folder`, which the server must see under the same
+    name, holds one version until the server has loaded it. `context` is in tokens; None: the
+    model's own. In bfloat16 a completion also depends on what else is in its batch.
+
+    Raises `UserError` where the server cannot be used. Raises `SamplerLost` where the server dies,
+    is silent for `config.timeout` seconds, answers no completions, or has other weights, as after a
+    restart or where another command uses it. A new sampler may use it once it is back."""
 
     def __init__(
         self,
@@ -97,9 +103,10 @@ class VLLMServerSampler:
         command = FACTS["command"].format(
             model=config.model_path, dtype=config.dtype, context=self.context, module=__name__
         )
+        # A server that has nothing to do answers soon. Its first weights may take long.
         self._timeout = min(config.timeout, CHECK_SECONDS)
         self._refuse_unfit(_shape(model_config.get_text_config()), config.dtype, command)
-        self._timeout = max(config.timeout, START_SECONDS)  # for the first weights
+        self._timeout = max(config.timeout, START_SECONDS)
         try:
             self._weights_folder.mkdir(parents=True, exist_ok=True)
             weights = load_weights(config.model_path, self.dtype)
@@ -153,7 +160,10 @@ class VLLMServerSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         # A new name each time: another machine may remember for a while what an old one had in it.
         with tempfile.TemporaryDirectory(
-            ".tmp", ".sampler_weights.", self._weights_folder, True
+            suffix=".tmp",
+            prefix=".sampler_weights.",
+            dir=self._weights_folder,
+            ignore_cleanup_errors=True,
         ) as folder:
             os.chmod(folder, 0o755)  # the server may have a user of its own
             _write_files(Path(folder), named_tensors, self.dtype)
@@ -208,7 +218,8 @@ class VLLMServerSampler:
         client = httpx.AsyncClient(transport=transport, **self._http)
         try:
             async with asyncio.timeout(self._timeout), client:
-                return await asyncio.gather(*(self._answer(client, path, body) for body in bodies))
+                answers = [self._answer(client, path, body) for body in bodies]
+                return await asyncio.gather(*answers)
         except TimeoutError:
             raise SamplerLost(
                 f"{self._server} gave no answer within {self._timeout:.1f} s"
@@ -325,8 +336,8 @@ def _completions(
             if {type(token) for token in token_ids} != {int}:
                 raise ValueError("token ids are no integers")
             if not isinstance(choice["text"], str):
-                raise ValueError("a text is none")
-            if finish_reason not in ("stop", "length"):  # but "abort"
+                raise ValueError("a text is no string")
+            if finish_reason not in ("stop", "length"):  # "abort" is the third that there is.
                 raise ValueError("a completion was broken off")
             text = read_text(token_ids)
             completions.append(
@@ -367,8 +378,8 @@ class SamplerWorker:
         return {}
 
     def sampler_checksums(self, version: int) -> dict:
-        """Checksums of the weights that it holds; none where it holds a part of them, which nobody
-        compares."""
+        """Checksums of the weights that this worker holds. {} if the weights are split over several
+        workers: the trainer compares whole weights only."""
         if self.vllm_config.parallel_config.world_size > 1:
             return {}
         return dict(held_checksums(self, version))
@@ -383,8 +394,8 @@ def _read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Guard:
-    """ASGI middleware that asks for VLLM_API_KEY on all paths; vLLM asks under /v1 only, where
-    nothing loads weights."""
+    """ASGI middleware that refuses a request without VLLM_API_KEY, on every path. vLLM itself asks
+    for the key on paths under /v1 alone, so others could load weights without it."""
 
     def __init__(self, app: Callable):
         self.app = app

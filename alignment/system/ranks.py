@@ -43,17 +43,16 @@ from alignment.system.remote import TORCHRUN_VARIABLE, Machine, ProcessHost
 from alignment.system.signals import SIGNALS, deferred_signals
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats, and between two looks for those of others
-EVIDENCE_SECONDS = 3.0  # for the rank that failed to say why, after the connection to it broke
+EVIDENCE_SECONDS = 3.0  # After a connection broke, so long the failed rank has to say why.
 OPEN = ""  # what stands for the method's name in a call that opens an object
 END_OF_WATCH = b"\0"  # ends the thread `Ranks._watch`, which reads it among the signals' numbers
-
-
-_led: list["Ranks"] = []  # those that `lead` has opened and nobody has closed
+# Those that `lead` has opened and nobody has closed.
+_open_ranks: list["Ranks"] = []
 
 
 def close_ranks() -> None:
     """End the ranks of this process, if it leads any."""
-    for ranks in list(_led):
+    for ranks in list(_open_ranks):
         ranks.close()
 
 
@@ -92,7 +91,7 @@ def lead(local_ranks: int, timeout: float) -> "Ranks":
             )
         )
     ranks = Ranks(timeout, store, local_ranks, children)
-    _led.append(ranks)
+    _open_ranks.append(ranks)
     return ranks
 
 
@@ -186,7 +185,7 @@ class Ranks:
         for child in self.children:
             child.close()
         lead.cache_clear()
-        _led[:] = [ranks for ranks in _led if ranks is not self]
+        _open_ranks[:] = [ranks for ranks in _open_ranks if ranks is not self]
 
     def _end_watch(self) -> None:
         os.write(self.signal_writer, END_OF_WATCH)

@@ -324,7 +324,7 @@ def test_compilers_and_devices(flags, gpus, variables, message, tmp_path, monkey
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = from_preset(RLArgs, "tiny", sampler="transformers", **flags)
-    devices = devices_of_ranks(args, roles_of(args, gpus).policy)
+    devices = devices_of_ranks(args.policy_ranks, roles_of(args, gpus).policy)
     if message:
         with pytest.raises(UserError) as error:
             check_kernels(args, devices)

@@ -180,8 +180,12 @@ def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str
         marks = list(MARKER.finditer(cell))
         if not marks:
             return "", cell
-        lines = (stripped(line) for line in cell[marks[-1].end() :].split("\n"))
-        return cell[: marks[-1].start()], next(filter(None, lines), "")
+        before = cell[: marks[-1].start()]
+        for line in cell[marks[-1].end() :].split("\n"):
+            answer = stripped(line)
+            if answer:
+                return before, answer
+        return before, ""
     matches = [match for match in pattern.finditer(cell) if (match[1] or "").strip()]
     if not matches:
         return "", ""
@@ -252,9 +256,9 @@ def read_demonstrations(*files: str) -> list[Demonstration]:
         rows = read_rows(Path(file))
         weightless = 0
         for place, row in rows:
-            shown = _demonstrations(place, row)
-            demonstrations += shown.demonstrations
-            weightless += shown.weightless
+            row_demonstrations = _demonstrations(place, row)
+            demonstrations += row_demonstrations.demonstrations
+            weightless += row_demonstrations.weightless
         _warn_of_keys(file, [row for _, row in rows])
         if weightless:
             messages = "1 message" if weightless == 1 else f"{weightless} messages"
