@@ -566,10 +566,14 @@ def _confounded(arms: Mapping[str, RLArgs]) -> list[str]:
 
 def _evaluation_of(args: RLArgs) -> tuple:
     """What decides how an arm's evaluation samples and scores."""
-    temperature, top_p = args.evaluation_temperature, args.evaluation_top_p
-    longest = args.eval_max_new_tokens or args.max_new_tokens
-    top_k = args.evaluation_top_k
-    return args.evaluation_rule, temperature, top_p, top_k, longest, args.prompt
+    return (
+        args.evaluation_rule,
+        args.evaluation_temperature,
+        args.evaluation_top_p,
+        args.evaluation_top_k,
+        args.eval_max_new_tokens or args.max_new_tokens,
+        args.prompt,
+    )
 
 
 def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:

@@ -94,6 +94,9 @@ def contents(study: Study) -> dict[str, Any]:
         [run] = study.runs
         last_step = run.evals[-1]["step"]
         completions = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
+    words = set()
+    for run_of_study in study.runs:
+        words.add(reproducibility(run_of_study.path, REPRODUCIBILITY_SETTING))
     return {
         "study": study,
         "run": run,
@@ -113,9 +116,7 @@ def contents(study: Study) -> dict[str, Any]:
         "fewest": min((len(runs) for runs in study.arms.values() if runs), default=0),
         "arms": sorted(arms, key=_rank_of_arm),
         "commands": [(run.path.name, shell_command(run.command)) for run in study.runs],
-        "reproducibility": sorted(
-            {reproducibility(run.path, REPRODUCIBILITY_SETTING) for run in study.runs}
-        ),
+        "reproducibility": sorted(words),
         "questions": _count_questions(study),
     }
 

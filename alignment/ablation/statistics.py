@@ -577,13 +577,16 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
     firm = False
     more_seeds = None
     if p < rule.alpha and estimate.mean > 0:
-        kind, verdict = "greater", f"{a} > {b}"
+        kind = "greater"
+        verdict = f"{a} > {b}"
         hidden = down
     elif p < rule.alpha:
-        kind, verdict = "greater", f"{b} > {a}"
+        kind = "greater"
+        verdict = f"{b} > {a}"
         hidden = up
     elif p_tie < rule.alpha:
-        kind, verdict = "tie", f"tie within {rule.tie:g}"
+        kind = "tie"
+        verdict = f"tie within {rule.tie:g}"
     else:
         need = _need(estimate, rule)
         more_seeds = need.seeds
@@ -594,7 +597,8 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         firm = low - down > -rule.tie and high + up < rule.tie
     objection = _objection(estimate, rule, kind, low, high)
     if objection:
-        kind, verdict = "undecided", f"undecided: {objection}"
+        kind = "undecided"
+        verdict = f"undecided: {objection}"
         firm = False
         more_seeds = None
     if kind != "undecided" and not firm:

@@ -194,7 +194,10 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
         return sweeps[folders[0]]
     runs: list[Run] = []
     for folder in folders:
-        runs += sweeps[folder].runs if folder in sweeps else [read_run(folder)]
+        if folder in sweeps:
+            runs += sweeps[folder].runs
+        else:
+            runs.append(read_run(folder))
 
     differing = _differing_arguments(runs)
     arms: dict[str, dict[int, Run]] = {}

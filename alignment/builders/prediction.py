@@ -238,13 +238,13 @@ def remedies(prediction: Prediction, *machine) -> list[Remedy]:
     # of each of a pair the change that saves the most
     both = [[one[-1] | other[-1]] for one, other in pairs]
     for choices in (alternatives, both):
-        found = []
+        fitting = []
         for changes in choices:
             remedy = first_that_fits(prediction.run, changes, machine)
             if remedy:
-                found.append(remedy)
-        if found:
-            return found
+                fitting.append(remedy)
+        if fitting:
+            return fitting
     return []
 
 
@@ -466,7 +466,9 @@ def work_of_phases(
 ) -> dict[str, Work]:
     """Phase -> the busiest device's work: of a step, which samples groups 1 + `refills` times, an
     evaluation, a checkpoint."""
-    run, step, roles = prediction.run, prediction.step, prediction.roles
+    run = prediction.run
+    step = prediction.step
+    roles = prediction.roles
     schedule = Schedule(
         prompts=run.prompts_per_rollout,
         responses=run.rollout_size,

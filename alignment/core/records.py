@@ -206,4 +206,7 @@ class Rollout:
         chosen = set(rows)
         masked = zip(values_BT, self.batch.response_mask, strict=True)
         for row, (values, mask) in enumerate(masked):
-            yield values[mask].tolist() if row in chosen else []
+            if row in chosen:
+                yield values[mask].tolist()
+            else:
+                yield []

@@ -48,11 +48,11 @@ def refuse_other_vocabulary(name: str, teacher: Vocabulary, policy: Vocabulary) 
     remedy = "choose a teacher with the policy's tokenizer"
     if others:
         first = others[0]
-        there = teacher.ids.get(first, "none")
+        teachers_id = teacher.ids.get(first, "none")
         raise UserError(
             f"--teacher {name}: its tokenizer gives {len(others)} of the policy's"
             f" {len(policy.ids)} tokens another id or none, such as {first!r} (the policy's"
-            f" {policy.ids[first]}, the teacher's {there}): {remedy}"
+            f" {policy.ids[first]}, the teacher's {teachers_id}): {remedy}"
         )
     if teacher.size < policy.size:
         raise UserError(

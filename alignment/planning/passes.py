@@ -101,7 +101,7 @@ def forward(model: ComputedModel, rows: PassTokens, pieces: float) -> Work:
         launches      (53 L + 90) x pieces
 
     Every token of a mixture counts as taking all experts."""
-    config, shape = model.config, model.shape
+    config = model.config
     # queries times keys, and probabilities times values
     attention = 2 * model.query_numbers * rows.seen
     head = config.vocab_size * config.hidden_size * rows.with_logits
@@ -109,7 +109,7 @@ def forward(model: ComputedModel, rows: PassTokens, pieces: float) -> Work:
     activations = ACTIVATION_PASSES * activation_bytes(config, model.itemsize) * rows.tokens
     logits = FP32 * LOGIT_PASSES * config.vocab_size * rows.with_logits
     weights = model.itemsize * model.parameters * pieces
-    kernels = LAYER_KERNELS * len(shape.layers) + OTHER_KERNELS
+    kernels = LAYER_KERNELS * len(model.shape.layers) + OTHER_KERNELS
     return Work(
         operations=2 * products,
         memory_bytes=activations + (logits + weights),

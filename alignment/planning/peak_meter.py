@@ -38,7 +38,9 @@ class PeakMeter:
     def __init__(self, policy: Policy, expected: Callable[[int], Sequence[DevicePeak]]):
         ranks = getattr(policy, "ranks", None)
         devices = list(policy.devices)
-        pids, names, own_devices = [os.getpid()], devices, devices
+        pids = [os.getpid()]
+        names = devices
+        own_devices = devices
         if ranks:
             pids += [child.process.pid for child in ranks.children]
             names = [f"rank {rank}, {device}" for rank, device in enumerate(devices)]

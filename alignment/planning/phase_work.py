@@ -226,7 +226,8 @@ class StepWork:
     def sampling(self, phase: str, times: float) -> Work:
         """The work of an engine's decoding of a phase's rows, `times` over, divided among its
         devices, all but the passes of its one host."""
-        sampled, devices = self.step.sampled[phase], self.engines.devices
+        sampled = self.step.sampled[phase]
+        devices = self.engines.devices
         cache = 0 if self.step.vllm else CACHE_BYTES[devices[0].partition(":")[0]]
         engines = self.split.machines * len(devices) / self.engines.tensor_parallel
         rows = DecodedRows(
@@ -244,7 +245,9 @@ class StepWork:
         """The work of all updates of a step, over the responses with a gradient: three forward
         passes' (two with adapters), casts, gradients and the optimiser; and what devices send:
         gradients, and hidden states at the borders of stages."""
-        shape, split, updates = self.model.shape, self.split, self.schedule.updates
+        shape = self.model.shape
+        split = self.split
+        updates = self.schedule.updates
         trained = shape.trained(shape.parameters)
         share = self.shares.trained * self.schedule.epochs
         forward_pass = self.forward_pass(share, updates)
@@ -272,7 +275,8 @@ class StepWork:
     def gradient_bytes(self, pieces: int) -> float:
         """Bytes of gradients over a machine's links: a part sends the others' after each
         micro-batch; whole gradients are summed once an update."""
-        shape, split = self.model.shape, self.split
+        shape = self.model.shape
+        split = self.split
         trained = shape.trained(shape.parameters)
         if split.parts > 1:
             return FP32 * trained * split.share_of_others * pieces

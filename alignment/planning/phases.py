@@ -162,7 +162,8 @@ class Decoding(Phase):
     def instants(self) -> list[Bytes]:
         if self.load.step.vllm:
             return [{}]
-        config, step = self.load.config, self.load.step
+        config = self.load.config
+        step = self.load.step
         rows = step.sampled[self.name]
         token = key_value_bytes(config, step.itemsize)
         group = step.prompt + rows.responses * rows.longest
@@ -225,7 +226,9 @@ class LogProbPass(Phase):
         return computes and self.name in self.load.step.passes
 
     def instants(self) -> list[Bytes]:
-        load, config, step = self.load, self.load.config, self.load.step
+        load = self.load
+        config = load.config
+        step = load.step
         work = micro_batches_beside(load, taken=0, tokens=step.rollout_tokens)
         casts = logits = gathered = 0
         if step.in_bfloat16:
@@ -376,7 +379,9 @@ class Update(Phase):
 
     def layers_forward(self) -> Bytes:
         """Bytes when the layers' forward pass has ended."""
-        config, step, shape = self.load.config, self.load.step, self.load.shape
+        config = self.load.config
+        step = self.load.step
+        shape = self.load.shape
         modules = self.load.share.modules
         kept = layers_bytes(self.load, self.tokens)
         if self.load.has_adapters:
@@ -414,7 +419,8 @@ def layers_bytes(load: DeviceLoad, tokens: int) -> Bytes:
     """Bytes that a device's layers keep for backward of `tokens`: autocast's casts, activations,
     and what attention keeps beside them, which are repeated keys and values, and for each query
     head the log of its sum in fp32."""
-    config, step = load.config, load.step
+    config = load.config
+    step = load.step
     layers = [name for name in load.shape.layers if name in load.share.modules]
     hidden = FP32 * config.hidden_size
     a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers
@@ -460,7 +466,8 @@ class RankUpdate:
     def in_backward(self, update: Bytes) -> Bytes:
         """The bytes of the update with those of a rank in backward of the last layer but one. The
         last two layers have given back what they kept."""
-        shape, config = self.load.shape, self.load.config
+        shape = self.load.shape
+        config = self.load.config
         layer = max(shape.state_bytes([name], FP32) for name in shape.layers)
         gradient = FP32 * max(shape.trained([name]) for name in shape.layers)
         products = 0
@@ -492,8 +499,13 @@ class Sync(Phase):
         return self.load.trains or self.load.samples or self.load.evaluates
 
     def instants(self) -> list[Bytes]:
+        # Before a weight is sent, ranks gather it, or adapters are merged into it. The embedding is
+        # the largest.
         makes_tensor = self.load.is_rank or self.load.has_adapters
-        return [{"transit": self.load.embedding_bytes if makes_tensor else 0}]
+        transit = 0
+        if makes_tensor:
+            transit = self.load.embedding_bytes
+        return [{"transit": transit}]
 
 
 @dataclass(frozen=True)

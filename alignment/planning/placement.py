@@ -72,16 +72,23 @@ def assign_roles(
     Raises UserError for a device that is malformed, absent, or taken, naming the flag and what to
     change."""
     gpus = tuple(f"cuda:{index}" for index in range(num_gpus))
-    texts = {
-        "sample": sample_device.split(",") if sample_device is not None else [],
-        "reference": [reference_model_device] if reference_model_device is not None else [],
-        "eval": [eval_device] if eval_device is not None else [],
+    texts: dict[str, Sequence[str]] = {
+        "sample": [],
+        "reference": [],
+        "eval": [],
         "policy": policy_devices,
     }
+    if sample_device is not None:
+        texts["sample"] = sample_device.split(",")
+    if reference_model_device is not None:
+        texts["reference"] = [reference_model_device]
+    if eval_device is not None:
+        texts["eval"] = [eval_device]
     listed = {role: _read_devices(FLAGS[role], texts[role], gpus) for role in texts}
     for role, devices in listed.items():
         _refuse_repeated(role, devices)
-    samplers, policy = listed["sample"], listed["policy"]
+    samplers = listed["sample"]
+    policy = listed["policy"]
     if not gpus:
         return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
 
@@ -98,8 +105,9 @@ def assign_roles(
     spare = free if policy else free[1:]  # a policy by default keeps the lowest free GPU
     helpers = _place_helpers(named, spare, policy, gpus)
     samplers = samplers or (helpers["sample"],)
-    for sampler in samplers if vllm else ():
-        _refuse_vllm_clashes(named, helpers | {"sample": sampler}, spare, policy, gpus)
+    if vllm:
+        for sampler in samplers:
+            _refuse_vllm_clashes(named, helpers | {"sample": sampler}, spare, policy, gpus)
     # No GPU is left over only when there is just one, which then holds everything.
     helper_devices = {*helpers.values(), *samplers}
     left = tuple(gpu for gpu in gpus if gpu not in helper_devices)
@@ -179,7 +187,8 @@ def _place_helpers(
     """Fill in the helpers that were not named: the highest spare GPU each; else that of the helper
     just before (eval the reference, the reference the sampler), else of one after it; and one of
     the policy's only when the policy has them all."""
-    placed, left = dict(named), list(spare)
+    placed = dict(named)
+    left = list(spare)
     for index, role in enumerate(HELPERS):
         if role in named:
             continue
@@ -189,7 +198,7 @@ def _place_helpers(
         neighbours = (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])
         devices = [placed[other] for other in neighbours if other in placed]
         shareable = [device for device in devices if device in gpus and device not in policy]
-        placed[role] = shareable[0] if shareable else gpus[-1]
+        placed[role] = (*shareable, gpus[-1])[0]
     return placed
 
 
@@ -242,8 +251,10 @@ gpu_memory_utilization. Read by: `engine_share`."""
 
 def engine_share(roles: Roles, device: str, engines: int = 1) -> float:
     """The share of a GPU's memory that each of `engines` vLLM engines on it claims by default."""
-    shared = device in roles.trainer
-    return (SHARED_GPU if shared else OWN_GPU) / engines
+    share = OWN_GPU
+    if device in roles.trainer:
+        share = SHARED_GPU
+    return share / engines
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def hardware_of(
     match = re.fullmatch(r"(?:(\d+)x(?=\d+x))?(?:(\d+)x)?(.*)", text, re.DOTALL)
     assert match is not None  # the last group takes any text
     machines_text, gpus_text, name = match.groups("1")
-    number_of_machines, number_of_gpus = int(machines_text), int(gpus_text)
+    number_of_machines = int(machines_text)
+    number_of_gpus = int(gpus_text)
     card = read_card(text, name) if name.endswith(".toml") else CARDS.get(name.upper())
     if card is None or number_of_machines == 0 or number_of_gpus == 0:
         listed = (
@@ -92,7 +93,8 @@ def rates(hardware: Hardware, itemsize: int) -> Rates:
     """The rates of machines, with `itemsize` bytes a number in matrix products. GPUs without a
     name: from the best to the worst of all `CARDS`."""
     cards = cards_of(hardware)
-    best, worst = [], []
+    best = []
+    worst = []
     products = "bfloat16" if itemsize == 2 else "float32"
     for number in (products, "bandwidth", "launches", "link", "network", "disk", "engine_passes"):
         at_best, at_worst = REACHED[number]

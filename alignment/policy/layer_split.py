@@ -107,4 +107,7 @@ def issue_order(micro_batches: int, in_flight: int, heads_first: bool) -> Iterat
         heads = [("head", number) for number in block]
         backwards = [("backward", number) for number in block]
         yield from forwards
-        yield from heads + backwards if heads_first else chain(*zip(heads, backwards, strict=True))
+        if heads_first:
+            yield from heads + backwards
+        else:
+            yield from chain(*zip(heads, backwards, strict=True))

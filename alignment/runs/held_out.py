@@ -19,8 +19,11 @@ def evaluation_words(args: Mapping[str, Any], rule: str = "") -> str:
         words = [f"sampled at T={temperature:g}"]
     if args.get("eval_top_p") is not None:
         words.append(f"top-p {args['eval_top_p']:g}")
-    if args.get("eval_top_k") is not None:
-        words.append(f"top-k {args['eval_top_k']}" if args["eval_top_k"] else "no top-k")
+    top_k = args.get("eval_top_k")
+    if top_k == 0:
+        words.append("no top-k")
+    elif top_k is not None:
+        words.append(f"top-k {top_k}")
     samples = args.get("eval_samples") or args.get("num_samples") or 1
     if samples > 1:
         words.append(f"{samples} samples a problem")
@@ -36,8 +39,13 @@ def further_accuracies(evals: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Label -> key of the accuracies in records of evaluations beside `ACCURACY`: those of other
     tasks and of greedy responses, and of several samples pass@k of the largest k, and maj@k."""
     labels: dict[str, str] = {}
-    keys = dict.fromkeys(key for record in evals for key in record)
-    for prefix in (key.removesuffix(ACCURACY) for key in keys if key.endswith(ACCURACY)):
+    keys: dict[str, None] = {}
+    for record in evals:
+        keys |= dict.fromkeys(record)
+    for key_of_accuracy in keys:
+        if not key_of_accuracy.endswith(ACCURACY):
+            continue
+        prefix = key_of_accuracy.removesuffix(ACCURACY)
         if prefix:
             labels[prefix.removesuffix("/")] = f"{prefix}{ACCURACY}"
         largest = max((_samples_of(key, f"{prefix}pass@") for key in keys), default=0)
