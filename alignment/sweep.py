@@ -154,11 +154,12 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
         if arm.pass_rates or arm.pass_rate_band != ALL_PASS_RATES:
             task = find_task(arm.task, arm.data)
             check_pass_rates(arm, task.training_problems(arm.dataset_path))
-    users_rewards = {
-        (arm.task, arm.data, arm.prompt, arm.reward, arm.reward_settings): arm
-        for arm in arms
-        if ":" in arm.reward
-    }
+    # Of arms that differ in nothing that a reward of the user's own depends on, one is checked.
+    users_rewards = {}
+    for arm in arms:
+        if ":" in arm.reward:
+            key = (arm.task, arm.data, arm.prompt, arm.reward, arm.reward_settings)
+            users_rewards[key] = arm
     for arm in users_rewards.values():
         task = arm.task_in_format
         reward = find_reward(arm.reward, task.rules, arm.reward_timeout, arm.reward_settings)

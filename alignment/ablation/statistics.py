@@ -317,7 +317,10 @@ def seed_variances(means: Mapping[str, Mapping[int, float]]) -> SeedVariances:
 
 def _tabulate(means: Sequence[Mapping[int, float]]) -> np.ndarray:
     """The means by seed as a table [A, S] over all seeds in order, NaN where an arm lacks one."""
-    seeds = sorted({seed for by_seed in means for seed in by_seed})
+    every_seed: set[int] = set()
+    for by_seed in means:
+        every_seed.update(by_seed)
+    seeds = sorted(every_seed)
     y_AS = np.full((len(means), len(seeds)), math.nan)
     for row, by_seed in enumerate(means):
         y_AS[row] = [by_seed.get(seed, math.nan) for seed in seeds]

@@ -44,14 +44,10 @@ KEEPALIVE = {
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 6,
 }
-KEEPALIVE_OPTIONS = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in KEEPALIVE.items()
-        if hasattr(socket, name)
-    ),
-]
+KEEPALIVE_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+for _name, _value in KEEPALIVE.items():
+    if hasattr(socket, _name):  # Not every system has every option.
+        KEEPALIVE_OPTIONS.append((socket.IPPROTO_TCP, getattr(socket, _name), _value))
 # Requests on their way, each of one prompt. vLLM works on 128 to 1024 completions at a time.
 CONCURRENT = 256
 FACTS = read_toml(Path(__file__).with_name("vllm_server.toml"), "--sampler_url")

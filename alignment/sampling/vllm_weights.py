@@ -192,10 +192,10 @@ class NCCLTrainer(nccl_engine.NCCLTrainerWeightTransferEngine):
     """vLLM's backend for NCCL, which broadcasts each bucket to the engine's workers."""
 
     def send_bucket(self, bucket: Bucket) -> None:
-        parameters = [
-            weight_transfer.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-            for name, tensor in bucket
-        ]
+        parameters = []
+        for name, tensor in bucket:
+            shape = tuple(tensor.shape)
+            parameters.append(weight_transfer.ParamMeta(name, tensor.dtype, shape))
         update = nccl_engine.NCCLWeightTransferUpdateInfo(**metadata_of(bucket))
         # A broadcast needs both sides at once, so another thread asks the engine to receive. If
         # sending fails, the engine hangs in NCCL; `wait=False` then does not wait for its answer.

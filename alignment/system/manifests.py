@@ -40,11 +40,10 @@ class ManifestEntry(NamedTuple):
 def find_damage(folder: Path) -> str | None:
     """A sentence on the first difference between a folder and its manifest; None if every file of
     the manifest has the size and SHA-256 given there."""
+    entries = []
     try:
-        entries = [
-            ManifestEntry(name, int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in read_json(folder / MANIFEST).items()
-        ]
+        for name, entry in read_json(folder / MANIFEST).items():
+            entries.append(ManifestEntry(name, int(entry["bytes"]), str(entry["sha256"])))
     except (UserError, OSError, ValueError, OverflowError, KeyError, TypeError):
         return f"its {MANIFEST} is missing or damaged"
     for entry in entries:
