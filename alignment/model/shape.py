@@ -50,7 +50,8 @@ class ModelShape:
         decoder = model.get_decoder()
         head: Any = model.get_output_embeddings()
         stacks: list[Any] = []
-        for child in decoder.children():
+        children: Any = decoder.children()
+        for child in children:
             is_list = type(child).__name__ == "ModuleList"
             if is_list and len(child) == model.config.num_hidden_layers:
                 stacks.append(child)
