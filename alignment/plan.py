@@ -40,11 +40,20 @@ def main() -> None:
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)
     check_one_device(args.policy_parallelism, roles_of(args, hardware.gpus).policy)
     # Here, because it loads torch: mistakes are reported first.
-    from alignment.builders.prediction import calibrate, duration, predict, ranked, remedies, span
+    from alignment.builders.prediction import (
+        calibrate,
+        duration,
+        planned_machines,
+        predict,
+        ranked,
+        remedies,
+        span,
+    )
 
     run = configuration(RLArgs, args)
     console = make_console()
-    prediction = predict(run, *hardware[:3])
+    machines = planned_machines(hardware)
+    prediction = predict(run, machines)
     known = calibrate(args.calibrate, prediction.step.itemsize)
     print_placement(prediction, title_of(args, hardware, prediction.kind), console)
     seconds = duration(prediction, hardware, known)
@@ -67,7 +76,7 @@ def main() -> None:
         "seconds": dataclasses.asdict(seconds),
         "dollars": dollars,
         "fits": prediction.fits,
-        "remedies": remedies(prediction, *hardware[:3]),
+        "remedies": remedies(prediction, machines),
         "off": known.samples,
         "best": best,
     }

@@ -332,9 +332,10 @@ def print_seed_cost(design: Design, args: SweepOptions, console: Console) -> See
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.builders.prediction import calibrate, duration, predict, span
+    from alignment.builders.prediction import calibrate, duration, planned_machines, predict, span
 
-    predictions = [predict(arm, *hardware[:3]) for arm in design.arms.values()]
+    machines = planned_machines(hardware)
+    predictions = [predict(arm, machines) for arm in design.arms.values()]
     step = predictions[0].step
     known = calibrate(args.calibrate, step.itemsize)
     durations = [duration(prediction, hardware, known) for prediction in predictions]

@@ -24,7 +24,15 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from alignment.args import PRESETS, RLArgs, from_preset, parse, preset_names
 from alignment.builders.devices import roles_of
-from alignment.builders.prediction import Duration, Known, duration, predict, span, step_shape
+from alignment.builders.prediction import (
+    Duration,
+    Known,
+    duration,
+    planned_machines,
+    predict,
+    span,
+    step_shape,
+)
 from alignment.model.shape import ModelShape
 from alignment.planning.measured_memory import SPARE
 from alignment.planning.peaks import RESERVED, DevicePeak, peak_bytes
@@ -434,7 +442,7 @@ def planned_duration(flags: str) -> Duration:
     place_of_hardware = words.index("--hardware")
     hardware = hardware_of(words[place_of_hardware + 1])
     run = parse(RLArgs, words[:place_of_hardware] + words[place_of_hardware + 2 :])
-    return duration(predict(run, *hardware[:3]), hardware, Known())
+    return duration(predict(run, planned_machines(hardware)), hardware, Known())
 
 
 def seconds_table() -> str:

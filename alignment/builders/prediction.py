@@ -22,6 +22,7 @@ from alignment.builders.base_models import EMBEDDED, check_model_path, resolve_m
 from alignment.builders.devices import visible_gpus
 from alignment.builders.evaluations import evaluation_tokens
 from alignment.builders.run_plan import (
+    THIS_MACHINE,
     PlannedMachines,
     RunPlan,
     engines_on_shared_gpu,
@@ -153,17 +154,21 @@ class Prediction:
         return taken - int((1 - SPARE) * self.capacity(device))
 
 
-def predict(
-    args: RLArgs, num_gpus: int | None = None, memory: float = 0.0, machines: int = 1
-) -> Prediction:
-    """The prediction for a run on `machines` of `num_gpus` GPUs of `memory` bytes each (None and 0:
-    this machine's). Raises `UserError` as `plan_run` and `predict_plan`."""
-    if num_gpus == 0 and not memory:
-        memory = total_bytes("cpu")
-    model = args.sft_base if Path(args.sft_base or "-").exists() else args.model
+def planned_machines(hardware: Hardware) -> PlannedMachines:
+    """The machines of --hardware as a run is planned for them."""
+    return PlannedMachines(hardware.gpus, hardware.memory, hardware.machines)
+
+
+def predict(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) -> Prediction:
+    """The prediction for a run on such machines. Raises `UserError` as `plan_run` and
+    `predict_plan`."""
+    if machines.gpus == 0 and not machines.memory:
+        machines = replace(machines, memory=total_bytes("cpu"))
+    model = args.model
+    if args.sft_base and Path(args.sft_base).exists():
+        model = args.sft_base
     base = described_model(model, args.output_dir, "--model")
-    planned = PlannedMachines(num_gpus, memory, machines)
-    return predict_plan(args, plan_run(args, base, planned), planned)
+    return predict_plan(args, plan_run(args, base, machines), machines)
 
 
 def described_model(name: str, output_dir: str, flag: str) -> str:
@@ -227,10 +232,9 @@ class Remedy(NamedTuple):
     size: int  # Bytes of the fullest device then.
 
 
-def remedies(prediction: Prediction, *machine) -> list[Remedy]:
-    """The flags that would each make a run fit that does not, or else pairs of them; `machine` is
-    what `predict` was told beside the run's arguments. [] for a run that fits, or of unknown
-    memory."""
+def remedies(prediction: Prediction, machines: PlannedMachines) -> list[Remedy]:
+    """The flags that would each make a run fit on its machines that does not, or else pairs of
+    them. [] for a run that fits, or of unknown memory."""
     if prediction.fits in (True, None):
         return []
     alternatives = changes_that_save(prediction)
@@ -240,7 +244,7 @@ def remedies(prediction: Prediction, *machine) -> list[Remedy]:
     for choices in (alternatives, both):
         fitting = []
         for changes in choices:
-            remedy = first_that_fits(prediction.run, changes, machine)
+            remedy = first_that_fits(prediction.run, changes, machines)
             if remedy:
                 fitting.append(remedy)
         if fitting:
@@ -270,23 +274,28 @@ def changes_that_save(prediction: Prediction) -> list[list[Change]]:
     return changes
 
 
-def first_that_fits(run: RLArgs, changes: Sequence[Change], machine: Sequence) -> Remedy | None:
+def first_that_fits(
+    run: RLArgs, changes: Sequence[Change], machines: PlannedMachines
+) -> Remedy | None:
     """The first of some changes with which a run fits; None: with none of them."""
     for change in changes:
-        other = if_it_fits(run, change, *machine)
+        other = predict_if_it_fits(run, change, machines)
         if other:
             size = max(peak.total for peak in other.peaks)
             return Remedy(" ".join(flags_of(change)), size)
     return None
 
 
-def if_it_fits(run: RLArgs, change: Change, *machine) -> Prediction | None:
-    """The prediction for a run with other arguments, unless it does not fit; another kind of policy
-    gets all ranks."""
+def predict_if_it_fits(run: RLArgs, change: Change, machines: PlannedMachines) -> Prediction | None:
+    """The prediction for a run with other arguments; None where it does not fit, or cannot be.
+    Another kind of policy gets all ranks."""
+    ranks = run.policy_ranks
+    if "policy_parallelism" in change:
+        ranks = 0
     with suppress(UserError):  # the flags clash, or need a package that is not here
-        ranks = 0 if "policy_parallelism" in change else run.policy_ranks
-        other = predict(replace(run, policy_ranks=ranks, **change), *machine)
-        return other if other.fits in (True, None) else None
+        other = predict(replace(run, policy_ranks=ranks, **change), machines)
+        if other.fits in (True, None):
+            return other
     return None
 
 
@@ -295,7 +304,7 @@ def warn_of_short_memory(args: RLArgs, console: Console) -> None:
 
     It needs no warm start, so that the warning comes before the hours that one may take."""
     with suppress(UserError):  # what is wrong is said where it is loaded
-        prediction = predict(args, machines=MACHINES)
+        prediction = predict(args, PlannedMachines(number=MACHINES))
         for device in dict.fromkeys(peak.device for peak in prediction.peaks):
             excess = prediction.excess(device)
             if excess <= 0:
@@ -747,7 +756,7 @@ def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration
         change: dict[str, Any] = {"policy_parallelism": kind}
         if engines:
             change |= {"policy_devices": gpus[:-engines], "sample_device": gpus[-engines:]}
-        prediction = if_it_fits(run, change, *hardware[:3])
+        prediction = predict_if_it_fits(run, change, planned_machines(hardware))
         if prediction is None:
             continue
         is_alone = len(prediction.roles.policy) == 1

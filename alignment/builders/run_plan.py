@@ -32,6 +32,9 @@ class PlannedMachines:
     number: int = 1
 
 
+THIS_MACHINE = PlannedMachines()
+
+
 @dataclass(frozen=True)
 class PolicyPlan:
     """The kind of policy, and where and in which type it computes."""
@@ -82,7 +85,7 @@ class RunPlan:
         return {"evaluation": self.evaluation, "rollouts": self.rollouts}
 
 
-def plan_run(args: RLArgs, base: str, machines: PlannedMachines = PlannedMachines()) -> RunPlan:
+def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) -> RunPlan:
     """The plan of a run on such `machines` that loads the weights of the folder `base`.
 
     `base` must exist, since its size decides the kind of policy where that is "auto"; a warm start
@@ -208,7 +211,7 @@ def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
 
 
 def plan_policy(
-    args: Args, roles: Roles, base: str, machines: PlannedMachines = PlannedMachines()
+    args: Args, roles: Roles, base: str, machines: PlannedMachines = THIS_MACHINE
 ) -> PolicyPlan:
     """The policy's kind, devices and dtype. --policy_parallelism "auto" becomes a kind here, by the
     number of ranks and the size of the model `base`.

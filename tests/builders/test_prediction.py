@@ -15,12 +15,14 @@ from alignment.builders.prediction import (
     calibrate,
     duration,
     peaks_of_micro_batches,
+    planned_machines,
     predict,
     ranked,
     seconds_of,
     span,
     work_of_phases,
 )
+from alignment.builders.run_plan import PlannedMachines
 from alignment.plan import command_of
 from alignment.planning.phase_work import Shares
 from alignment.planning.seconds import CARDS, Hardware, Rates, hardware_of, rates
@@ -52,7 +54,7 @@ def arguments(tiny_folder):
 
 
 def works(args: RLArgs, hardware: Hardware = EIGHT, **shares) -> dict[str, dict[str, float]]:
-    prediction = predict(args, *hardware[:3])
+    prediction = predict(args, planned_machines(hardware))
     phases = work_of_phases(prediction, hardware.machines, SHARES._replace(**shares))
     return {phase: asdict(work) for phase, work in phases.items()}
 
@@ -109,7 +111,7 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
 def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
     """80 steps, of which every 20th is followed by an evaluation and a checkpoint; one evaluation
     comes before."""
-    spent = duration(predict(arguments(), *EIGHT[:3]), EIGHT, Known())
+    spent = duration(predict(arguments(), planned_machines(EIGHT)), EIGHT, Known())
     phases = spent.phases
     for end in (0, 1):
         step = sum(
@@ -125,7 +127,7 @@ def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
         assert spent.evaluations_gpu_hours[end] == pytest.approx(
             8 * 5 * phases["evaluation"][end] / 3600
         )
-    ahead = duration(predict(arguments(rollouts="async"), *EIGHT[:3]), EIGHT, Known())
+    ahead = duration(predict(arguments(rollouts="async"), planned_machines(EIGHT)), EIGHT, Known())
     assert ahead.step[1] == pytest.approx(
         max(phases["sampling"][1], spent.step[1] - phases["sampling"][1])
     )
@@ -154,7 +156,7 @@ def test_more_to_do_is_never_faster(more, kind, arguments):
         policy_devices=("cuda:0",) if kind == "single" else (),
     )
     less, longer = (
-        duration(predict(args, *EIGHT[:3]), EIGHT, Known())
+        duration(predict(args, planned_machines(EIGHT)), EIGHT, Known())
         for args in (base, replace(base, **more))
     )
     assert less.hours < longer.hours and less.hours[1] <= longer.hours[1]
@@ -169,7 +171,7 @@ def test_a_faster_card_is_never_slower(slow, fast, arguments):
         CARDS[fast][number] >= CARDS[slow][number]
         for number in ("bfloat16", "float32", "bandwidth", "link", "network")
     )
-    prediction = predict(arguments(), *EIGHT[:3])
+    prediction = predict(arguments(), planned_machines(EIGHT))
     before, after = (
         duration(prediction, hardware_of(f"8x{card}"), Known()) for card in (slow, fast)
     )
@@ -208,7 +210,7 @@ def finished(tmp_path, tiny_folder, arguments):
 
     def write(name: str, **others):
         args = arguments(micro_batch_tokens=4096, **others)
-        work = work_of_phases(predict(args, 0), 1, SHARES)
+        work = work_of_phases(predict(args, PlannedMachines(0)), 1, SHARES)
         seconds = {phase: TRUE_RATES.in_turn(done) for phase, done in work.items()}
         names = {"sampling": "seconds_sample"}
         record = {names.get(phase, f"seconds_{phase}"): taken for phase, taken in seconds.items()}
@@ -243,7 +245,7 @@ def test_a_machines_rates_are_learnt_from_one_run_and_hold_for_another_shape(fin
     assert known.least == known.most == Shares(prompt=0.1, response=0.5, trained=1.0)
     # sampling, two passes, update, evaluation, sync
     assert [beyond for *_, beyond in known.samples] == pytest.approx([1.0] * 5)
-    other = predict(arguments(group_size=16, max_new_tokens=100), 0)
+    other = predict(arguments(group_size=16, max_new_tokens=100), PlannedMachines(0))
     spent = duration(other, hardware_of(""), known).phases
     for phase, done in work_of_phases(other, 1, SHARES).items():
         if phase != "checkpoint":
@@ -316,7 +318,9 @@ def test_machines_share_an_updates_rows(arguments):
     """256 rows in 32 groups are 7 groups a rank of five, and 4 of ten."""
     policy = {"policy_parallelism": "sharded", "train_mini_batch_size": 0}
     one, two = (
-        predict(arguments(**policy), *hardware_of(f"{n}x8xH100")[:3]).step.update_tokens
+        predict(
+            arguments(**policy), planned_machines(hardware_of(f"{n}x8xH100"))
+        ).step.update_tokens
         for n in (1, 2)
     )
     assert one / 7 == two / 4 == 300 + 8 * 48
@@ -325,7 +329,7 @@ def test_machines_share_an_updates_rows(arguments):
 def test_a_runs_peaks_are_those_of_its_largest_micro_batch(arguments):
     """On a GPU; on a CPU, whose margin was fitted to the limit of micro-batches side by side, those
     of the limit."""
-    on_gpu = predict(arguments(policy_devices=("cuda:0",)), 2, 80e9)
+    on_gpu = predict(arguments(policy_devices=("cuda:0",)), PlannedMachines(2, 80e9))
     limit, real = (
         peaks_of_micro_batches(on_gpu, tokens)[0].phases["update"] for tokens in (0, 1000)
     )
@@ -334,5 +338,5 @@ def test_a_runs_peaks_are_those_of_its_largest_micro_batch(arguments):
     tokens = 16 * (300 + 8 * 48)
     for kind in ("activations", "attention"):
         assert real[kind] == pytest.approx(limit[kind] * 1000 / tokens, abs=2)
-    on_cpu = predict(arguments(), 0, 8e9)
+    on_cpu = predict(arguments(), PlannedMachines(0, 8e9))
     assert peaks_of_micro_batches(on_cpu, 1000) == on_cpu.peaks

@@ -8,7 +8,7 @@ import pytest
 from alignment import sweep
 from alignment.ablation.statistics import power
 from alignment.args import RLArgs, from_preset
-from alignment.builders.prediction import Known, duration, predict, span
+from alignment.builders.prediction import Known, duration, planned_machines, predict, span
 from alignment.core.power import score_std
 from alignment.planning.seconds import hardware_of
 from alignment.system.errors import UserError
@@ -49,7 +49,7 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
             "sampler": "transformers",
             "loss_type": loss,
         }
-        prediction = predict(from_preset(RLArgs, "tiny", **facts), *hardware[:3])
+        prediction = predict(from_preset(RLArgs, "tiny", **facts), planned_machines(hardware))
         hours[loss] = duration(prediction, hardware, Known()).gpu_hours
         assert f"- {loss}: {span(hours[loss])} GPU-hours a seed" in said
     designs = []

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from alignment.builders.checks import check_teacher
 from alignment.builders.devices import roles_of
 from alignment.builders.prediction import MOST_SHARES, predict, work_of_phases
+from alignment.builders.run_plan import PlannedMachines
 from alignment.core.losses import LOSSES, Loss, LossConfig, LossInputs, micro_batch_loss
 from alignment.model.frozen import FrozenModel
 from alignment.model.vocabulary import Vocabulary, read_vocabulary, refuse_other_vocabulary
@@ -254,7 +255,8 @@ def test_the_teacher_is_beside_the_reference_unless_it_is_placed():
 def test_the_plan_counts_a_teachers_bytes_and_seconds(tiny_folder):
     args = dataclasses.replace(DISTILLED, model=str(tiny_folder), teacher=str(tiny_folder))
     alone = dataclasses.replace(args, teacher="", advantage="group_baseline")
-    with_one, without = predict(args, 0, 8e9), predict(alone, 0, 8e9)
+    machines = PlannedMachines(0, 8e9)
+    with_one, without = predict(args, machines), predict(alone, machines)
     # The linear layers, the embedding and the norms, each number in float32.
     weights = 4 * sum(with_one.shape.parameters.values())
     (peak,), (other,) = with_one.peaks, without.peaks
