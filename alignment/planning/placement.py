@@ -92,12 +92,7 @@ def assign_roles(
     if not gpus:
         return Roles(policy=("cpu",), sample=samplers or ("cpu",), reference="cpu", eval="cpu")
 
-    # Of several samplers the first GPU counts where roles share.
-    named = {}
-    for role in HELPERS:
-        if listed[role]:
-            gpus_of_role = [device for device in listed[role] if device != "cpu"]
-            named[role] = (*gpus_of_role, "cpu")[0]
+    named = _named_helpers(listed)
     taken = {*policy, *named.values(), *samplers}
     free = [gpu for gpu in gpus if gpu not in taken]
     if not policy and not free and num_gpus > 1:
@@ -139,6 +134,17 @@ def with_teacher(
 def _read_devices(flag: str, texts: Sequence[str], gpus: Sequence[str]) -> tuple[str, ...]:
     """The devices that a flag lists."""
     return tuple(_read_device(flag, text, gpus) for text in texts)
+
+
+def _named_helpers(listed: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The device of each helper that a flag names. Of several samplers it is the first GPU that
+    counts where roles share."""
+    named = {}
+    for role in HELPERS:
+        if listed[role]:
+            gpus = [device for device in listed[role] if device != "cpu"]
+            named[role] = (*gpus, "cpu")[0]
+    return named
 
 
 def _refuse_repeated(role: str, devices: Sequence[str]) -> None:
