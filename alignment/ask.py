@@ -20,7 +20,6 @@ from alignment.builders.checks import check, check_rules
 from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Problem, Score
 from alignment.data.prompts import read_system_prompt
-from alignment.planning.placement import Roles
 from alignment.rewards.rules import find_rule, score_groups
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console, printable
@@ -31,11 +30,11 @@ if TYPE_CHECKING:  # since it loads torch
 
 def main() -> None:
     args = parse(AskArgs)
-    roles = check_question(args)
+    check_question(args)
     console = make_console()
     questions = typed_questions() if not args.question else iter([args.question])
     with ExitStack() as opened:
-        respondents = open_respondents(args, roles, console, opened)
+        respondents = open_respondents(args, console, opened)
         for question in questions:
             for name, respondent in respondents.items():
                 console.rule(printable(name, line_breaks=False), align="left")
@@ -47,10 +46,10 @@ def main() -> None:
                     print(f"error: {error}", file=sys.stderr)
 
 
-def check_question(args: AskArgs) -> Roles:
-    """The roles of the devices. Raises `UserError` for arguments that cannot be."""
+def check_question(args: AskArgs) -> None:
+    """Raise `UserError` for arguments that cannot be."""
     task = check(args)
-    roles = roles_of(args)
+    roles_of(args)  # Devices that cannot be are refused before a model loads.
     # What is wrong with the last one is said before the first one loads.
     for model in args.asked_models:
         check_model_path(model, "--models" if args.models else "--model")
@@ -59,7 +58,6 @@ def check_question(args: AskArgs) -> Roles:
         resolve_model(model, args.output_dir)
     if args.gold:
         check_rules(args, task, [Problem("question", args.question, "", args.gold)])
-    return roles
 
 
 def typed_questions() -> Iterator[str]:
@@ -117,10 +115,10 @@ def print_answer(completion: Completion, score: Score | None) -> None:
 
 
 def open_respondents(
-    args: AskArgs, roles: Roles, console: Console, opened: ExitStack
+    args: AskArgs, console: Console, opened: ExitStack
 ) -> Mapping[str, Respondent]:
     """The models by name, each with a sampler that `opened` closes."""
-    from alignment.builders.run_plan import plan_engine
+    from alignment.builders.run_plan import plan_evaluation
     from alignment.builders.samplers import make_sampler
     from alignment.model.loading import load_tokenizer
 
@@ -128,7 +126,7 @@ def open_respondents(
     for model in args.asked_models:
         path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(path)
-        engine = plan_engine(args, roles, path, (roles.eval,))
+        engine = plan_evaluation(args, path)
         sampler = opened.enter_context(closing(make_sampler(engine, tokenizer, console=console)))
         respondents[model] = Respondent(args, path, tokenizer, sampler)
     return respondents

@@ -40,6 +40,14 @@ FOUND_AT_LOAD = (
     "when a model is loaded, its packed rows are compared with its own forward pass; where they"
     " differ, the program says so and pads rows instead, so that nothing wrong is computed"
 )
+NOTHING_ADDED = (
+    "the tokenizer of the tiny model puts nothing before a text, so that nothing is doubled"
+)
+DECODING_FOUND_AT_LOAD = (
+    "before a sampler draws, its decoding is compared with the model's own forward pass; where they"
+    " differ, the program says so and decodes by the model's own cache, so that nothing wrong is"
+    " drawn"
+)
 
 ADVANTAGES = of_file(
     "core/advantages.py",
@@ -462,6 +470,8 @@ SAMPLING = [
             "positions that stand still",
             "        self.positions = self.positions + 1\n",
             "",
+            (),
+            DECODING_FOUND_AT_LOAD,
         ),
         (
             "weights of the version before",
@@ -485,6 +495,8 @@ SAMPLING = [
             "a doubled beginning of prompts",
             "            beginning = ()\n",
             "            pass\n",
+            (),
+            NOTHING_ADDED,
         ),
     ),
     *of_file(
