@@ -230,12 +230,14 @@ def _run(args: RLArgs, killed_when: Callable[[], bool] | None = None) -> None:
 
 
 def with_short_samples(args: VerifyArgs) -> VerifyArgs:
-    """A run's arguments with few and short samples, and a weight decay that shows."""
+    """A run's arguments with few and short samples, a weight decay that shows, and a penalty for
+    every length where the run has one for some."""
+    max_new_tokens = min(args.max_new_tokens, MOST_TOKENS)
     return dataclasses.replace(
         args,
         group_size=min(args.group_size, MOST_SAMPLES),
-        max_new_tokens=min(args.max_new_tokens, MOST_TOKENS),
-        overlong_buffer=0,
+        max_new_tokens=max_new_tokens,
+        overlong_buffer=max_new_tokens if args.overlong_buffer else 0,
         skip_unfinished=False,
         micro_batch_tokens=MICRO_BATCH,
         weight_decay=max(args.weight_decay, LEAST_DECAY),

@@ -559,6 +559,8 @@ DATA_AND_REWARDS = [
             "a right answer in a wrong format",
             '"reward": format_reward * answer_reward,',
             '"reward": answer_reward,',
+            (),
+            "a response in a wrong format has no answer to grade, so that the reward is the same",
         ),
         (
             "a reward for the format alone",

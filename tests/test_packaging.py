@@ -182,7 +182,7 @@ def test_an_unknown_command_is_refused_in_one_line():
     )
     assert refused.returncode == 2
     assert refused.stderr.startswith(
-        "error: trainrl: there is no such command; choose one of claims, download, "
+        "error: trainrl: there is no such command; choose one of ask, claims, download, "
     )
     assert refused.stderr.count("\n") == 1
 

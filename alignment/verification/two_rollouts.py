@@ -36,6 +36,7 @@ from alignment.verification.whole_update import (
     mini_batch_faults,
     relative_difference,
     train,
+    with_length_rewards,
 )
 
 PROMPTS = 3
@@ -250,7 +251,8 @@ class TwoRollouts:
             groups = self.sample(setting, step)
             rollout = self.rollout_of(setting, groups, state, step)
             rows = mini_batches(rollout, config, step)
-            plain_rollouts.append(PlainRollout(plain_responses(groups), rows))
+            responses = with_length_rewards(plain_responses(groups), setting.flags)
+            plain_rollouts.append(PlainRollout(responses, rows))
             rollout = references.annotate(rollout, self.policy, step)
             result = update(cast(Policy, first), rollout, config, step)
             if result.bad:

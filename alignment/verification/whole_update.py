@@ -7,7 +7,7 @@ attention, the angles of positions) stays so, which is about 1e-7 of a value."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +443,29 @@ class StepInputs:
         rewards = [self.responses[row].reward for row in self.rows]
         advantages = [self.advantages[row] for row in self.rows]
         return paper_parts(setting, rewards, advantages, by_policy)
+
+
+def with_length_rewards(
+    responses: Sequence[PlainResponse], setting: Mapping
+) -> list[PlainResponse]:
+    """The responses with what their lengths add to their rewards."""
+    paid = []
+    for response in responses:
+        added = paper_length_reward(len(response.tokens), setting)
+        paid.append(replace(response, reward=response.reward + added))
+    return paid
+
+
+def paper_length_reward(length: int, setting: Mapping) -> float:
+    """What DAPO's soft overlong punishment adds to a response's reward (Yu et al. 2025,
+    arXiv:2503.14476, eq. 13, with L_max = --max_new_tokens and L_cache = --overlong_buffer)."""
+    longest = setting["max_new_tokens"]
+    cache = setting["overlong_buffer"]
+    if not cache or length <= longest - cache:
+        return 0.0
+    if length <= longest:
+        return (longest - cache - length) / cache
+    return -1.0
 
 
 def add_row_gradient(

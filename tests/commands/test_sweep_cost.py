@@ -65,6 +65,7 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
     assert f"chance of 80 %: {designs[0].split()[6]}" in said
 
 
+@pytest.mark.slow
 def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designed):
     said = designed("--hardware", "L4", "--show_difference", "0.03")
     seeds, questions, shown = re.search(

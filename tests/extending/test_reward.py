@@ -16,6 +16,7 @@ def test_values():
     ]
 
 
+@pytest.mark.slow
 def test_both_in_a_run(train):
     run = train(
         "--reward",

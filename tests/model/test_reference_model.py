@@ -40,6 +40,7 @@ def question(seed: int = 0, distribution=Distribution(), micro_batch_tokens=100)
     return make_batch(seed), distribution, micro_batch_tokens
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(process, model):
     for distribution, micro_batch_tokens in (
         (Distribution(), 1),
@@ -116,6 +117,7 @@ def test_a_rollout_that_no_process_can_compute_stops_the_run_with_its_reason(pro
     assert process.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_is_closed_while_another_thread_waits_is_not_started_again(process):
     process._child.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:

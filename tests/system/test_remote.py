@@ -124,6 +124,7 @@ def test_how_a_process_ends_is_told(verb, words, engine):
         engine.ask(60, verb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_killed_process_is_lost_when_it_is_asked_and_when_not(asked, engine):
     pid = engine.ask(60, "who")[1]
@@ -145,6 +146,7 @@ def test_a_process_that_hangs_is_killed_though_it_has_not_read_what_was_sent(eng
     wait_for_end(process)
 
 
+@pytest.mark.slow
 def test_a_lost_machine_is_named_and_ends_its_processes():
     with hosting() as (host, machine):
         engine = machine.start("engine", HERE, os.environ)

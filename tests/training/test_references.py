@@ -15,7 +15,7 @@ from alignment.core.schedules import last_reset
 from alignment.model.frozen import FrozenModel, MicroBatchedModel
 from alignment.model.loading import load_tokenizer
 from alignment.planning.placement import Roles
-from alignment.policy.policy import PolicyConfig
+from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.clock import Clock
 from alignment.system.errors import UserError
@@ -121,11 +121,24 @@ def test_the_reference_keeps_the_weights_that_training_began_with(policy, sample
     assert reports[0]["kl"] == pytest.approx(0, abs=1e-6) and reports[1]["kl"] > 1e-4
 
 
-def test_right_after_a_reset_the_divergence_is_0(policy, sampler, tiny_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "devices", "dtype"),
+    [
+        ("single", ("cpu",), "float32"),
+        pytest.param("single", ("cpu",), "bfloat16", marks=pytest.mark.slow),
+        pytest.param("layer_split", ("cpu", "cpu:0"), "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_right_after_a_reset_the_divergence_is_0(
+    kind, devices, dtype, sampler, tiny_folder, tmp_path
+):
     """Of 5 steps with resets after 2 and 4: steps 1, 3 and 5 begin with the reference's weights,
     and one update a rollout leaves k3 no other log-probs than these."""
     config = with_resets(2).update_config
-    frozen = FrozenModel(str(tiny_folder), "cpu", torch.float32)
+    config = dataclasses.replace(config, max_sampler_mismatch=1.0)  # The sampler's are in float32.
+    own = PolicyConfig(str(tiny_folder), devices, dtype, micro_batch_tokens=1000)
+    policy = open_policy(kind, own)
+    frozen = FrozenModel(str(tiny_folder), "cpu", policy.dtype)
     source = LogProbSource(frozen.log_probs, reload=frozen.reload)
     references, divergences = References(config, None, source, Clock()), []
     tokenizer = load_tokenizer(str(tiny_folder))

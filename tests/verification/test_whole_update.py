@@ -35,6 +35,7 @@ from alignment.verification.whole_update import (
     kept_tokens,
     learning_rate,
     mini_batch_faults,
+    paper_length_reward,
 )
 from alignment.verify import VerifiedParts, plan_updates, report
 
@@ -394,6 +395,13 @@ def test_learning_rates_by_hand():
     assert rates["constant"] == pytest.approx([0.2, 0.5, 0.5, 0.5])
     assert rates["linear"] == pytest.approx([0.2, 0.5, 0.275, 0.05])
     assert rates["cosine"] == pytest.approx([0.2, 0.5, 0.275, 0.05])
+
+
+def test_rewards_of_lengths_by_hand():
+    setting = {"max_new_tokens": 20, "overlong_buffer": 8}
+    rewards = [paper_length_reward(length, setting) for length in (1, 12, 16, 20, 21)]
+    assert rewards == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert paper_length_reward(20, setting | {"overlong_buffer": 0}) == 0.0
 
 
 def test_what_top_k_and_top_p_keep_by_hand():

@@ -147,6 +147,7 @@ def test_the_same_in_a_daemonic_process(tmp_path, method):
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_parse_expr_would_have_run_the_code(tmp_path):
     """The code strings are real: sympy's parser runs each of them, letter filters or not."""
     script = f"""

@@ -96,6 +96,7 @@ def test_too_much_work_is_a_failure_of_its_own_and_is_remembered(math_verify_tha
     assert cascade._ask_math_verify_cached.cache_info().hits >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "truth", "equal"),
     [
