@@ -51,9 +51,9 @@ def check_question(args: AskArgs) -> None:
     task = check(args)
     roles_of(args)  # Devices that cannot be are refused before a model loads.
     # What is wrong with the last one is said before the first one loads.
-    for model in args.asked_models:
+    for model in args.all_models:
         check_model_path(model, "--models" if args.models else "--model")
-    for model in args.asked_models:
+    for model in args.all_models:
         check_chat_template(task, model)
         resolve_model(model, args.output_dir)
     if args.gold:
@@ -123,7 +123,7 @@ def open_respondents(
     from alignment.model.loading import load_tokenizer
 
     respondents = {}
-    for model in args.asked_models:
+    for model in args.all_models:
         path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(path)
         engine = plan_evaluation(args, path)

@@ -692,7 +692,7 @@ class AskArgs(Args):
         require(self, "gold", is_valid, "left out without --question, to which it is the answer")
 
     @property
-    def asked_models(self) -> tuple[str, ...]:
+    def all_models(self) -> tuple[str, ...]:
         """--models, else --model alone."""
         return self.models or (self.model,)
 
