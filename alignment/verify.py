@@ -255,6 +255,7 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
     from alignment.model.loading import load_tokenizer, make_deterministic
     from alignment.rollouts.source import open_source
     from alignment.verification.checks import NATS, Check, Verified, promises_bits
+    from alignment.verification.sampling import SampledAnswers
     from alignment.verification.whole_update import PlainModel
 
     if args.deterministic:
@@ -288,7 +289,10 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:
-                yield from checks_of_samples(base, sampler, source, tokenizer, nats)
+                # Single log-probs may be ten times as far off as they are on average.
+                yield from SampledAnswers(
+                    sampler, source, plain.model, tokenizer, slack=10 * nats
+                ).checks()
                 yield from verified.checks()
             else:
                 yield another
@@ -437,22 +441,6 @@ def open_references(
         model = FrozenModel(folder, plan.roles.teacher, dtype)
         teacher = LogProbSource(model.log_probs)
     return References(config, old_policy, reference, Clock(), teacher)
-
-
-def checks_of_samples(
-    base: str, sampler: Sampler, source: RolloutSource, tokenizer, nats: float
-) -> Iterator[Check]:
-    """The checks of what a sampler draws, by transformers' own model of the folder `base`. `nats`
-    is how far log-probs may be off on average; single ones may be ten times as far."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from alignment.verification.sampling import SampledAnswers
-
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    yield from SampledAnswers(sampler, source, model, tokenizer, 10 * nats).checks()
 
 
 def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:

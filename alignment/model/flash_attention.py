@@ -72,6 +72,19 @@ class Sides:
     causal: bool
     """Whether a token sees only those up to itself, where the runs are the same."""
 
+    @property
+    def arguments(self) -> tuple:
+        """The arguments that forward and backward calls of the kernel have in common: where runs
+        begin, the longest, the probability of a dropout, and the mask."""
+        return (
+            self.queries.starts,
+            self.keys.starts,
+            self.queries.longest,
+            self.keys.longest,
+            0.0,
+            self.causal,
+        )
+
 
 @dataclass(frozen=True)
 class FlashLayout:
@@ -113,18 +126,9 @@ class Output:
 
 def _attend(inputs: Inputs, sides: Sides, scaling: float) -> Output:
     """One call of the kernel."""
-    queries = sides.queries
-    keys = sides.keys
     out, log_sum, *state, _ = aten._flash_attention_forward(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        queries.starts,
-        keys.starts,
-        queries.longest,
-        keys.longest,
-        0.0,  # dropout
-        sides.causal,
+        *inputs,
+        *sides.arguments,
         False,  # no weights, for debugging
         scale=scaling,
     )
@@ -135,21 +139,12 @@ def _attend_backward(
     gradient: torch.Tensor, output: Output, inputs: Inputs, sides: Sides, scaling: float
 ) -> Inputs:
     """Gradients through the scores of `_attend`; `output` may be that of these and other scores."""
-    queries = sides.queries
-    keys = sides.keys
     gradients = aten._flash_attention_backward(
         gradient,
-        inputs.q,
-        inputs.k,
-        inputs.v,
+        *inputs,
         output.out_NHD,
         output.log_sum_HN,
-        queries.starts,
-        keys.starts,
-        queries.longest,
-        keys.longest,
-        0.0,  # dropout
-        sides.causal,
+        *sides.arguments,
         *output.state,
         scale=scaling,
     )

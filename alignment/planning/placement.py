@@ -143,7 +143,7 @@ def _named_helpers(listed: Mapping[str, Sequence[str]]) -> dict[str, str]:
     for role in HELPERS:
         if listed[role]:
             gpus = [device for device in listed[role] if device != "cpu"]
-            named[role] = (*gpus, "cpu")[0]
+            named[role] = gpus[0] if gpus else "cpu"
     return named
 
 
@@ -204,7 +204,7 @@ def _place_helpers(
         neighbours = (*reversed(HELPERS[:index]), *HELPERS[index + 1 :])
         devices = [placed[other] for other in neighbours if other in placed]
         shareable = [device for device in devices if device in gpus and device not in policy]
-        placed[role] = (*shareable, gpus[-1])[0]
+        placed[role] = shareable[0] if shareable else gpus[-1]
     return placed
 
 

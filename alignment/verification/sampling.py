@@ -21,6 +21,7 @@ from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
 from alignment.verification.check import Check
+from alignment.verification.whole_update import kept_tokens
 
 PROMPTS = 4
 SAMPLES = 8
@@ -57,18 +58,10 @@ def log_distribution(logits_TV: torch.Tensor, sampling: SamplingConfig, slack: f
     likely ones and, of these, the shortest list that reaches `top_p`. A token that would be one of
     them if the logits were `slack` nats off keeps a finite log-prob."""
     log_probs_TV = (logits_TV.double() / sampling.temperature).log_softmax(-1)
-    ordered_TV, order_TV = log_probs_TV.sort(-1, descending=True)
-    kept_TV = torch.ones_like(ordered_TV, dtype=torch.bool)
-    if sampling.top_k:
-        kept_TV[:, sampling.top_k :] = False
-    chances_TV = ordered_TV.exp() * kept_TV
-    chances_TV = chances_TV / chances_TV.sum(-1, keepdim=True)
-    if sampling.top_p < 1:
-        before_TV = chances_TV.cumsum(-1) - chances_TV
-        kept_TV &= before_TV < sampling.top_p
-    mass_T1 = (ordered_TV.exp() * kept_TV).sum(-1, keepdim=True)
-    least_T1 = ordered_TV.where(kept_TV, math.inf).amin(-1, keepdim=True)
-    in_support_TV = torch.zeros_like(kept_TV).scatter(-1, order_TV, kept_TV)
+    setting = {"sampling_top_k": sampling.top_k, "sampling_top_p": sampling.top_p}
+    in_support_TV = kept_tokens(log_probs_TV, setting)
+    mass_T1 = (log_probs_TV.exp() * in_support_TV).sum(-1, keepdim=True)
+    least_T1 = log_probs_TV.where(in_support_TV, math.inf).amin(-1, keepdim=True)
     finite_TV = log_probs_TV >= least_T1 - slack
     return (log_probs_TV - mass_T1.log()).where(finite_TV, -math.inf), in_support_TV
 
@@ -230,7 +223,7 @@ class Request:
 @dataclass(frozen=True)
 class SampledAnswers:
     """A run's sampler, the source of its prompts, and transformers' own `model` of the weights that
-    the sampler has, in float32 on the CPU."""
+    the sampler has, on the CPU."""
 
     sampler: Sampler
     source: RolloutSource

@@ -191,11 +191,12 @@ def kept_tokens(logits_TV: torch.Tensor, setting: Mapping) -> torch.Tensor:
     top_k = setting["sampling_top_k"] or vocabulary
     ordered, order = logits_TV.sort(dim=-1, descending=True, stable=True)
     ordered[:, top_k:] = -torch.inf
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = before < setting["sampling_top_p"]
+    kept = ~ordered.isinf()
+    if setting["sampling_top_p"] < 1:  # Of all, none is left out because a sum was rounded up.
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept &= before < setting["sampling_top_p"]
     kept[:, 0] = True
-    kept[:, top_k:] = False
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 
