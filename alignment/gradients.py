@@ -154,6 +154,7 @@ _ACTING_ON_GRADIENT = {
     "teacher",
     "teacher_weight",
     "old_log_probs",
+    "log_probs_of",
     "overlong_buffer",
     "skip_unfinished",
 } - {"group_size"}
@@ -226,7 +227,7 @@ def with_log_probs_of_teacher(
     plan = plan_run(arm, prepare_warm_start(arm, console))
     teacher = FrozenModel(find_teacher(arm, plan.base), plan.roles.teacher, policy.dtype)
     teacher_BT = teacher.log_probs(
-        rollout.batch, arm.sampling.distribution, policy.micro_batch_tokens
+        rollout.batch, arm.update_config.loss_distribution, policy.micro_batch_tokens
     )
     return dataclasses.replace(rollout, teacher_log_probs_BT=teacher_BT)
 

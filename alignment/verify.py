@@ -398,14 +398,16 @@ def update_setting(args: RLArgs, chosen: Chosen) -> UpdateSetting:
         "train_mini_batch_size": 2 * args.group_size if chosen.several else 0,
         "epochs_per_rollout": 2 if chosen.several else 1,
         "learning_rate": chosen.learning_rate,
-        "max_grad_norm": min(args.max_grad_norm, chosen.largest_norm),
         "max_refills": 0,
     }
+    if args.max_grad_norm:
+        changes["max_grad_norm"] = min(args.max_grad_norm, chosen.largest_norm)
     if args.token_selection == "clip_cov":
         changes["selected_share"] = 1.0  # All that are eligible, instead of some by chance.
     own = dataclasses.replace(args, **changes)
     config = dataclasses.replace(own.update_config, max_sampler_mismatch=math.inf)
-    return UpdateSetting(flag_values(own) | {"loss": own.loss_type}, config, own.rollout_config)
+    flags = flag_values(own) | {"loss": own.loss_type}
+    return UpdateSetting(flags, config, own.rollout_config, chosen.largest_norm)
 
 
 def open_references(

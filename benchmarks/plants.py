@@ -183,7 +183,7 @@ UPDATES = of_file(
     ),
     (
         "no clip",
-        "norm = policy.clip_gradient(config.max_grad_norm)",
+        "norm = policy.clip_gradient(config.norm_limit)",
         "norm = policy.clip_gradient(1e9)",
         ("--max_grad_norm", "0.01"),
     ),
@@ -232,13 +232,13 @@ SINGLE_DEVICE = of_file(
     ),
     (
         "other betas",
-        "lr=lr, betas=(0.9, 0.95), **entry.options",
-        "lr=lr, betas=(0.8, 0.99), **entry.options",
+        "betas = (adam.beta1, adam.beta2)",
+        "betas = (0.8, 0.99)",
     ),
     (
         "another epsilon",
-        "lr=lr, betas=(0.9, 0.95), **entry.options",
-        "lr=lr, betas=(0.9, 0.95), **{**entry.options, 'eps': 1e-4}",
+        "eps=adam.eps, **entry.options",
+        "eps=1e-4, **entry.options",
     ),
     (
         "decay added to the gradient",

@@ -33,10 +33,13 @@ from alignment.args import (
     preset_names,
     swept_values,
 )
+from alignment.builders.evaluations import eval_sampling
+from alignment.builders.held_out import held_out_arguments
 from alignment.config import presets
 from alignment.config.command_line import GROUPS, args_of_run
 from alignment.config.flag import Flag, flags_of_class, hints_of_flags
 from alignment.config.words import OTHER_NAMES
+from alignment.rollouts.source import open_source
 from alignment.system.errors import UserError
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"
@@ -104,13 +107,55 @@ def test_updates_per_rollout_count_a_remainder(prompts, group, epochs, mini):
 def test_numbers_that_cannot_work_are_refused(value):
     # at 0 a control trains nothing
     for name in (
-        "max_grad_norm",
         "max_sampler_mismatch",
-        *["learning_rate"] * (value != 0),
+        *["learning_rate", "max_grad_norm"] * (value != 0),
     ):
         with pytest.raises(UserError, match=f"--{name}"):
             RLArgs(**{name: value})
     assert RLArgs(learning_rate=0).learning_rate == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [
+        ([], ("</answer>",)),
+        (["--stop", "none"], ()),
+        (["--stop", "</answer>", "\n\n"], ("</answer>", "\n\n")),
+    ],
+)
+def test_one_flag_says_what_ends_a_response(tmp_path, words, stop):
+    """In training, in evaluations, on other tasks, and in a resumed run."""
+    args = parse(RLArgs, [*words, "--eval_tasks", "countdown_small"])
+    (tmp_path / "args.json").write_text(json.dumps({"args": args.recorded_values}))
+    for run in (args, args_of_run(RLArgs, tmp_path)):
+        of_tasks = held_out_arguments(run).values()
+        assert [eval_sampling(of_task).stop for of_task in of_tasks] == [stop, stop]
+        assert open_source(run.rollout_config, None).task.stop == stop
+    assert eval_sampling(parse(EvaluateArgs, words)).stop == stop
+
+
+@pytest.mark.parametrize("stop", [("",), ("none", "</answer>")])
+def test_what_can_end_no_response_is_refused(stop):
+    with pytest.raises(UserError, match="^--stop .*: must be strings of a character or more, or"):
+        RLArgs(stop=stop)
+
+
+TRUNCATED = {"log_probs_of": "full", "sampling_top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("settings", "user"),
+    [
+        ({"rollouts": "async"}, "the ratio of --loss_type grpo_clip"),
+        ({"sampler_correction": "token_mask"}, "--sampler_correction token_mask"),
+        ({"teacher": "tiny", "train_mini_batch_size": 0}, "--teacher"),
+    ],
+)
+def test_log_probs_of_the_full_softmax_do_not_meet_the_samplers(settings, user):
+    with pytest.raises(UserError, match=f"^--log_probs_of full: must be sampled, .*: {user} takes"):
+        RLArgs(loss_type="grpo_clip", **TRUNCATED, **settings)
+    assert RLArgs(loss_type="grpo_clip", log_probs_of="full", **settings)
+    assert RLArgs(loss_type="grpo_clip", epochs_per_rollout=2, **TRUNCATED)
 
 
 def test_arguments_are_frozen():

@@ -50,7 +50,7 @@ from alignment.core.losses import Loss, LossConfig
 from alignment.core.records import SamplingConfig
 from alignment.core.selection import SELECTIONS, Selection
 from alignment.data.pass_rates import read_band
-from alignment.data.tasks import DataConfig, Task, find_task
+from alignment.data.tasks import END_TOKEN_ALONE, DataConfig, Task, find_task
 from alignment.rewards.rules import (
     AUTO,
     evaluation_rule,
@@ -106,6 +106,10 @@ class Args(
         refuse_unknown_reward(self.reward)
         check_packages(self)
         check_own_settings(self)
+        are_strings = "" not in self.stop and (
+            self.stop == END_TOKEN_ALONE or "none" not in self.stop
+        )
+        require(self, "stop", are_strings, "strings of a character or more, or none alone")
         if self.compile and self.use_liger_kernel:
             raise UserError(
                 "--compile: torch does not compile Liger's kernels; leave out this flag or"
@@ -187,9 +191,10 @@ class Args(
 
     @property
     def task_in_format(self) -> Task:
-        """The task with the prompt, rules and stop strings that --prompt and --reward ask for.
-        Raises `UserError` for an unknown --task."""
-        return find_task(self.task, self.data).in_format(self.prompt, self.reward)
+        """The task with the prompt, rules and stop strings that --prompt, --reward and --stop ask
+        for. Raises `UserError` for an unknown --task."""
+        task = find_task(self.task, self.data).in_format(self.prompt, self.reward)
+        return task.with_stop(self.stop)
 
 
 @dataclass(frozen=True)
@@ -351,6 +356,7 @@ class RLArgs(
         require(self, "correction_floor", is_valid, f"below --correction_cap {self.correction_cap}")
         self._check_selection()
         self._check_teacher()
+        self._check_log_probs_of()
         is_valid = not self.reference_reset_interval or self.beta > 0
         wanted = "0 without --beta, which alone has a reference"
         require(self, "reference_reset_interval", is_valid, wanted)
@@ -419,6 +425,25 @@ class RLArgs(
         )
         is_valid = not has_teacher or not self.loss.ratio_per_response
         require(self, "loss_type", is_valid, wanted)
+
+    def _check_log_probs_of(self) -> None:
+        """Raise `UserError` for --log_probs_of full where the loss compares the full softmax with
+        the sampler's log-probs, which are of the truncated one."""
+        is_truncated = self.sampling_top_p < 1 or self.sampling_top_k > 0
+        if self.log_probs_of == "sampled" or not is_truncated:
+            return
+        user = ""
+        if self.trusts_sampler:
+            user = f"the ratio of --loss_type {self.loss_type}"
+        elif self.sampler_correction != "none":
+            user = f"--sampler_correction {self.sampler_correction}"
+        elif self.teacher and not self.needs_old_policy:
+            user = "--teacher"
+        wanted = (
+            f"sampled, or go with --sampling_top_p 1 --sampling_top_k 0: {user} takes the sampler's"
+            " log-probs, which are of what top-k and top-p leave"
+        )
+        require(self, "log_probs_of", not user, wanted)
 
     def _check_staleness(self) -> None:
         """Raise `UserError` for --max_staleness or --sync_every without --rollouts async, and for a

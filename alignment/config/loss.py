@@ -102,6 +102,10 @@ class LossFlags:
     model beside the policy."""
     reference_reset_optimizer: bool = flag(False, group="algorithm")
     """Each such reset forgets the optimiser's moments, too."""
+    log_probs_of: Literal["sampled", "full"] = flag("sampled", group="algorithm")
+    """What ratios and the KL divergence are of: the distribution that was sampled, within top-k and
+    top-p, or the full softmax at the same temperature, which leaves the gradient of a truncated
+    sample biased. Without top-k and top-p both are the same."""
 
 
 @dataclass(frozen=True)

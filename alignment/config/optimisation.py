@@ -45,6 +45,12 @@ class OptimizerFlags:
     """adamw, whose moments take 8 bytes a parameter; adamw_cpu_offload: the same, moments and step
     on the CPU; adamw_8bit: moments of 2 bytes a parameter, rounded (extra "torchao"); muon: Muon
     for hidden matrices, AdamW for all else."""
+    adam_beta1: float = flag(0.9, group="optimisation", at_least=0, below=1)
+    """AdamW's decay of the mean of gradients an update."""
+    adam_beta2: float = flag(0.95, group="optimisation", at_least=0, below=1)
+    """AdamW's decay of the mean of squared gradients an update; much code has torch's 0.999."""
+    adam_eps: float = flag(1e-8, group="optimisation", above=0)
+    """What AdamW adds to the root of that second mean."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class LearningRateFlags:
     """The learning rate of RL."""
 
     learning_rate: float = flag(2e-4, group="optimisation", at_least=0, zero="trains nothing")
-    """Peak learning rate (AdamW: betas 0.9, 0.95)."""
+    """Peak learning rate."""
     warmup_steps: int = flag(5, group="optimisation", at_least=0)
     """Updates of linear rise of the learning rate."""
     lr_schedule: str = flag("constant", group="optimisation", choices=tuple(SCHEDULES))
@@ -66,8 +72,8 @@ class WeightLimitFlags:
 
     weight_decay: float = flag(0.0, group="optimisation", at_least=0)
     """AdamW weight decay."""
-    max_grad_norm: float = flag(1.0, group="optimisation", above=0)
-    """Gradient norm above which the gradient is scaled down."""
+    max_grad_norm: float = flag(1.0, group="optimisation", at_least=0, zero="no limit")
+    """Gradient norm above which the gradient is scaled down; 0: it never is."""
 
 
 @dataclass(frozen=True)

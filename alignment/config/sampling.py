@@ -32,6 +32,9 @@ class SamplingFlags:
     sampling_top_k: int = flag(0, group="rollouts", at_least=0, zero="all")
     """Likeliest tokens that training and evaluation samples are drawn from, before the nucleus; 0:
     all."""
+    stop: tuple[str, ...] = flag((), group="rollouts", swept=False)
+    """Strings that end a response, in training and evaluation, beside the end token, which is
+    trained where it was sampled; none: the end token alone. By default the task's own."""
 
 
 @dataclass(frozen=True)

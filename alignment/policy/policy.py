@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from alignment.core.records import Batch, Distribution
+from alignment.policy.optimizers import AdamSettings
 from alignment.system.registry import import_object
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ class PolicyConfig:
     """Whether gradients are of a model with the dropout of its config."""
     use_liger_kernel: bool = False
     """Whether Liger's kernels compute parts of the layers."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+
+    @property
+    def adam(self) -> AdamSettings:
+        """The numbers of AdamW, and of what other optimisers have of it."""
+        return AdamSettings(self.adam_beta1, self.adam_beta2, self.adam_eps)
 
 
 @dataclass(frozen=True)

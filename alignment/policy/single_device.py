@@ -21,7 +21,7 @@ from alignment.model.packing import compile_layers, send
 from alignment.model.saving import save_model
 from alignment.policy import lora
 from alignment.policy.micro_batches import choose_micro_batch_tokens
-from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.optimizers import OPTIMIZERS, AdamSettings
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.shards import own_part, whole
 from alignment.system.files import guard_library_write
@@ -106,7 +106,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         # A model with few layers may not use all the devices of its config.
         self.devices = tuple(map(str, devices_of(self.model)))
         self.config = self.model.config
-        self.optimizer = make_optimizer(self.model, 0.0, config.weight_decay, config.optimizer)
+        self.optimizer = make_optimizer(
+            self.model, 0.0, config.weight_decay, config.optimizer, config.adam
+        )
         if config.compile:
             compile_layers(self.model)
         # This comes after the optimiser has taken the parameters: the check of the kernels runs the
@@ -279,12 +281,16 @@ def read_parts(folder: Path, parameters: Sequence[torch.nn.Parameter]) -> dict[s
 
 
 def make_optimizer(
-    model: torch.nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
+    model: torch.nn.Module,
+    lr: float,
+    weight_decay: float,
+    kind: str = "adamw",
+    adam: AdamSettings = AdamSettings(),  # noqa: B008, it is frozen
 ) -> torch.optim.Optimizer:
-    """An optimiser of the entry `kind` in `OPTIMIZERS`, with betas 0.9 and 0.95, for the parameters
-    that need a gradient. Weight decay is for matrices alone. The list "hidden" of a group has a
-    bool for each of its parameters: whether it is a matrix, and neither an embedding nor the output
-    head."""
+    """An optimiser of the entry `kind` in `OPTIMIZERS`, with Adam's numbers `adam`, for the
+    parameters that need a gradient. Weight decay is for matrices alone. The list "hidden" of a
+    group has a bool for each of its parameters: whether it is a matrix, and neither an embedding
+    nor the output head."""
     entry = OPTIMIZERS[kind]
     # A module that is no language model has no head.
     find_head = getattr(model, "get_output_embeddings", None)
@@ -302,4 +308,5 @@ def make_optimizer(
         {"params": vectors, "weight_decay": 0.0, "hidden": [False] * len(vectors)},
     ]
     optimizer_class: Any = import_object("--optimizer", entry.path)
-    return optimizer_class(groups, lr=lr, betas=(0.9, 0.95), **entry.options)
+    betas = (adam.beta1, adam.beta2)
+    return optimizer_class(groups, lr=lr, betas=betas, eps=adam.eps, **entry.options)

@@ -3,6 +3,7 @@ samples, and how the rollout becomes updates of the optimiser."""
 
 import dataclasses
 import functools
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,6 +43,7 @@ class RolloutConfig:
     sampling_seed: int = 0
     pass_rates: str = ""  # File of measured pass rates; "": none
     pass_rate_band: str = "0-1"  # Those of the problems that are trained on
+    stop: tuple[str, ...] = ()  # Strings that end a response, as --stop; (): the task's own
 
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
         """The sampling settings of a step's completions, with a seed for this step and refill (0:
@@ -81,7 +83,7 @@ class UpdateConfig:
     loss: LossConfig
     advantage: AdvantageConfig
     distribution: Distribution = field(default_factory=Distribution)
-    """The distribution that all log-probs are taken under."""
+    """The distribution that was sampled, which the sampler's log-probs are of."""
     old_log_probs: Literal["ratio_one", "policy", "sampler"] = "ratio_one"
     """Where the old policy's log-probs, the denominator of the ratio, come from. With "policy" a
     forward pass before the first update computes them; with "sampler" they are those of the
@@ -105,6 +107,20 @@ class UpdateConfig:
     teacher: str = ""
     teacher_weight: float = 1.0
     reference_reset_interval: int = 0
+    log_probs_of: Literal["sampled", "full"] = "sampled"
+
+    @property
+    def loss_distribution(self) -> Distribution:
+        """The distribution that the loss takes all log-probs under: that which was sampled, or all
+        of its softmax (--log_probs_of)."""
+        if self.log_probs_of == "full":
+            return Distribution(self.distribution.temperature)
+        return self.distribution
+
+    @property
+    def norm_limit(self) -> float:
+        """The norm that gradients are scaled down to; infinite where --max_grad_norm is 0."""
+        return self.max_grad_norm or math.inf
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -113,6 +113,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     """The source that a configuration names. Raises `UserError` where a name or a file is wrong, or
     no training problem is left, for example after `max_prompt_tokens`."""
     task = find_task(config.task, config.data).in_format(config.prompt, config.reward)
+    task = task.with_stop(config.stop)
     kept = banded(
         task.training_problems(config.dataset_path), config.pass_rates, config.pass_rate_band
     )

@@ -21,9 +21,8 @@ RATIO_LIMIT = 1e-3
 RATIO_LIMIT_OF_16_BITS = 0.05
 # A gradient may be so much longer than the limit after it was clipped: sums of squares round.
 CLIP_TOLERANCE = 1.01
-# AdamW's step without decay, in learning rates: with betas 0.9 and 0.95 the first moment is at most
-# 1.17 times the root of the second, by Cauchy and Schwarz's inequality (both without their bias).
-LONGEST_ADAM_STEP = 1.2
+# A step may be so much longer than AdamW's bound, since moments round.
+STEP_TOLERANCE = 1.03
 ADAM_OPTIMIZERS = ("adamw", "adamw_cpu_offload")
 SAMPLED_WEIGHTS = 256  # of each tensor, that the length of a step is measured by
 WEIGHT_ROUNDING = 2.0**-22  # of a weight's size, in float32
@@ -140,6 +139,7 @@ def has_known_step(config: object) -> TypeGuard[PolicyConfig]:
         isinstance(config, PolicyConfig)
         and not config.lora_rank
         and config.optimizer in ADAM_OPTIMIZERS
+        and config.adam.longest_step < math.inf
     )
 
 
@@ -161,14 +161,14 @@ def take_step(policy: Policy, rate: float, norm: torch.Tensor, is_tested: bool) 
         return {}
     before = sample_weights(policy)
     policy.step(rate)
-    return step_warning(before, sample_weights(policy), rate, config.weight_decay, norm.item())
+    return step_warning(before, sample_weights(policy), rate, config, norm.item())
 
 
 def step_warning(
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
     rate: float,
-    weight_decay: float,
+    config: PolicyConfig,
     norm: float,
 ) -> dict[str, str]:
     """The warning "step_length", where an optimiser step of a learning rate and a gradient of a
@@ -176,9 +176,10 @@ def step_warning(
     Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), or no weight."""
     largest = 0.0
     moved = False
+    longest_step = STEP_TOLERANCE * config.adam.longest_step
     for name, old in before.items():
         change = (after[name] - old).abs()
-        longest = rate * (LONGEST_ADAM_STEP + weight_decay * old.abs())
+        longest = rate * (longest_step + config.weight_decay * old.abs())
         bound = longest + WEIGHT_ROUNDING * old.abs()
         # The least positive number keeps 0 of a learning rate of 0 from being divided by.
         largest = max(largest, (change / bound.clamp(min=1e-300)).max().item())

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from alignment.core.losses import LOSSES, NORMALIZATIONS
-from alignment.core.records import Batch, Rollout
+from alignment.core.records import Batch, Distribution, Rollout
 from alignment.policy.policy import Objective, Policy
 from alignment.rollouts.config import UpdateConfig
 from alignment.rollouts.source import with_advantages
@@ -91,7 +91,7 @@ def inspect(
     config = replace(config, loss=plain, entropy_target=0.0, teacher="")
     for estimator in sorted(planned, key=lambda estimator: estimator.second_update):
         if estimator.second_update and rollout.old_log_probs_BT is None:
-            old_BT = policy.log_probs(rollout.batch, config.distribution)
+            old_BT = policy.log_probs(rollout.batch, config.loss_distribution)
             update_once(policy, rollout, config)
             rollout = replace(rollout, old_log_probs_BT=old_BT)
         yield estimator, gradient_statistics(policy, rollout, estimator, config)
@@ -123,20 +123,27 @@ def arm_gradients(
     of any arm. The initial `policy` is the old policy and the reference of a KL penalty. An arm
     with a teacher has its log-probs in the rollout."""
     first_rollout, first_config = next(iter(arms.values()))
-    initial_BT = policy.log_probs(first_rollout.batch, first_config.distribution)
-    old_log_probs = {
-        "policy": initial_BT,
-        "sampler": first_rollout.sampler_log_probs_BT,
-        "ratio_one": None,
-    }
+    sampled = first_config.distribution
+    initial_log_probs: dict[Distribution, torch.Tensor] = {}
+    for _, config in arms.values():
+        distribution = replace(config, distribution=sampled).loss_distribution
+        if distribution not in initial_log_probs:
+            initial_log_probs[distribution] = policy.log_probs(first_rollout.batch, distribution)
     largest_rate = max(config.learning_rate for _, config in arms.values())
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in arms}
     for number in range(updates):
         if number > 0:
+            initial_BT = initial_log_probs[first_config.loss_distribution]
             between = replace(first_rollout, reference_log_probs_BT=initial_BT)
             update_once(policy, between, replace(first_config, learning_rate=largest_rate))
         for name, (rollout, config) in arms.items():
-            config = replace(config, distribution=first_config.distribution)
+            config = replace(config, distribution=sampled)
+            initial_BT = initial_log_probs[config.loss_distribution]
+            old_log_probs = {
+                "policy": initial_BT,
+                "sampler": first_rollout.sampler_log_probs_BT,
+                "ratio_one": None,
+            }
             annotated = replace(
                 rollout,
                 reference_log_probs_BT=initial_BT,

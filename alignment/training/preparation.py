@@ -36,7 +36,7 @@ def prepare_update(
         return PreparedUpdate(rollout, config, config)
     rows = list(mini_batch)
     log_probs_BT, entropies_BT = policy.log_probs_and_entropies(
-        rollout.batch, config.distribution, rows
+        rollout.batch, config.loss_distribution, rows
     )
     mask_BT = torch.zeros_like(rollout.batch.response_mask)
     mask_BT[rows] = rollout.batch.response_mask[rows]

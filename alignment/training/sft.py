@@ -1,6 +1,7 @@
 """Supervised fine-tuning on worked solutions, response tokens only."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,11 @@ class SFTConfig:
     eval_interval: int
     seed: int
     lr_schedule: str = "linear"
+
+    @property
+    def norm_limit(self) -> float:
+        """The norm that gradients are scaled down to; infinite where --max_grad_norm is 0."""
+        return self.max_grad_norm or math.inf
 
 
 class SFTData(NamedTuple):
@@ -75,7 +81,7 @@ def fine_tune(
             batch = collate_examples(examples, data.pad_token_id)
             results = policy.accumulate(batch, range(len(examples)), objective)
             loss = sum(result.sums["loss"] for result in results)
-            grad_norm = policy.clip_gradient(config.max_grad_norm)
+            grad_norm = policy.clip_gradient(config.norm_limit)
             rate = learning_rate(config, step)
             policy.step(rate)
             record = {

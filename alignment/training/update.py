@@ -99,7 +99,7 @@ def update(
         rows = [row for row in mini_batch if row in has_gradient]
         objective = rollout_objective(prepared.rollout, mini_batch, prepared.config)
         results = list(policy.accumulate(rollout.batch, rows, objective))
-        norm = policy.clip_gradient(config.max_grad_norm)
+        norm = policy.clip_gradient(config.norm_limit)
         computed.append(results)
         if not is_finite(norm, results):
             policy.drop_gradient()
@@ -110,7 +110,7 @@ def update(
         if results and not stepped:
             # Momentum has moved the weights in updates before it, so that they count as stale.
             behind = steps_old + bool(norms)
-            comparison |= compare_results(results, rollout, config.max_sampler_mismatch, behind)
+            comparison |= compare_with_sampler(policy, results, rollout, config, behind)
         before_change()
         broken |= take_step(policy, rate, norm, step <= TESTED_STEPS and not norms)
         norms.append(norm)
@@ -149,7 +149,7 @@ def broken_invariants(
     has_moved = is_fast and any(norm > 0 for norm in norms[:-1])
     return {
         **equal_answers_warning(rollout, config.advantage.group_size),
-        **clip_warning(clipped_norms, config.max_grad_norm),
+        **clip_warning(clipped_norms, config.norm_limit),
         **ratio_warnings(computed, config, dtype, has_moved),
     }
 
@@ -200,7 +200,7 @@ def rollout_objective(
     )
     return Objective(
         RolloutLoss(rollout, config, denominator),
-        config.distribution,
+        config.loss_distribution,
         differentiable_entropy=bool(config.loss.entropy_coefficient),
     )
 
@@ -332,7 +332,11 @@ def teacher_report(rollout: Rollout) -> dict[str, float | None]:
 
 
 def sampler_mismatch(
-    policy: Policy, rollout: Rollout, distribution: Distribution, limit: float
+    policy: Policy,
+    rollout: Rollout,
+    distribution: Distribution,
+    limit: float,
+    steps_old: int = 0,
 ) -> dict[str, float]:
     """`mismatch` on about `COMPARED` responses spread over a rollout, by a forward pass of the
     policy."""
@@ -340,7 +344,23 @@ def sampler_mismatch(
     # With + 1 the stride is rarely a multiple of the group size, which would take the first
     # response of every group.
     rows = list(range(0, number, number // COMPARED + 1))
-    return mismatch(policy.log_probs(rollout.batch, distribution, rows), rows, rollout, limit)
+    trainer_BT = policy.log_probs(rollout.batch, distribution, rows)
+    return mismatch(trainer_BT, rows, rollout, limit, steps_old)
+
+
+def compare_with_sampler(
+    policy: Policy,
+    results: Sequence[MicroBatchResult],
+    rollout: Rollout,
+    config: UpdateConfig,
+    steps_old: int,
+) -> dict[str, float]:
+    """`mismatch` before a rollout's first update, by its own forward passes, `results`; by a
+    further one where the loss takes log-probs under another distribution than was sampled."""
+    limit = config.max_sampler_mismatch
+    if config.loss_distribution == config.distribution:
+        return compare_results(results, rollout, limit, steps_old)
+    return sampler_mismatch(policy, rollout, config.distribution, limit, steps_old)
 
 
 def compare_results(
@@ -431,7 +451,8 @@ class References:
                 continue
             if name == "reference" and reset_of_step != self._last_reset:
                 continue
-            compute = partial(source.compute, batch, self.config.distribution, micro_batch_tokens)
+            distribution = self.config.loss_distribution
+            compute = partial(source.compute, batch, distribution, micro_batch_tokens)
             if source.in_background:
                 compute = start_in_background(compute).result
             self._answers[name, step] = compute
@@ -473,10 +494,10 @@ class References:
         """Log-probs [B, T] of the policy's present weights, for rows with a gradient."""
         rows = rows_with_gradient(rollout, self.config)
         if self.old_policy is None:
-            return policy.log_probs(rollout.batch, self.config.distribution, rows)
+            return policy.log_probs(rollout.batch, self.config.loss_distribution, rows)
         self.old_policy.load_weights(policy.weights())
         return self.old_policy.log_probs(
-            rollout.batch, self.config.distribution, policy.micro_batch_tokens, rows
+            rollout.batch, self.config.loss_distribution, policy.micro_batch_tokens, rows
         )
 
 

@@ -511,6 +511,7 @@ class Verified:
         """The plain model's log-probs [B, T] of the completions of some groups."""
         distribution = self.config.distribution
         setting = {f"sampling_{name}": value for name, value in vars(distribution).items()}
+        setting["log_probs_of"] = "sampled"
         log_probs_BT = torch.zeros(batch.labels.shape)
         with torch.no_grad():
             for row, response in enumerate(plain_responses(groups)):
@@ -534,7 +535,7 @@ class Verified:
         """Make an optimiser step on the last rows, of one prompt, that have a gradient."""
         rows = rows_with_gradient(rollout, self.config)[-self.source.config.sampling.n :]
         self.accumulate(rollout, rows, rows)
-        self.policy.clip_gradient(self.config.max_grad_norm)
+        self.policy.clip_gradient(self.config.norm_limit)
         self.policy.step(learning_rate)
 
     def sent(self, rollout: Rollout, wanted: float) -> float:

@@ -94,10 +94,18 @@ class UpdateSetting:
     flags: Mapping[str, Any]
     config: UpdateConfig
     rollouts: RolloutConfig
+    largest_norm: float = math.inf
+    """See `Chosen.largest_norm`."""
 
     @property
     def updates(self) -> int:
         return len(STEPS) * self.config.updates_per_rollout
+
+    @property
+    def norm_of_moments(self) -> float:
+        """The norm of a gradient that made-up moments are of: about that of a clipped one."""
+        norm = min(self.config.norm_limit, self.largest_norm)
+        return norm if norm < math.inf else 1.0
 
 
 @dataclass(frozen=True)
@@ -277,7 +285,7 @@ class TwoRollouts:
         self.policy.step(0.0)  # Makes the moments.
         weights = self.trained_weights()
         number = sum(tensor.numel() for tensor in weights.values())
-        size = setting.config.max_grad_norm / math.sqrt(number)
+        size = setting.norm_of_moments / math.sqrt(number)
         with tempfile.TemporaryDirectory(prefix="verify_") as name:
             folder = Path(name)
             self.policy.save_optimizer(folder)
@@ -405,7 +413,7 @@ def described(setting: UpdateSetting) -> str:
     return (
         f"(epochs {config.epochs_per_rollout}, mini-batches of"
         f" {config.train_mini_batch_size or 'all'}, learning rate {config.learning_rate:.1g},"
-        f" clip {config.max_grad_norm:.1g}, decay {setting.flags['weight_decay']:g})"
+        f" clip {config.norm_limit:.1g}, decay {setting.flags['weight_decay']:g})"
     )
 
 

@@ -32,10 +32,6 @@ Weights = Mapping[str, torch.Tensor]
 Moments = Mapping[str, Mapping[str, torch.Tensor]]
 """Trained tensor -> name of the moment -> the moment."""
 
-# Adam's (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), as --learning_rate states them.
-BETA_1 = 0.9
-BETA_2 = 0.95
-EPSILON = 1e-8
 # Muon's (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 MUON_MOMENTUM = 0.95
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -174,10 +170,12 @@ def values_of_logits(
     logits_TV: torch.Tensor, tokens_T: torch.Tensor, setting: Mapping
 ) -> TokenValues:
     """The log-prob of each token under softmax(logits / temperature), within what top-k and top-p
-    leave of it, and the entropy before they do."""
+    leave of it unless --log_probs_of is full, and the entropy before they do."""
     tempered_TV = logits_TV / setting["sampling_temperature"]
-    kept_TV = kept_tokens(tempered_TV.detach(), setting)
-    kept_TV.scatter_(1, tokens_T[:, None], True)  # What was sampled was among them.
+    kept_TV = torch.ones_like(tempered_TV, dtype=torch.bool)
+    if setting["log_probs_of"] == "sampled":
+        kept_TV = kept_tokens(tempered_TV.detach(), setting)
+        kept_TV.scatter_(1, tokens_T[:, None], True)  # What was sampled was among them.
     truncated_TV = tempered_TV.masked_fill(~kept_TV, -torch.inf).log_softmax(dim=-1)
     log_probs_T = truncated_TV.gather(1, tokens_T[:, None])[:, 0]
     all_TV = tempered_TV.log_softmax(dim=-1)
@@ -395,7 +393,9 @@ class Learner:
             if name in hidden:
                 direction, moments = muon_direction(gradient[name], self.moments[name])
             else:
-                direction, moments = adam_direction(gradient[name], self.moments[name], self.steps)
+                direction, moments = adam_direction(
+                    gradient[name], self.moments[name], self.steps, self.setting
+                )
             # Decoupled (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2): the decay is of
             # the weight before the step, and passes through no moment.
             self.weights[name] = weight - rate * (direction + decay * weight)
@@ -492,21 +492,25 @@ def norm_of(tensors: Weights) -> float:
 
 def clipped(gradient: Weights, limit: float) -> dict[str, torch.Tensor]:
     """The gradient, whose norm is brought down to the limit (Pascanu et al. 2013, arXiv:1211.5063,
-    algorithm 1)."""
+    algorithm 1); 0 is no limit."""
+    if not limit:
+        return dict(gradient)
     share = min(1.0, limit / (norm_of(gradient) + NORM_EPSILON))
     return {name: tensor * share for name, tensor in gradient.items()}
 
 
 def adam_direction(
-    gradient: torch.Tensor, moments: Mapping[str, torch.Tensor], step: int
+    gradient: torch.Tensor, moments: Mapping[str, torch.Tensor], step: int, setting: Mapping
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Adam's direction at its `step`-th step (from 1), and the moments after it (arXiv:1412.6980,
-    algorithm 1)."""
-    first = BETA_1 * moments["exp_avg"] + (1 - BETA_1) * gradient
-    second = BETA_2 * moments["exp_avg_sq"] + (1 - BETA_2) * gradient**2
-    unbiased_first = first / (1 - BETA_1**step)
-    unbiased_second = second / (1 - BETA_2**step)
-    direction = unbiased_first / (unbiased_second.sqrt() + EPSILON)
+    """Adam's direction at its `step`-th step (from 1), and the moments after it (Kingma & Ba 2015,
+    arXiv:1412.6980, algorithm 1)."""
+    beta_1 = setting["adam_beta1"]
+    beta_2 = setting["adam_beta2"]
+    first = beta_1 * moments["exp_avg"] + (1 - beta_1) * gradient
+    second = beta_2 * moments["exp_avg_sq"] + (1 - beta_2) * gradient**2
+    unbiased_first = first / (1 - beta_1**step)
+    unbiased_second = second / (1 - beta_2**step)
+    direction = unbiased_first / (unbiased_second.sqrt() + setting["adam_eps"])
     return direction, {"exp_avg": first, "exp_avg_sq": second}
 
 

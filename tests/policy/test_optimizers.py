@@ -12,7 +12,7 @@ from alignment.args import RLArgs, parse
 from alignment.config.flag import flags_of_class
 from alignment.planning.placement import place
 from alignment.policy.muon import orthogonalize
-from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.optimizers import OPTIMIZERS, AdamSettings
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
 from alignment.system.errors import UserError
@@ -155,6 +155,32 @@ def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
     # 1 - 0.1 * 0.5, and the momentum is 0
     torch.testing.assert_close(matrix.data, 0.95 * torch.eye(2))
     assert torch.equal(idle.data, torch.eye(2))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_has_the_numbers_of_adam(tiny_folder, kind):
+    """Two steps of a vector by gradients of 2 and then 0 at a rate of 1, with betas 0.5 and 0.75
+    and an epsilon of 2. The unbiased moments are 2 and 4, then 1/3 of 2 and 3/7 of 4."""
+    settings = PolicyConfig("", ("cpu",), "float32", adam_beta1=0.5, adam_beta2=0.75, adam_eps=2.0)
+    vector = torch.nn.Parameter(torch.zeros(3))
+    optimizer = make_optimizer(torch.nn.ParameterList([vector]), 1.0, 0.0, kind, settings.adam)
+    for gradient in (2.0, 0.0):
+        vector.grad = torch.full_like(vector, gradient)
+        optimizer.step()
+    expected = 2 / (2 + 2) + (2 / 3) / (math.sqrt(12 / 7) + 2)
+    torch.testing.assert_close(vector.detach(), torch.full((3,), -expected))
+    policy = SingleDevicePolicy(
+        PolicyConfig(str(tiny_folder), ("cpu",), "float32", kind, adam_beta2=0.5, adam_eps=0.1)
+    )
+    groups = policy.optimizer.param_groups
+    assert [(tuple(group["betas"]), group["eps"]) for group in groups] == [((0.9, 0.5), 0.1)] * 2
+
+
+def test_the_longest_step_by_hand():
+    """With betas 0.9 and 0.95: 0.01 / (0.05 (1 - 0.81 / 0.95)) = 0.2 / (0.14 / 0.95)."""
+    assert AdamSettings().longest_step == pytest.approx(math.sqrt(0.2 * 0.95 / 0.14))
+    assert AdamSettings(0.9, 0.999).longest_step == pytest.approx(7.27, abs=0.01)
+    assert AdamSettings(0.9, 0.8).longest_step == math.inf
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -98,6 +98,11 @@ def test_ratios_by_hand():
     assert names(wrong, moved, config=dataclasses.replace(ARGS).update_config) == []
 
 
+def test_without_a_limit_no_gradient_is_too_long():
+    config = dataclasses.replace(ARGS, max_grad_norm=0.0).update_config
+    assert clip_warning([torch.tensor(1e9)], config.norm_limit) == {}
+
+
 def test_clipped_gradients_are_as_short_as_the_limit():
     assert clip_warning([torch.tensor(1.0), torch.tensor(0.3)], 1.0) == {}
     assert list(clip_warning([torch.tensor(0.3), torch.tensor(1.2)], 1.0)) == ["gradient_clip"]
@@ -158,7 +163,8 @@ def test_a_step_is_as_long_as_adam_can_make_it():
     def names(change: float, norm: float = 1.0) -> list[str]:
         weights = {"w": torch.tensor([2.0, 0.0], dtype=torch.float64)}
         moved = {"w": weights["w"] + torch.tensor([change, 0.0])}
-        return list(step_warning(weights, moved, rate=0.01, weight_decay=0.5, norm=norm))
+        config = PolicyConfig("", ("cpu",), "float32", weight_decay=0.5)
+        return list(step_warning(weights, moved, rate=0.01, config=config, norm=norm))
 
     assert names(0.0219) == [] and names(-0.0219) == []
     assert names(0.0222) == ["step_length"]

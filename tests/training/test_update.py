@@ -20,7 +20,7 @@ from rollout_helpers import (
     with_old_log_probs,
 )
 
-from alignment.core.records import SamplingConfig
+from alignment.core.records import Distribution, SamplingConfig
 from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import Objective
 from alignment.rewards.rules import score_groups
@@ -337,6 +337,23 @@ def test_updates_take_log_probs_under_the_distribution_that_was_sampled_from(
         sampler, temperature=distribution.get("temperature", 1.0)
     ).sampler_log_probs_BT
     assert old[mask].exp().max() > 1.2 * untruncated[mask].exp().mean()
+
+
+def test_log_probs_of_the_full_softmax(policy, sampler):
+    """Log-probs of the first pass are those without truncation, which are lower; the comparison
+    with the sampler is of what was sampled, as ever."""
+    sampled_from = {"sampling_top_p": 0.5, "learning_rate": 1e-6}
+    args = dataclasses.replace(ARGS, log_probs_of="full", **sampled_from)
+    rollout = sample_rollout(sampler, top_p=0.5)
+    mask = rollout.batch.response_mask & (rollout.advantages_B1 != 0)
+    full_BT = policy.log_probs(rollout.batch, Distribution())
+    result = update(policy, rollout, args.update_config, 1)
+    torch.testing.assert_close(result.trainer_log_probs_BT[mask], full_BT[mask], rtol=0, atol=1e-5)
+    assert (full_BT - rollout.sampler_log_probs_BT)[mask].mean() < -0.2
+    assert result.report["sampler_mismatch"] < 1e-4
+    for other in ({}, {"log_probs_of": "sampled"}):
+        plain = dataclasses.replace(ARGS, **other).update_config
+        assert plain.loss_distribution == plain.distribution == Distribution()
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])

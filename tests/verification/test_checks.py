@@ -361,6 +361,7 @@ def test_the_plain_log_probs_are_those_of_transformers_own_model(healthy, tiny_f
         ).log_softmax(dim=-1)
     want_T = log_probs_TV.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     setting = {"sampling_temperature": 0.8, "sampling_top_p": 1.0, "sampling_top_k": 0}
+    setting["log_probs_of"] = "sampled"
     (response, *_) = plain_responses([group])
     values = healthy.plain.token_values(healthy.plain.base, response, setting)
     assert torch.allclose(values.log_probs.float(), want_T, atol=1e-5)

@@ -327,6 +327,8 @@ HEALTHY = (
     {"advantage": "pass_at_k"},  # Of 4 responses, which leaves no gradient.
     {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
     {"dtype": "bfloat16", "entropy_coefficient": 0.01},
+    {"adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-4, "optimizer": "muon"},
+    {"max_grad_norm": 0.0, "log_probs_of": "full", "sampling_top_k": 20, "beta": 0.05},
 )
 
 
@@ -379,7 +381,8 @@ def test_adams_first_step_by_hand():
     """A gradient of 2: the moments are 0.1 x 2 and 0.05 x 4, unbiased 2 and 4."""
     zero = torch.zeros(1, dtype=torch.float64)
     moments = {"exp_avg": zero, "exp_avg_sq": zero}
-    direction, moments = adam_direction(zero + 2, moments, step=1)
+    setting = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+    direction, moments = adam_direction(zero + 2, moments, 1, setting)
     assert moments["exp_avg"].item() == pytest.approx(0.2)
     assert moments["exp_avg_sq"].item() == pytest.approx(0.2)
     assert direction.item() == pytest.approx(2 / (2 + 1e-8), rel=1e-14)

@@ -17,6 +17,8 @@ from alignment.system.registry import find
 Split = Literal["train", "test"]
 
 
+END_TOKEN_ALONE = ("none",)
+"""The value of --stop that is no string: only the end token ends a response."""
 BOXED_RULES = ("boxed", "flexible")
 """The rules that grade an answer in a box, the one that is demanded first."""
 
@@ -80,6 +82,14 @@ class Task:
             return self if name == self.prompt else replace(self, prompt=name)
         answer_format = FORMATS.get(name, BOXED_FORMAT)
         return replace(self, prompt=name, rules=answer_format.rules, stop=answer_format.stop)
+
+    def with_stop(self, stop: tuple[str, ...]) -> "Task":
+        """This task with the strings of --stop in the place of its own; () leaves those."""
+        if not stop:
+            return self
+        if stop == END_TOKEN_ALONE:
+            return replace(self, stop=())
+        return replace(self, stop=stop)
 
     @property
     def wants_box(self) -> bool:
