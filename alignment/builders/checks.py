@@ -135,7 +135,8 @@ def check_evaluation_rule(args: Args, task: Task) -> None:
     rules_of_task = find_task(args.task, args.data).rules
     fitting = [*task.rules, *rules_of_task]
     if "r1_zero" in rules_of_task:
-        fitting += BOXED_RULES  # Whatever the prompt asks for, they look for a number.
+        # Whatever the prompt asks for, they look for a number.
+        fitting += [*BOXED_RULES, "think_answer"]
     if not name or name in fitting:
         return
     if name in RULES:

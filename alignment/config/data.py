@@ -17,19 +17,23 @@ class DataFlags:
     hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = flag("auto", group="data")
     """What responses are paid for. auto: the task's rule, or with --prompt chat boxed. A rule:
-    r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, boxed, for the
-    last \\boxed{}, flexible, for the last box or number, or countdown. Or a weighted sum, such as
+    r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, think_answer,
+    for a thought and an answer in tags with any white space between, boxed, for the last
+    \\boxed{}, flexible, for the last box or number, or countdown. Or a weighted sum, such as
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
-    language_consistency, cosine_length, signed_format, signed_accuracy, the negative controls
-    random, format_only and inverted, and functions of your own, as package.module:function, which
-    are called with a response and its ground truth, or as TRL calls them."""
+    language_consistency, cosine_length, signed_format, signed_accuracy, parts as published
+    elsewhere (open_r1_format, simple_grpo_format, grpo_zero_answer, soft_format; docs/rewards.md
+    has all), the negative controls random, format_only and inverted, and functions of your own, as
+    package.module:function, which are called with a response and its ground truth, or as TRL calls
+    them."""
     reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
     """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = flag("", group="data")
     """Prompt template: chat, the question in the model's own chat template; boxed, question or
-    question_answer, for base models; r1_zero, tiny, countdown_en, countdown_zh; or a file with
-    {question}. Empty: the task's own, or with --reward boxed chat where the model has a chat
-    template, else boxed."""
+    question_answer, for base models; r1_zero, tiny, countdown_en, countdown_zh; the chats
+    think_answer, think_answer_lines and reasoning_answer, which ask for tags; a file with
+    {question}, or FILE.chat with the turns of a chat. Empty: the task's own, or with --reward boxed
+    chat where the model has a chat template, else boxed."""
     dataset_path: str = flag("", group="data")
     """Folder of the task's files, or of one for each of --eval_tasks; empty: where `download` puts
     them."""

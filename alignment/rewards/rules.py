@@ -29,11 +29,24 @@ from alignment.rewards.boxed import (
 )
 from alignment.rewards.countdown import countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
+from alignment.rewards.published import (
+    correct_in_text,
+    grpo_zero_answer,
+    grpo_zero_format,
+    open_r1_format,
+    open_r1_reasoning_steps,
+    open_r1_tag_count,
+    simple_grpo_correct,
+    simple_grpo_format,
+    soft_format,
+    strict_format,
+)
 from alignment.rewards.r1_zero import (
     extract_answer,
     r1_zero_reward_fn,
     r1_zero_strict_reward_fn,
 )
+from alignment.rewards.tags import tagged_answer, think_answer_reward_fn
 from alignment.rewards.users import Settings, fields_among, settings_class, users_function
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.registry import find, import_object
@@ -48,6 +61,7 @@ GRADING_THREADS = 8  # each may wait for a worker process that runs math-verify
 RULES = {
     "r1_zero": r1_zero_reward_fn,
     "r1_zero_strict": r1_zero_strict_reward_fn,
+    "think_answer": think_answer_reward_fn,
     "countdown": countdown_reward_fn,
     "boxed": boxed_reward_fn,
     "flexible": flexible_reward_fn,
@@ -56,6 +70,7 @@ RULES = {
 _RULES_OF_TURNS = (boxed_reward_fn, flexible_reward_fn)
 # A rule -> the answer that it grades, as text; `extract_answer` for all others.
 _EXTRACTORS: Mapping[RewardFn, Callable[[str], str | None]] = {
+    think_answer_reward_fn: tagged_answer,
     boxed_reward_fn: boxed_final_answer,
     flexible_reward_fn: flexible_answer,
 }
@@ -270,6 +285,20 @@ def make_text_part(function: Callable[[Problem, str], float]) -> PartFn:
     return make_part(lambda problem, text, score: function(problem, text))
 
 
+def make_turn_part(function: Callable[[str], float]) -> PartFn:
+    """The part made of a function of a whole turn (`whole_turn`)."""
+    return make_part(lambda problem, text, score: function(whole_turn(problem, text)))
+
+
+def make_graded_turn_part(function: Callable[[str, str], float]) -> PartFn:
+    """The part made of a function of a whole turn and the ground truth."""
+
+    def reward(problem: Problem, text: str, score: Score) -> float:
+        return function(whole_turn(problem, text), problem.ground_truth)
+
+    return make_part(reward)
+
+
 def make_rule_part(rule: RewardFn) -> PartFn:
     """The part that is a rule's reward."""
     return make_part(lambda problem, text, score: rule(text, problem.ground_truth)["reward"])
@@ -287,14 +316,36 @@ PARTS: Mapping[str, PartWithSettings] = {
     ),
     "language_consistency": make_text_part(language_consistency),
     "cosine_length": cosine_length,
+    "open_r1_format": make_turn_part(open_r1_format),
+    "open_r1_tag_count": make_turn_part(open_r1_tag_count),
+    "open_r1_reasoning_steps": make_turn_part(open_r1_reasoning_steps),
+    "simple_grpo_format": make_turn_part(simple_grpo_format),
+    "simple_grpo_correct": make_graded_turn_part(simple_grpo_correct),
+    "grpo_zero_format": make_turn_part(grpo_zero_format),
+    "grpo_zero_answer": make_graded_turn_part(grpo_zero_answer),
+    "soft_format": make_turn_part(soft_format),
+    "strict_format": make_turn_part(strict_format),
+    "correct_in_text": make_graded_turn_part(correct_in_text),
 }
 # A part and a rule that cannot go together -> the reason.
+_WANTS_NUMBER = "it looks for a number that is the answer, which Countdown's are not; use accuracy"
+_WANTS_TAGS = "it looks for tags, and the prompt asks for a box; use format"
+_WANTS_COUNTDOWN = "it evaluates an expression of Countdown's numbers; use accuracy"
 UNFIT = {
-    ("signed_accuracy", "countdown"): (
-        "it looks for a number that is the answer, which Countdown's are not; use accuracy"
-    ),
+    ("signed_accuracy", "countdown"): _WANTS_NUMBER,
+    ("simple_grpo_correct", "countdown"): _WANTS_NUMBER,
+    ("correct_in_text", "countdown"): _WANTS_NUMBER,
     ("tag_count", "boxed"): "it counts tags, and the prompt asks for a box; use format",
-    ("signed_format", "boxed"): "it looks for tags, and the prompt asks for a box; use format",
+    ("signed_format", "boxed"): _WANTS_TAGS,
+    ("open_r1_format", "boxed"): _WANTS_TAGS,
+    ("open_r1_tag_count", "boxed"): _WANTS_TAGS,
+    ("simple_grpo_format", "boxed"): _WANTS_TAGS,
+    ("soft_format", "boxed"): _WANTS_TAGS,
+    ("strict_format", "boxed"): _WANTS_TAGS,
+    ("grpo_zero_answer", "r1_zero"): _WANTS_COUNTDOWN,
+    ("grpo_zero_answer", "think_answer"): _WANTS_COUNTDOWN,
+    ("grpo_zero_answer", "boxed"): _WANTS_COUNTDOWN,
+    ("grpo_zero_answer", "flexible"): _WANTS_COUNTDOWN,
 }
 # Negative controls: a policy that improves under one of them has not learnt to answer.
 CONTROLS: Mapping[str, PartWithSettings] = {

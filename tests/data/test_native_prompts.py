@@ -2,6 +2,7 @@ r"""Prompts in the tokenizer's own chat template, and which prompt and rule a ru
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from alignment.config import presets
 from alignment.config.command_line import args_of_run
 from alignment.core.records import Problem
 from alignment.core.text import prompt_token_ids
-from alignment.data.prompts import ChatOptions, prompted, read_system_prompt
+from alignment.data.prompts import ChatOptions, prompted, read_system_prompt, read_template
 from alignment.data.tasks import TASKS, Task, answer_in_box
 from alignment.rewards.rules import find_reward, find_rule
 from alignment.runs.run import refuse_other_arguments
@@ -215,3 +216,80 @@ def test_whether_there_is_a_chat_template_is_read_from_files(tmp_path):
     assert has_chat_template(str(tmp_path)) is False
     (tmp_path / "chat_template.jinja").write_text(IM_START)
     assert has_chat_template(str(tmp_path)) is True
+
+
+MINE = """### system
+Answer in tags.
+### user
+Q: 1 + 1?
+### assistant
+<think> two </think> <answer> 2 </answer>
+### user
+Q: {question}
+"""
+
+
+def test_a_chat_from_a_file_and_its_examples(tmp_path):
+    qwen = tokenizer_with(IM_START)
+    file = tmp_path / "mine.chat"
+    file.write_text(MINE)
+    [problem] = prompted([PROBLEM], str(file), qwen)
+    assert turns(problem.prompt) == [
+        "system\nAnswer in tags.",
+        "user\nQ: 1 + 1?",
+        "assistant\n<think> two </think> <answer> 2 </answer>",
+        "user\nQ: What is 2 + {x}?",
+        "assistant\n",
+    ]
+    assert problem.turns[-1] == ("user", "Q: What is 2 + {x}?")
+    shown = ChatOptions(examples=(("3 + 3?", "so </think> <answer> 6 </answer>"),))
+    [problem] = prompted([PROBLEM], str(file), qwen, shown)
+    assert turns(problem.prompt)[3:5] == [
+        "user\nQ: 3 + 3?",
+        "assistant\nso </think> <answer> 6 </answer>",
+    ]
+    assert turns(problem.prompt)[5] == "user\nQ: What is 2 + {x}?"
+    # A last turn of the assistant begins the response, and the answers of examples too.
+    file.write_text("### user\n{question}\n### assistant\nSo.\n<think>\n")
+    [problem] = prompted([PROBLEM], str(file), qwen, shown)
+    assert turns(problem.prompt) == [
+        "user\n3 + 3?",
+        "assistant\nSo.\n<think>so </think> <answer> 6 </answer>",
+        "user\nWhat is 2 + {x}?",
+        "assistant\nSo.\n<think>",
+    ]
+    assert problem.turns[-1] == ("assistant", "So.\n<think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{question}", "the text '{question}' is in no turn of the chat"),
+        ("### user\nso", "the file has no place for the question"),
+        ("### human\n{question}", "### human is no turn of a chat"),
+        ("### system\n{question}", "its turns are system; after the system's"),
+        ("### user\na\n### user\n{question}", "its turns are user, user; after the system's"),
+        ("### system\n{question}\n### user\nso", "write {question} into the last ### user turn"),
+    ],
+)
+def test_a_file_that_is_no_chat_is_refused(tmp_path, text, fault):
+    file = tmp_path / "mine.chat"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"^--prompt {re.escape(f'{file}: {fault}')}"):
+        read_template(str(file))
+
+
+def test_a_chat_with_tags_is_graded_by_them():
+    gsm8k = TASKS["gsm8k"]
+    tags = (("think_answer", "flexible"), ("</answer>",))
+    assert format_of(gsm8k, "mine.chat") == ("mine.chat", *tags)
+    assert format_of(gsm8k, "reasoning_answer", "soft_format:2") == ("reasoning_answer", *tags)
+    assert format_of(gsm8k, "chat", "think_answer") == ("chat", *tags)
+    assert format_of(gsm8k, "", "think_answer") == ("r1_zero", *tags)
+    assert format_of(gsm8k, "mine.chat", "r1_zero") == ("mine.chat", gsm8k.rules, gsm8k.stop)
+    assert format_of(gsm8k, "mine.chat", "boxed") == ("mine.chat", ("boxed", "flexible"), ())
+    assert format_of(TASKS["countdown"], "mine.chat")[1] == ("countdown",)
+    assert RLArgs(task="gsm8k", prompt="mine.chat").resolved_reward == "think_answer"
+    qwen = tokenizer_with(IM_START)
+    [problem] = prompted([PROBLEM], "reasoning_answer", qwen)
+    assert len(turns(problem.prompt)) == 5 and problem.prompt.endswith("assistant\n")

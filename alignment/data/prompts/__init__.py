@@ -1,14 +1,18 @@
 """Prompt templates with one `{question}`: NAME.prompt, or a user's file, is the whole text;
-NAME.chat, the turns of a chat. `chat` is the question alone in the model's own chat template.
+NAME.chat, or a user's FILE.chat, the turns of a chat. `chat` is the question alone in the model's
+own chat template.
 
-A file of a chat has `### system`, `### user` and `### assistant`: the model's chat template joins
-two, the last begins the response."""
+A chat has the headings `### system`, `### user` and `### assistant`, each on a line of its own,
+with the text of a turn below. The model's chat template joins them; where the last is the
+assistant's, it begins the response. Earlier turns of user and assistant are examples.
+"""
 
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import overload
 
@@ -34,6 +38,8 @@ def _read_templates(kind: str) -> dict[str, str]:
 PROMPTS = _read_templates("prompt")
 CHATS = _read_templates("chat")
 CHAT = "chat"
+ROLES = ("system", "user", "assistant")
+_HEADING = re.compile(r"^### (\w+)\n", re.MULTILINE)
 INSTRUCTIONS: Sequence[Mapping] = read_toml(
     Path(__file__).with_name("instructions.toml"), "--prompt"
 )["instruction"]
@@ -49,13 +55,18 @@ class ChatOptions:
     boxed: bool = False
     """Whether `chat` asks for the final answer in a box."""
     examples: tuple[tuple[str, str], ...] = ()
-    """(question, response) pairs before the question: as earlier turns of `chat`, else as text."""
+    """(question, response) pairs before the question: as earlier turns of a chat, else as text."""
+
+
+def is_chat_file(name: str) -> bool:
+    """Whether --prompt names a user's file with the turns of a chat."""
+    return name.endswith(".chat")
 
 
 def read_template(name: str) -> str:
     """The template `name`, or that file's text less its last line break; of `chat`, and of "" that
-    leaves the choice to the model, the bare question. Raises `UserError` for neither, or no
-    {question}."""
+    leaves the choice to the model, the bare question. Raises `UserError` for neither, no
+    {question}, or a chat whose turns cannot be."""
     if name in ("", CHAT):
         return "{question}"
     templates = PROMPTS | CHATS
@@ -72,7 +83,35 @@ def read_template(name: str) -> str:
             f"--prompt {name}: the file has no place for the question; write {{question}} where it"
             " goes"
         )
+    if is_chat_file(name):
+        _check_chat(name, text)
     return text
+
+
+def _check_chat(name: str, text: str) -> None:
+    """Raise `UserError` where a file of a chat has no turns or turns that no chat template
+    joins."""
+    before, *parts = _HEADING.split(text)
+    headings = "### system, ### user and ### assistant, each on a line of its own"
+    if before.strip() or not parts:
+        raise UserError(
+            f"--prompt {name}: the text {before.strip()[:40]!r} is in no turn of the chat; write"
+            f" the headings {headings}"
+        )
+    roles = parts[::2]
+    for role in roles:
+        if role not in ROLES:
+            raise UserError(f"--prompt {name}: ### {role} is no turn of a chat; write {headings}")
+    dialogue = roles[1:] if roles[0] == "system" else roles
+    expected = ["user", "assistant"] * len(dialogue)
+    if not dialogue or dialogue != expected[: len(dialogue)]:
+        raise UserError(
+            f"--prompt {name}: its turns are {', '.join(roles)}; after the system's, turns of user"
+            " and assistant must follow each other, and the user's is the first"
+        )
+    last_question = max(place for place, role in enumerate(roles) if role == "user")
+    if "{question}" not in parts[2 * last_question + 1]:
+        raise UserError(f"--prompt {name}: write {{question}} into the last ### user turn")
 
 
 def read_system_prompt(value: str) -> str:
@@ -82,6 +121,9 @@ def read_system_prompt(value: str) -> str:
         if value and Path(value).is_file():
             return read_text(Path(value)).strip()
     return value
+
+
+Turns = tuple[tuple[str, str], ...]  # (role, text) of each
 
 
 def chosen_prompt(name: str, tokenizer, boxed: bool) -> str:
@@ -116,7 +158,7 @@ def prompted(
     turns_of = _turns_of_prompt(name, tokenizer, options)
     template = _prompt_template(name, turns_of("{question}"), tokenizer)
     before = ""
-    if name != CHAT:
+    if not turns_of(""):
         before = _examples_as_text(template, options.examples)
 
     def fill(problem: Problem) -> Problem:
@@ -133,13 +175,10 @@ def prompted(
     return list(map(fill, problems))
 
 
-Turns = tuple[tuple[str, str], ...]  # (role, text) of each
-
-
 def _turns_of_prompt(name: str, tokenizer, options: ChatOptions) -> Callable[[str], Turns]:
     """A function that gives the turns of a question's prompt; () where the prompt is plain text."""
     if name != CHAT:
-        return lambda question: chat_turns(name, question)
+        return partial(chat_turns, name, examples=options.examples)
     system = options.system_prompt
     behind_question = ""
     if options.boxed and r"\boxed" not in system:
@@ -167,8 +206,9 @@ def _prompt_template(name: str, turns: Turns, tokenizer) -> str:
     if not turns:
         return read_template(name)
     beginning = ""
-    if name in CHATS:
-        (_, beginning) = turns[-1]
+    last_role, last_text = turns[-1]
+    if last_role == "assistant":
+        beginning = last_text
         turns = turns[:-1]
     messages = [{"role": role, "content": text} for role, text in turns]
     remedy = f"; choose one of {', '.join(PROMPTS)}"
@@ -199,17 +239,33 @@ def fill_prompt(name: str, question: str) -> str:
     return PROMPTS[name].replace("{question}", question)
 
 
-def chat_turns(name: str, question: str = "{question}") -> tuple[tuple[str, str], ...]:
-    """The (role, text) turns of a question's prompt by the chat `name`, of which that of a file
-    begins the response; () if it is plain."""
+def chat_turns(
+    name: str, question: str = "{question}", examples: Sequence[tuple[str, str]] = ()
+) -> Turns:
+    """The (role, text) turns of a question's prompt by the chat `name`, with (question, response)
+    examples as earlier turns; a last one of the assistant begins the response. () for a prompt of
+    plain text."""
     if name == CHAT:
         return (("user", question),)
+    if name not in CHATS and not is_chat_file(name):
+        return ()
     # What stands before the first heading, then roles and texts by turns.
-    _, *parts = re.split(r"^### (\w+)\n", CHATS.get(name, ""), flags=re.MULTILINE)
+    _, *parts = _HEADING.split(read_template(name))
     turns = []
     for role, text in zip(parts[::2], parts[1::2], strict=True):
-        turns.append((role, text.removesuffix("\n").replace("{question}", question)))
-    return tuple(turns)
+        turns.append((role, text.removesuffix("\n")))
+    beginning = ""
+    if turns[-1][0] == "assistant":
+        beginning = turns[-1][1]
+    last_question = max(place for place, (role, _) in enumerate(turns) if role == "user")
+    asked = turns[last_question][1]
+    shown: list[tuple[str, str]] = []
+    for example, response in examples:
+        answer = beginning + without_repeated_tag(beginning, response)
+        shown.append(("user", asked.replace("{question}", example)))
+        shown.append(("assistant", answer.strip()))
+    filled = [(role, text.replace("{question}", question)) for role, text in turns]
+    return (*filled[:last_question], *shown, *filled[last_question:])
 
 
 def trained_response(problem: Problem, response: str, tokenizer) -> str:

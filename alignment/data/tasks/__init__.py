@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
-from alignment.data.prompts import ChatOptions, prompted
+from alignment.data.prompts import ChatOptions, is_chat_file, prompted
 from alignment.data.questions import Key, distinct, plain, question_text, without
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
@@ -32,14 +32,34 @@ class AnswerFormat:
 
 
 BOXED_FORMAT = AnswerFormat(BOXED_RULES)
-# Prompts of mathematical questions that ask for no tags. "" leaves the choice to the model.
+TAGGED_CHAT_FORMAT = AnswerFormat(("think_answer", "flexible"), ("</answer>",))
+"""A chat that asks for a thought and an answer in their tags."""
+# Prompts of mathematical questions that ask for another format than `r1_zero`. "" leaves the choice
+# to the model.
 FORMATS: Mapping[str, AnswerFormat] = {
     "": BOXED_FORMAT,
     "chat": BOXED_FORMAT,
     "boxed": BOXED_FORMAT,
     "question": AnswerFormat(("flexible", "boxed")),
     "question_answer": AnswerFormat(BOXED_RULES, ("\nQuestion:",)),
+    "think_answer": TAGGED_CHAT_FORMAT,
+    "think_answer_lines": TAGGED_CHAT_FORMAT,
+    "reasoning_answer": TAGGED_CHAT_FORMAT,
 }
+# A rule -> the format that it grades, in whatever prompt.
+_FORMATS_OF_RULES: Mapping[str, AnswerFormat] = {
+    "boxed": BOXED_FORMAT,
+    "flexible": BOXED_FORMAT,
+    "think_answer": TAGGED_CHAT_FORMAT,
+}
+
+
+def format_of_prompt(name: str) -> AnswerFormat | None:
+    """The format that a mathematical prompt asks for: of `FORMATS`, or, in a chat from a file, a
+    thought and an answer in tags; None for others, which leave it to the task."""
+    if is_chat_file(name):
+        return TAGGED_CHAT_FORMAT
+    return FORMATS.get(name)
 
 
 @dataclass(frozen=True)
@@ -67,20 +87,23 @@ class Task:
     def in_format(self, prompt: str, reward: str) -> "Task":
         """This task with the prompt, rules and stop strings that --prompt and --reward ask for.
 
-        A prompt of `FORMATS` replaces the tags of `r1_zero` by a box, and so does a rule of
-        `BOXED_RULES`, in a prompt of the model's choice unless one is named here or by the task.
-        Where neither is given, the task's own format stays. A task that `r1_zero` cannot grade
-        keeps its rules, and so does one whose reward is named and one of them: its prompt then
-        asks for no box."""
-        is_mathematical = "r1_zero" in self.rules
-        wants_box = is_mathematical and reward in BOXED_RULES
+        The format of the prompt (`format_of_prompt`) replaces the tags of `r1_zero`, and so does
+        that of a rule which grades another one, in a prompt of the model's choice if this is a box
+        and no prompt is named here or by the task. Where neither is given, the task's own format
+        stays. A task that `r1_zero` cannot grade keeps its rules, and so does one whose reward is
+        named and one of them: its prompt then asks for no box."""
         name = prompt
-        if not prompt and (not wants_box or self.prompt in FORMATS):
+        leaves_choice = reward in BOXED_RULES and format_of_prompt(self.prompt) is None
+        if not prompt and not ("r1_zero" in self.rules and leaves_choice):
             name = self.prompt
-        is_boxed = wants_box or (name in FORMATS and reward not in self.rules)
-        if not is_mathematical or not is_boxed:
+        graded = _FORMATS_OF_RULES.get(reward)
+        answer_format = format_of_prompt(name) or graded
+        if graded is None and reward in self.rules:
+            answer_format = None
+        if "r1_zero" not in self.rules or answer_format is None:
             return self if name == self.prompt else replace(self, prompt=name)
-        answer_format = FORMATS.get(name, BOXED_FORMAT)
+        if graded is not None and reward not in answer_format.rules:
+            answer_format = graded
         return replace(self, prompt=name, rules=answer_format.rules, stop=answer_format.stop)
 
     def with_stop(self, stop: tuple[str, ...]) -> "Task":
