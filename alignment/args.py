@@ -21,7 +21,7 @@ from alignment.config.commands import (
     configuration,
 )
 from alignment.config.flag import LARGEST_SEED, check_flags, flag, require
-from alignment.config.presets import CLAIMS, PRESETS, from_preset, preset_names
+from alignment.config.presets import CLAIMS, PRESETS, from_preset, preset_names, preset_title
 from alignment.config.sweep import (
     BOOKKEEPING,
     NOT_SWEPT,
@@ -73,6 +73,7 @@ __all__ = [
     "from_preset",
     "parse",
     "preset_names",
+    "preset_title",
     "refuse_missing_warm_start",
     "swept_values",
 ]

@@ -34,6 +34,7 @@ from alignment.args import (
     SweepOptions,
     from_preset,
     parse,
+    preset_title,
     refuse_missing_warm_start,
     swept_values,
 )
@@ -125,7 +126,7 @@ def default_name(args: SweepOptions, values: Mapping[str, tuple]) -> str:
         varied = [Path(args.sweep_file).stem]
     else:
         varied = [name for name, given in values.items() if len(given) > 1] or ["seeds"]
-    return plain_name("_".join(["sweep", args.preset, *varied]))
+    return plain_name("_".join(["sweep", preset_title(args.preset), *varied]))
 
 
 def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ from alignment.args import (
     command_line,
     configuration,
     parse,
+    preset_title,
 )
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
@@ -671,7 +672,7 @@ def main() -> None:
     folder = claim_run_folder(
         args.output_dir,
         args.run_name,
-        f"verify_{args.preset}",
+        f"verify_{preset_title(args.preset)}",
         args.recorded_values,
         args.seeds,
         args.automatic,

@@ -33,6 +33,7 @@ from alignment.args import (
     preset_names,
     swept_values,
 )
+from alignment.builders.checks import default_run_name
 from alignment.builders.evaluations import eval_sampling
 from alignment.builders.held_out import held_out_arguments
 from alignment.config import presets
@@ -156,6 +157,49 @@ def test_log_probs_of_the_full_softmax_do_not_meet_the_samplers(settings, user):
         RLArgs(loss_type="grpo_clip", **TRUNCATED, **settings)
     assert RLArgs(loss_type="grpo_clip", log_probs_of="full", **settings)
     assert RLArgs(loss_type="grpo_clip", epochs_per_rollout=2, **TRUNCATED)
+
+
+MY_PRESET = """
+task = "countdown_small"
+
+[train_rl]
+group_size = 3
+"loss.positive" = 1.5
+loss_type = "sapo"
+"""
+
+
+def test_a_preset_may_be_a_file_of_ones_own(tmp_path, monkeypatch):
+    """By a path, which is kept whole: other processes may run elsewhere."""
+    file = tmp_path / "mine.toml"
+    file.write_text(MY_PRESET)
+    monkeypatch.chdir(tmp_path)
+    args = parse(RLArgs, ["--preset", "mine.toml", "--num_steps", "4"])
+    assert (args.task, args.group_size, args.num_steps) == ("countdown_small", 3, 4)
+    assert args.preset == str(file) and default_run_name(args) == "mine_sapo_seed0"
+    monkeypatch.chdir("/")
+    assert parse(RLArgs, command_line(args)) == args
+    assert args == RLArgs(preset=str(file), num_steps=4)
+    # as those that ship, a command reads its own table alone
+    assert parse(SFTArgs, ["--preset", str(file)]).task == "countdown_small"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("lr = 1", "--lr: there is no such flag; write --learning_rate"),
+        ("[train_rl]\ngroup_sise = 4", "--group_sise: there is no such .*--group_size"),
+        ("[train]\ngroup_size = 4", r"\[train\] is no command's table .*train_rl"),
+        ("task = ", "must be a TOML file"),
+    ],
+)
+def test_a_preset_of_ones_own_is_checked(tmp_path, text, error):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"^--preset {file}: ?.*{error}"):
+        parse(RLArgs, ["--preset", str(file)])
+    with pytest.raises(UserError, match="there is no such file"):
+        parse(RLArgs, ["--preset", str(tmp_path / "no.toml")])
 
 
 def test_arguments_are_frozen():

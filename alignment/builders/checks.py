@@ -13,6 +13,7 @@ from alignment.args import (
     RLArgs,
     SFTArgs,
     configuration,
+    preset_title,
     refuse_missing_warm_start,
 )
 from alignment.builders.base_models import EMBEDDED, check_chat_template, check_model_path
@@ -274,7 +275,7 @@ def resumed_if_restarted(args: RLArgs) -> RLArgs:
 
 def default_run_name(args: RLArgs) -> str:
     """What a run's folder is called where --run_name is empty."""
-    return plain_name(f"{args.preset}_{args.loss_type}_seed{args.seed}")
+    return plain_name(f"{preset_title(args.preset)}_{args.loss_type}_seed{args.seed}")
 
 
 def run_config(args: RLArgs) -> RunConfig:

@@ -106,7 +106,9 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     args = tyro.cli(cls, args=check_words(cls, words), **options)
     if issubclass(cls, Args):
         before = given_values(options["default"]) | settings_of_preset
-        values = changed_values(cls, before, given_values(args))
+        # The preset as its file is known by: a path is whole.
+        given = given_values(args) | {"preset": before["preset"]}
+        values = changed_values(cls, before, given)
         args = cast(ArgumentsType, arguments_of(cls, values | single_values(own_words)))
     elif own_words:
         args = dataclasses.replace(args, own_settings=tuple(own_words.items()))

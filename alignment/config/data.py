@@ -67,3 +67,6 @@ class TrainingDataFlags:
     pass_rate_band: str = flag(ALL_PASS_RATES, group="data")
     """Pass rates LOW-HIGH, both included, of the problems to train on, such as 0.2-0.8; problems
     that are not in the file are left out."""
+    max_solution_tokens: int = flag(0, group="data", at_least=0, zero="any length")
+    """Longest worked solution of a row, in tokens; problems with longer ones are left out of
+    training. 0: any length."""

@@ -51,6 +51,11 @@ class OptimizerFlags:
     """AdamW's decay of the mean of squared gradients an update; much code has torch's 0.999."""
     adam_eps: float = flag(1e-8, group="optimisation", above=0)
     """What AdamW adds to the root of that second mean."""
+    gradient_checkpointing: bool = flag(
+        False, group="optimisation", bookkeeping=True, changeable=True, setting=True
+    )
+    """Compute each layer's activations again in backward, which takes a third more time and much
+    less memory. Without it that is done where --micro_batch_tokens is 0 and a row would not fit."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Presets: named sets of arguments, a TOML file each."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,14 +12,24 @@ from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
 
 Config = TypeVar("Config")
+SUFFIX = ".toml"
 PRESETS = Path(__file__).parents[1] / "presets"
 CLAIMS = {file.stem: file for file in sorted((PRESETS.parent / "claims").glob("*.toml"))}
+
+
+COMMAND_TABLES = {"about"}
+"""The tables that a preset's file may have: one for people, and one for each command."""
 
 
 class PresetArguments(type):
     """The type of classes of arguments that begin from a preset. Where Python code makes one, as
     `RLArgs(preset="tiny", num_steps=5)`, what it does not name has the preset's value, as on the
     command line: a field's own default counts only where the preset is silent."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]):
+        super().__init__(name, bases, namespace)
+        if "TABLE" in namespace:
+            COMMAND_TABLES.add(namespace["TABLE"])
 
     def __call__(cls, *positional, **given):
         # unannotated, so that type checkers take the parameters of the dataclass
@@ -40,16 +51,21 @@ class PresetArguments(type):
 
 
 def from_preset(cls: type[Config], name: str, **overrides) -> Config:
-    """The arguments of a command as the preset states them, with `overrides`. A preset file holds
-    shared values at its top and a table for each command ("sft", "evaluate", "train_rl"); its table
-    [about] is for people. A setting that only one loss has, say, is a key in quotes, "loss.alpha",
-    in the file, and a name like that among `overrides`."""
-    names = preset_names()
-    if name not in names:
-        listed = ", ".join(names) + did_you_mean(name, names)
-        raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
-    content = read_toml(PRESETS / f"{name}.toml", "--preset")
-    values: dict[str, Any] = {"preset": name}
+    """The arguments of a command as the preset states them, with `overrides`. `name` is one of
+    `preset_names`, or the path of a file of the user's own, which ends in .toml.
+
+    A preset file holds shared values at its top and a table for each command ("sft", "evaluate",
+    "train_rl"); its table [about] is for people. A setting that only one loss has, say, is a key in
+    quotes, "loss.alpha", in the file, and a name like that among `overrides`. Raises `UserError`
+    for a file that is not there or no TOML, and for a key or table that no command has."""
+    file = preset_file(name)
+    content = read_toml(file, "--preset")
+    is_own_file = name.endswith(SUFFIX)
+    if is_own_file:
+        refuse_unknown_keys(cls, name, content)
+    # Runs that this one starts may have another working directory.
+    overrides["preset"] = str(file.resolve()) if is_own_file else name
+    values: dict[str, Any] = {}
     for key, value in content.items():
         if not isinstance(value, dict):
             values[key] = value
@@ -67,6 +83,43 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
             known_values[key] = value
     defaults = defaults_of_flags(cls)
     return arguments_of(cls, {**defaults, **changed_values(cls, known_values, overrides)})
+
+
+def preset_file(name: str) -> Path:
+    """The file of a preset, by its name or by its path. Raises `UserError` for an unknown name."""
+    if name.endswith(SUFFIX):
+        return Path(name)
+    names = preset_names()
+    if name not in names:
+        listed = f"{', '.join(names)}, or a file FILE{SUFFIX}{did_you_mean(name, names)}"
+        raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
+    return PRESETS / f"{name}{SUFFIX}"
+
+
+def preset_title(preset: str) -> str:
+    """What folders of runs are called after a preset: its name, or that of its file."""
+    return Path(preset).stem if preset.endswith(SUFFIX) else preset
+
+
+def refuse_unknown_keys(cls: type, name: str, content: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a table of a preset's file that is no command's, and for a key, of
+    those that the command `cls` reads, which is no flag."""
+    keys = []
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            keys.append(key)
+        elif key not in COMMAND_TABLES:
+            nearest = did_you_mean(key, COMMAND_TABLES)
+            raise UserError(f"--preset {name}: [{key}] is no command's table{nearest}")
+        elif key in preset_tables(cls):
+            keys += value
+    for key in keys:
+        if is_own(key):
+            continue
+        try:
+            refuse_unknown_argument(cls, key)
+        except UserError as error:
+            raise UserError(f"--preset {name}: {error}") from None
 
 
 def preset_tables(cls: type) -> list[str]:

@@ -11,7 +11,8 @@ class PresetFlags:
     """The set of arguments that flags override."""
 
     preset: str = flag("tiny", group="run", swept=False)
-    """Named set of arguments (alignment/presets/*.toml) that the other flags override."""
+    """Named set of arguments (alignment/presets/*.toml), or a file of your own, FILE.toml, that the
+    other flags override."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,13 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     step = load.step
     limit = min(step.card, MAX_ACTIVATION_BYTES[load.device.partition(":")[0]])
     largest = tokens_that_fit(
-        load.config, step.itemsize, step.card - taken, step.longest_row, limit, step.layers
+        load.config,
+        step.itemsize,
+        step.card - taken,
+        step.longest_row,
+        limit,
+        step.layers,
+        step.gradient_checkpointing,
     )
     most = step.micro_batch_tokens or largest.tokens
     # as in `cut_for_parallel`: each of several takes a group at least, and they share the rows
@@ -122,7 +128,8 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     return MicroBatches(
         tokens=max(min(most, tokens), step.longest_row),
         parallel=parallel,
-        recomputed=largest.checkpointing and not step.micro_batch_tokens,
+        recomputed=step.gradient_checkpointing
+        or (largest.checkpointing and not step.micro_batch_tokens),
     )
 
 

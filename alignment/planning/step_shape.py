@@ -48,6 +48,8 @@ class StepShape:
     """Tokens of the largest micro-batch of a real update; 0: as many as there may be."""
     teacher_model: ComputedModel | None = None
     """The model of --teacher; None without."""
+    gradient_checkpointing: bool = False
+    """Whether layers are computed twice, also where one pass would fit."""
 
     @property
     def rollout_tokens(self) -> int:

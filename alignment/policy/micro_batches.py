@@ -83,6 +83,7 @@ def choose_micro_batch_tokens(
         longest=longest,
         limit=MAX_ACTIVATION_BYTES[model.device.type] // processes,
         layers=largest_layer_share(model, devices),
+        checkpointing=config.gradient_checkpointing,
     )
 
 
@@ -112,14 +113,20 @@ def largest_layer_share(model: PreTrainedModel, devices: Sequence[str]) -> float
 
 
 def tokens_that_fit(
-    config, itemsize: int, free: int, longest: int, limit: int, layers: float = 1.0
+    config,
+    itemsize: int,
+    free: int,
+    longest: int,
+    limit: int,
+    layers: float = 1.0,
+    checkpointing: bool = False,
 ) -> MicroBatchSize:
     """The largest micro-batch whose activations, in a type of `itemsize` bytes, fit `free` and
-    `limit` bytes of a device with that share of the `layers`. It takes gradient checkpointing where
-    the longest row, of `longest` tokens, does not fit otherwise."""
+    `limit` bytes of a device with that share of the `layers`. It takes gradient `checkpointing`
+    where that is asked for, or the longest row, of `longest` tokens, does not fit otherwise."""
     available = int(ACTIVATION_SHARE * max(free, 0))
     bytes_of_token = layers * activation_bytes(config, itemsize)
-    checkpointing = available < longest * bytes_of_token
+    checkpointing = checkpointing or available < longest * bytes_of_token
     if checkpointing:
         bytes_of_token = checkpointed_activation_bytes(config, itemsize, layers)
     fitting = max(int(min(available, limit) / bytes_of_token), 1)

@@ -53,6 +53,8 @@ class PolicyConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
+    gradient_checkpointing: bool = False
+    """Whether layers are computed again in backward, also where they would fit."""
 
     @property
     def adam(self) -> AdamSettings:

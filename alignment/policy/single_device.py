@@ -115,6 +115,8 @@ class SingleDevicePolicy(MicroBatchedModel):
         # model, after which a sharded model's parameters are gathered ones.
         if config.use_liger_kernel:
             use_liger_kernel(self.model)
+        if config.gradient_checkpointing:
+            recompute_layers(self.model)
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
@@ -204,7 +206,7 @@ class SingleDevicePolicy(MicroBatchedModel):
             self.model, self.optimizer, self.policy_config, longest, processes, copied_bytes
         )
         self.micro_batch_tokens = previous or size.tokens
-        if not size.checkpointing:
+        if not size.checkpointing or self.policy_config.gradient_checkpointing:
             return None
         recompute_layers(self.model)
         return (

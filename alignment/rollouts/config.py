@@ -11,7 +11,7 @@ from typing import Literal
 from alignment.core.advantages import AdvantageConfig
 from alignment.core.losses import LossConfig
 from alignment.core.records import Distribution, Endless, Problem, Problems, SamplingConfig
-from alignment.core.text import prompt_token_ids
+from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 
@@ -34,6 +34,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     num_problems: int = 0  # Training problems, the first ones; 0: all
     max_prompt_tokens: int = 0  # Problems with longer prompts are left out; 0: none is
+    max_solution_tokens: int = 0  # Those with longer worked solutions are left out; 0: none is
     # Times that other problems replace a step's groups of equal rewards (DAPO's dynamic sampling)
     max_refills: int = 0
     overlong_buffer: int = 0  # Tokens before the limit in which the reward falls (DAPO); 0: none
@@ -126,6 +127,36 @@ class UpdateConfig:
 def derived_seed(*parts: int | str) -> int:
     """A seed that depends on all parts and on nothing else."""
     return random.Random(" ".join(map(str, parts))).getrandbits(31)
+
+
+def with_short_solutions(problems: Problems, config: RolloutConfig, tokenizer) -> Problems:
+    """The problems whose worked solution has at most `config.max_solution_tokens` tokens (0: any
+    length): that of the row's column "solution", or else of its answer.
+
+    Raises `UserError` where problems have no rows of their own, and where every solution is
+    longer."""
+    longest = config.max_solution_tokens
+    if not longest:
+        return problems
+    place = f"--max_solution_tokens {longest}"
+    if isinstance(problems, Endless):
+        raise UserError(f"{place}: --task {config.task} makes its problems, without solutions")
+    solutions = []
+    for problem in problems:
+        solution = problem.columns.get("solution")
+        solution = solution or problem.columns.get(config.data.answer_column)
+        if not isinstance(solution, str):
+            raise UserError(f"{place}: {problem.id} of --task {config.task} has no solution")
+        solutions.append(solution)
+    short_problems = []
+    taught = response_token_ids(tokenizer, solutions)
+    for problem, ids in zip(problems, taught, strict=True):
+        # The last of the ids is the end token.
+        if len(ids) - 1 <= longest:
+            short_problems.append(problem)
+    if not short_problems:
+        raise UserError(f"{place}: every solution is longer")
+    return short_problems
 
 
 def training_problems(

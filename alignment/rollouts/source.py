@@ -47,6 +47,7 @@ from alignment.rollouts.config import (
     problems_of_step,
     refill_problems,
     training_problems,
+    with_short_solutions,
 )
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
@@ -118,7 +119,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
         task.training_problems(config.dataset_path), config.pass_rates, config.pass_rate_band
     )
     problems = task.with_prompts(
-        kept,
+        with_short_solutions(kept, config, tokenizer),
         tokenizer,
         read_system_prompt(config.system_prompt),
     )

@@ -1,5 +1,7 @@
 """Bytes of activations, and the micro-batches that the free memory allows."""
 
+from typing import Any
+
 import pytest
 import torch
 from rollout_helpers import open_tiny
@@ -135,6 +137,22 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
     assert chosen(policy.optimizer) == 256
     assert chosen(policy.optimizer, "bfloat16") == 256  # 300 / 0.6 = 500
     assert chosen(unused) < 256
+
+
+def test_layers_are_computed_twice_where_a_flag_says_so(folder, monkeypatch):
+    """With a given number of tokens, and with what fits; the gradient keeps its bits."""
+    gradients = []
+    for recomputes in (False, True):
+        args = from_preset(SFTArgs, "tiny", gradient_checkpointing=recomputes)
+        policy: Any = make_policy(args, plan_policy(args, roles_of(args), str(folder)), str(folder))
+        assert policy.model.is_gradient_checkpointing is recomputes
+        ids = torch.arange(20).reshape(2, 10)
+        policy.model(ids, labels=ids).loss.backward()
+        gradients.append(policy.gradient())
+        policy.drop_gradient()
+        chosen = chosen_with_free(monkeypatch, policy, 300)
+        assert chosen > 256 if recomputes else chosen == 256
+    assert torch.equal(*gradients)
 
 
 def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkeypatch):

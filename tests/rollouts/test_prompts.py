@@ -2,12 +2,19 @@
 
 import dataclasses
 
+import pytest
 from rollout_helpers import ARGS
 
-from alignment.core.records import Endless
+from alignment.core.records import Endless, Problem
 from alignment.data.tasks import arithmetic
 from alignment.model.loading import load_tokenizer
-from alignment.rollouts.config import problems_of_step, refill_problems, training_problems
+from alignment.rollouts.config import (
+    problems_of_step,
+    refill_problems,
+    training_problems,
+    with_short_solutions,
+)
+from alignment.system.errors import UserError
 
 
 def test_every_problem_is_sampled_once_a_pass():
@@ -36,6 +43,26 @@ def test_training_problems_are_the_first_ones_with_short_enough_prompts(tiny_fol
         training_problems(problems, ARGS.max_prompt_tokens, ARGS.num_problems, tokenizer)
         == problems
     )
+
+
+def test_problems_with_long_solutions_are_left_out(tiny_folder):
+    """By the tokens of a row's solution, or where it has none of its answer."""
+    tokenizer = load_tokenizer(str(tiny_folder))
+    rows = [{"answer": "1 + 1 = 2 #### 2"}, {"answer": "2"}, {"answer": "2", "solution": "2 " * 90}]
+    problems = [Problem(str(i), "1 + 1?", "", "2", columns=row) for i, row in enumerate(rows)]
+    length = len(tokenizer(rows[0]["answer"])["input_ids"])
+    for longest, kept in ((0, "012"), (length, "01"), (length - 1, "1")):
+        config = dataclasses.replace(ARGS, max_solution_tokens=longest).rollout_config
+        ids = [problem.id for problem in with_short_solutions(problems, config, tokenizer)]
+        assert "".join(ids) == kept
+    config = dataclasses.replace(ARGS, max_solution_tokens=1).rollout_config
+    for others, error in (
+        (problems[2:], "every solution is longer"),
+        ([dataclasses.replace(problems[0], columns={})], "0 of --task .* has no solution"),
+        (Endless(lambda index: problems[0]), "--task .* makes its problems, without solutions"),
+    ):
+        with pytest.raises(UserError, match=f"^--max_solution_tokens 1: {error}"):
+            with_short_solutions(others, config, tokenizer)
 
 
 def test_endless_problems_are_numbered_by_step_and_seed(tiny_folder):

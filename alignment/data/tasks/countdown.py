@@ -7,10 +7,10 @@ Problem: `3 4 2 -> 14`. A response combines two numbers at a time, and answers w
 
 Without a data set, problems are generated without end, each from a solution. With one, they are
 rows of Parquet files with the columns `nums` and `target`, such as those of Countdown-Tasks-3to4:
-files named "train" and "test" are the splits, else one row in eight belongs to the test split.
-`countdown_small` has three numbers up to 9 and targets up to 30, which a tiny policy can learn on a
-CPU; its last demonstrations come from a careless teacher, who often combines numbers with no look
-at the target."""
+files named "train" and "test" are the splits, else the last 128 rows, an eighth of them at most,
+are the test split. `countdown_small` has three numbers up to 9 and targets up to 30, which a tiny
+policy can learn on a CPU; its last demonstrations come from a careless teacher, who often combines
+numbers with no look at the target."""
 
 import operator
 import random
@@ -32,6 +32,8 @@ TEST_PROBLEMS = 1024
 TEST_DRAWS = 4096
 DEMONSTRATIONS = {"train": 40_000, "test": 512}
 CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
+# Of files that are not split: at most, the last ones.
+TEST_ROWS = 128
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
@@ -197,7 +199,9 @@ def _read(split: str, folder: Path) -> list[Problem]:
             rows += _rows(file)
     else:  # files of one split alone would leave the other split empty
         for file in files:
-            rows += [row for row in _rows(file) if _split_of(row.numbers, row.target) == split]
+            rows += _rows(file)
+        first_tested = len(rows) - min(TEST_ROWS, len(rows) // 8)
+        rows = rows[first_tested:] if split == "test" else rows[:first_tested]
     if not rows:
         raise UserError(f"--dataset_path {folder}: has no problem for the {split} split")
     return [as_problem(row.numbers, row.target) for row in rows]
