@@ -23,6 +23,7 @@ from alignment.planning.head import HeadUse, head_bytes
 from alignment.policy.micro_batches import (
     GATHERED_LAYERS,
     MAX_ACTIVATION_BYTES,
+    ActivationRoom,
     gathered_bytes,
     tokens_that_fit,
 )
@@ -111,10 +112,8 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     largest = tokens_that_fit(
         load.config,
         step.itemsize,
-        step.card - taken,
+        ActivationRoom(step.card - taken, limit, step.layers),
         step.longest_row,
-        limit,
-        step.layers,
         step.gradient_checkpointing,
     )
     most = step.micro_batch_tokens or largest.tokens

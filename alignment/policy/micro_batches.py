@@ -55,6 +55,18 @@ class MicroBatchSize:
     """Whether it takes gradient checkpointing, which computes layers twice."""
 
 
+@dataclass(frozen=True)
+class ActivationRoom:
+    """What a device has for activations."""
+
+    free: int
+    """Its free bytes."""
+    limit: int
+    """The most bytes that activations may take, however many are free."""
+    layers: float = 1.0
+    """Its share of the model's layers."""
+
+
 def choose_micro_batch_tokens(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
@@ -79,11 +91,13 @@ def choose_micro_batch_tokens(
     return tokens_that_fit(
         model.config,
         getattr(torch, config.dtype).itemsize,
-        free=least_free // processes - to_allocate,
-        longest=longest,
-        limit=MAX_ACTIVATION_BYTES[model.device.type] // processes,
-        layers=largest_layer_share(model, devices),
-        checkpointing=config.gradient_checkpointing,
+        ActivationRoom(
+            free=least_free // processes - to_allocate,
+            limit=MAX_ACTIVATION_BYTES[model.device.type] // processes,
+            layers=largest_layer_share(model, devices),
+        ),
+        longest,
+        config.gradient_checkpointing,
     )
 
 
@@ -113,23 +127,18 @@ def largest_layer_share(model: PreTrainedModel, devices: Sequence[str]) -> float
 
 
 def tokens_that_fit(
-    config,
-    itemsize: int,
-    free: int,
-    longest: int,
-    limit: int,
-    layers: float = 1.0,
-    checkpointing: bool = False,
+    config, itemsize: int, room: ActivationRoom, longest: int, checkpointing: bool = False
 ) -> MicroBatchSize:
-    """The largest micro-batch whose activations, in a type of `itemsize` bytes, fit `free` and
-    `limit` bytes of a device with that share of the `layers`. It takes gradient `checkpointing`
-    where that is asked for, or the longest row, of `longest` tokens, does not fit otherwise."""
-    available = int(ACTIVATION_SHARE * max(free, 0))
+    """The largest micro-batch whose activations, in a type of `itemsize` bytes, fit the `room` of a
+    device. It takes gradient `checkpointing` where that is asked for, or the longest row, of
+    `longest` tokens, does not fit otherwise."""
+    layers = room.layers
+    available = int(ACTIVATION_SHARE * max(room.free, 0))
     bytes_of_token = layers * activation_bytes(config, itemsize)
     checkpointing = checkpointing or available < longest * bytes_of_token
     if checkpointing:
         bytes_of_token = checkpointed_activation_bytes(config, itemsize, layers)
-    fitting = max(int(min(available, limit) / bytes_of_token), 1)
+    fitting = max(int(min(available, room.limit) / bytes_of_token), 1)
     tokens = min(fitting, int(MAX_TOKENS / layers))
     power_of_two = 2 ** (tokens.bit_length() - 1)
     return MicroBatchSize(power_of_two, checkpointing)

@@ -190,6 +190,7 @@ def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
     # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are
     # computed twice.
     free = int(40 * a_token / micro_batches.ACTIVATION_SHARE)
-    size = micro_batches.tokens_that_fit(config, 4, free, 100, 2**60, layers=0.5)
+    device = micro_batches.ActivationRoom(free, 2**60, layers=0.5)
+    size = micro_batches.tokens_that_fit(config, 4, device, 100)
     assert size.checkpointing and size.tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
-    assert not micro_batches.tokens_that_fit(config, 4, free, 79, 2**60, layers=0.5).checkpointing
+    assert not micro_batches.tokens_that_fit(config, 4, device, 79).checkpointing
