@@ -20,6 +20,7 @@ from alignment.builders.checks import check, check_rules
 from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Problem, Score
 from alignment.data.prompts import read_system_prompt
+from alignment.data.tasks.own_data import read_examples
 from alignment.rewards.rules import find_rule, score_groups
 from alignment.system.errors import UserError, run_command
 from alignment.system.terminal import make_console, printable
@@ -91,7 +92,10 @@ class Respondent:
         args = self.args
         problem = Problem("question", question, "", args.gold)
         system_prompt = read_system_prompt(args.system_prompt)
-        problems = args.task_in_format.with_prompts([problem], self.tokenizer, system_prompt)
+        examples = read_examples(args.few_shot)
+        problems = args.task_in_format.with_prompts(
+            [problem], self.tokenizer, system_prompt, examples
+        )
         encode_problems(problems, self.path, self.tokenizer, args.max_new_tokens)
         sampling = eval_sampling(args, args.num_samples)
         completions = self.sampler.sample([problems[0].prompt], sampling)

@@ -22,15 +22,13 @@ from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Endless, Group, Problem
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import read_system_prompt
-from alignment.data.tasks.own_data import read_demonstrations
+from alignment.data.tasks.own_data import read_examples
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically, write_jsonl
 from alignment.system.signals import received_signal
 from alignment.system.terminal import count_parts, make_console, make_table
-
-Demonstrations = Sequence[tuple[Problem, str]]
 
 REASONS = (
     "unfinished",
@@ -62,10 +60,7 @@ def main() -> None:
     check_model_path(args.model, "--model")
     check_chat_template(task, args.model)
     check_rules(args, task, check_training_split(task, args.dataset_path))
-    examples: Demonstrations = []
-    if args.few_shot:
-        examples = read_examples(args.few_shot)
-    groups = sample_groups(args, examples, console)
+    groups = sample_groups(args, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
     answers = len(groups) * args.num_samples
     if received_signal():
@@ -98,9 +93,9 @@ def rates_file(output: Path) -> Path:
     return output.with_name(f"{output.stem}.pass_rates.jsonl")
 
 
-def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Console) -> list[Group]:
-    """Scored answers to the first training problems, each prompted with the examples; a group a
-    problem. Where a signal arrives, those of the first of these problems."""
+def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
+    """Scored answers to the first training problems, a group a problem. Where a signal arrives,
+    those of the first of these problems."""
     from alignment.builders.evaluations import eval_sampling
     from alignment.builders.run_plan import plan_sampling
     from alignment.builders.samplers import make_sampler, stoppable
@@ -119,7 +114,7 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
         chosen,
         tokenizer,
         read_system_prompt(args.system_prompt),
-        [(problem.question, response) for problem, response in examples],
+        read_examples(args.few_shot),
     )
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
@@ -139,19 +134,6 @@ def sample_groups(args: RejectionArgs, examples: Demonstrations, console: Consol
         answered = chosen[: len(completions)] if received_signal() else chosen
         rule = find_rule(args.evaluation_rule, args.reward_timeout)
         return score_groups(answered, completions, rule)
-
-
-def read_examples(file: str) -> Demonstrations:
-    """The worked examples of --few_shot. Raises `UserError` where there is none, or one has no
-    question."""
-    examples = read_demonstrations(file)
-    have_questions = all(problem.question and not problem.turns for problem, _ in examples)
-    if not examples or not have_questions:
-        raise UserError(
-            f'--few_shot {file}: every example needs a "question" and a "response", and there must'
-            " be one"
-        )
-    return examples
 
 
 def select(

@@ -490,6 +490,7 @@ def checks_of_demonstrations(args: VerifyArgs, base: str) -> Iterator[Check]:
     from alignment.core.tokens import pad_token_id
     from alignment.data.prompts import read_system_prompt
     from alignment.data.tasks import answer_in_box
+    from alignment.data.tasks.own_data import read_examples
     from alignment.model.loading import load_config, load_tokenizer
     from alignment.verification.sft_labels import Demonstrations
     from alignment.verification.splits import number_of_test_questions
@@ -503,7 +504,10 @@ def checks_of_demonstrations(args: VerifyArgs, base: str) -> Iterator[Check]:
     if task.wants_box:
         responses = list(map(answer_in_box, responses))
     prompted = task.with_prompts(
-        [problem for problem, _ in shown], tokenizer, read_system_prompt(args.system_prompt)
+        [problem for problem, _ in shown],
+        tokenizer,
+        read_system_prompt(args.system_prompt),
+        read_examples(args.few_shot),
     )
     context = load_config(base).max_position_embeddings
     yield from Demonstrations(

@@ -83,6 +83,7 @@ TOP_LEVEL = {
     "preview",
     "grpo",
     "drgrpo_grader",
+    "llm_from_scratch",
     "tokens",
     "log_probs",
 }

@@ -41,7 +41,7 @@ from alignment.data.tasks import (
     own_data,
     try_rows,
 )
-from alignment.data.tasks.own_data import Demonstration
+from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.model.vocabulary import read_vocabulary, refuse_other_vocabulary
 from alignment.rewards.rules import (
     RULES,
@@ -69,6 +69,7 @@ def check(args: Args) -> Task:
     check_reward_name(args.reward, task.rules, args.reward_timeout)
     read_template(task.prompt)
     read_system_prompt(args.system_prompt)
+    read_examples(args.few_shot)
     check_evaluation_rule(args, task)
     if args.system_prompt and task.prompt not in ("", CHAT):
         raise UserError(

@@ -9,6 +9,7 @@ from alignment.builders.held_out import held_out_arguments
 from alignment.core.records import Distribution, Problem, SamplingConfig, Score
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, answer_in_box
+from alignment.data.tasks.own_data import read_examples
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.rewards.rules import find_rule
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
@@ -55,8 +56,8 @@ def prepare_evaluation(
     `other_rules` are reported beside those under the task's."""
     task = args.task_in_format
     problems = task.test_problems(args.dataset_path, args.max_problems)
-    examples: Sequence[tuple[str, str]] = ()
-    if isinstance(args, EvaluateArgs):
+    examples = read_examples(args.few_shot)
+    if isinstance(args, EvaluateArgs) and args.examples:
         examples = worked_examples(task, args)
     return PreparedEvaluation(
         problems=task.with_prompts(
@@ -88,8 +89,6 @@ def functions_of_others(
 def worked_examples(task: Task, args: EvaluateArgs) -> list[tuple[str, str]]:
     """--examples (question, response) pairs of the training split, none of which asks a test
     question. Raises `UserError` where the task has fewer."""
-    if not args.examples:
-        return []
     demonstrations = task.demonstrations("train", args.dataset_path, args.seed)
     pairs = []
     for problem, response in task.untested(demonstrations, args.dataset_path)[: args.examples]:

@@ -33,6 +33,7 @@ from alignment.config.flag import defaults_of_flags
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import TASKS, Task
+from alignment.data.tasks.own_data import read_examples
 from alignment.evaluation import benchmarks
 from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
@@ -198,7 +199,8 @@ def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Pred
     config = load_config(plan.base)
     shape = ModelShape.from_config(config, run.lora_rank, run.lora_targets)
     task = run.task_in_format
-    prompts = prompts_of(task, run.dataset_path, run.system_prompt, plan.base)
+    options = PromptFlags(run.system_prompt, run.few_shot)
+    prompts = prompts_of(task, run.dataset_path, options, plan.base)
     step = step_shape(
         run,
         roles,
@@ -340,8 +342,15 @@ def peaks_of_micro_batches(prediction: Prediction, tokens: int) -> list[DevicePe
     return peak_bytes(prediction.shape, prediction.config, prediction.roles, step)
 
 
+class PromptFlags(NamedTuple):
+    """The flags that lengthen every prompt."""
+
+    system_prompt: str = ""
+    few_shot: str = ""
+
+
 @functools.cache
-def prompts_of(task: Task, dataset_path: str, system_prompt: str, base: str) -> Prompts:
+def prompts_of(task: Task, dataset_path: str, options: PromptFlags, base: str) -> Prompts:
     """The prompts of the task, where its files and the tokenizer of the model `base` are on this
     machine, or else GSM8K's."""
     if task.name not in TASKS or not (Path(base) / "tokenizer.json").is_file():
@@ -349,7 +358,12 @@ def prompts_of(task: Task, dataset_path: str, system_prompt: str, base: str) -> 
     with suppress(UserError):  # the task's files are not here
         problems = task.test_problems(dataset_path)
         tokenizer = load_tokenizer(base)
-        with_prompts = task.with_prompts(problems, tokenizer, read_system_prompt(system_prompt))
+        with_prompts = task.with_prompts(
+            problems,
+            tokenizer,
+            read_system_prompt(options.system_prompt),
+            read_examples(options.few_shot),
+        )
         prompts = [problem.prompt for problem in with_prompts]
         longest = max(map(len, prompt_token_ids(tokenizer, prompts).ids))
         return Prompts(int(LONGER * longest), len(problems))

@@ -30,7 +30,7 @@ from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import read_system_prompt, trained_response, without_repeated_tag
 from alignment.data.tasks import answer_in_box
-from alignment.data.tasks.own_data import Demonstration
+from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.evaluation.accuracy import Evaluation, joined_record
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
 from alignment.model.saving import check_saving
@@ -199,6 +199,7 @@ def tokenise_demonstrations(
         [problem for problem, _ in demonstrations],
         tokenizer,
         read_system_prompt(args.system_prompt),
+        read_examples(args.few_shot),
     )
     pairs: list[tuple[str, str]] = []
     repeated = 0

@@ -237,9 +237,14 @@ class EvaluateArgs(Args):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_audit_alone = not (self.compare or self.prompt or self.examples)
-        wanted = "without --prompt, --examples and --compare, since it sets the first two itself"
+        is_audit_alone = not (self.compare or self.prompt or self.examples or self.few_shot)
+        wanted = (
+            "without --prompt, --examples, --few_shot and --compare, since it sets the first two"
+            " itself"
+        )
         require(self, "audit_base", not self.audit_base or is_audit_alone, wanted)
+        is_one = not (self.examples and self.few_shot)
+        require(self, "few_shot", is_one, "left out with --examples, or these without it")
         are_two_models = len(self.compare) == 2 and not self.eval_tasks
         wanted = "two models, on one --task"
         require(self, "compare", not self.compare or are_two_models, wanted)
@@ -650,9 +655,6 @@ class RejectionArgs(Args):
     """Of the answers to a problem that pass: the shortest, or all."""
     min_consistency: float = flag(0.95, group="data", at_least=0, at_most=1)
     """Share of an answer's words that must be in its question's language."""
-    few_shot: str = flag("", group="data")
-    """JSONL file of worked examples that are put before each question; empty: none."""
-
     # Kept answers are data to train on, so that nothing of an evaluation's own decides them.
 
     @property

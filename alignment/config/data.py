@@ -50,6 +50,9 @@ class DataFlags:
     system_prompt: str = flag("", group="data")
     """System turn of --prompt chat, as text or as a file that has it; empty: what the model's
     makers publish, or the chat template's own."""
+    few_shot: str = flag("", group="data")
+    """JSONL file of worked examples, each with a "question" and a "response", that are put before
+    every question: as earlier turns of a chat, else as text. Empty: none."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class RolloutConfig:
     reward_settings: tuple[tuple[str, object], ...] = ()  # The reward's own settings, by name
     prompt: str = ""  # Prompt template; "": the task's own
     system_prompt: str = ""  # Of a chat: a text, or the file that has it
+    few_shot: str = ""  # File of worked examples that are put before each question
     dataset_path: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     prompts_per_rollout: int = 32

@@ -38,6 +38,7 @@ from alignment.core.tokens import collate
 from alignment.data.pass_rates import banded
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, find_task
+from alignment.data.tasks.own_data import read_examples
 from alignment.policy.policy import Policy
 from alignment.rewards.rules import Reward, find_reward, graded_ahead, grading_report
 from alignment.rollouts.config import (
@@ -122,6 +123,7 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
         with_short_solutions(kept, config, tokenizer),
         tokenizer,
         read_system_prompt(config.system_prompt),
+        read_examples(config.few_shot),
     )
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
     reward = find_reward(config.reward, task.rules, config.reward_timeout, config.reward_settings)

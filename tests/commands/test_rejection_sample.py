@@ -9,7 +9,7 @@ from alignment import rejection_sample
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.prompts import ChatOptions, prompted
 from alignment.data.tasks import own_data
-from alignment.rejection_sample import REASONS, read_examples, select
+from alignment.rejection_sample import REASONS, select
 from alignment.rewards.rules import RULES
 from alignment.system.errors import UserError
 
@@ -103,8 +103,7 @@ def test_rows_that_are_none_are_named(line, message, tmp_path):
 
 def test_examples_come_before_each_question(tmp_path):
     file = write(tmp_path / "shown.jsonl", {"question": "What is 1 + 1?", "response": " 2"})
-    ((example, response),) = read_examples(file)
-    options = ChatOptions(examples=((example.question, response),))
+    options = ChatOptions(examples=tuple(own_data.read_examples(file)))
     (asked,) = prompted([PROBLEM], "tiny", None, options)
     assert asked.prompt == "User: What is 1 + 1?\nAssistant: <think> 2\n\n" + PROBLEM.prompt
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment import args as arguments
+from alignment import llm_from_scratch
 from alignment.config.flag import flags_of_class
 from alignment.core.advantages import (
     BASELINES,
@@ -171,6 +172,32 @@ def test_rewards_are_scored_and_normalised():
         "reward_min": 0,
         "frac_reward_zero_std": 0.5,
     }
+
+
+def test_rewards_in_the_shapes_and_by_the_defaults_of_llm_from_scratch():
+    def reward_fn(response, truth):
+        return {"reward": float(response == truth), "format_reward": 1.0, "answer_reward": 0.0}
+
+    truths = ["a"] * 4 + ["c"] * 4
+    advantages, raw, metadata = llm_from_scratch.compute_group_normalized_rewards(
+        reward_fn, ["a", "b", "b", "b", "c", "c", "c", "c"], truths, 4
+    )
+    # Mean 1/4, unbiased variance (9/16 + 3/16) / 3 = 1/4: (1 - 1/4) / (1/2 + 1e-6).
+    assert advantages.shape == raw.shape == (8,)
+    first = 1.5 / (1 + 2e-6)
+    assert advantages[:4].tolist() == pytest.approx([first, -first / 3, -first / 3, -first / 3])
+    assert advantages[4:].tolist() == [0, 0, 0, 0]
+    assert raw.tolist() == [1, 0, 0, 0, 1, 1, 1, 1]
+    assert metadata["mean_advantages"] == pytest.approx(0, abs=1e-7)
+    assert metadata["reward_mean"] == 5 / 8
+
+
+@pytest.mark.parametrize(
+    ("passage", "answer"),
+    [(r"\boxed{3}, so \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("so 5", None), (r"\boxed{5", None)],
+)
+def test_the_last_box_of_a_passage(passage, answer):
+    assert llm_from_scratch.extract_answer(passage) == answer
 
 
 def test_group_statistics_of_a_single_sample_a_group():

@@ -11,16 +11,28 @@ from command_line import exit_code
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.ablation.design import grid
-from alignment.args import RLArgs, SweepArgs, command_line, parse, swept_values
+from alignment.args import (
+    EvaluateArgs,
+    RLArgs,
+    SFTArgs,
+    SweepArgs,
+    command_line,
+    parse,
+    swept_values,
+)
 from alignment.builders.base_models import has_chat_template
 from alignment.builders.checks import run_config
+from alignment.builders.evaluations import prepare_evaluation
+from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config import presets
 from alignment.config.command_line import args_of_run
 from alignment.core.records import Problem
 from alignment.core.text import prompt_token_ids
 from alignment.data.prompts import ChatOptions, prompted, read_system_prompt, read_template
 from alignment.data.tasks import TASKS, Task, answer_in_box
+from alignment.model.loading import load_tokenizer
 from alignment.rewards.rules import find_reward, find_rule
+from alignment.rollouts.source import open_source
 from alignment.runs.run import refuse_other_arguments
 from alignment.runs.run_folder import write_args
 from alignment.system.errors import UserError
@@ -277,6 +289,28 @@ def test_a_file_that_is_no_chat_is_refused(tmp_path, text, fault):
     file.write_text(text)
     with pytest.raises(UserError, match=f"^--prompt {re.escape(f'{file}: {fault}')}"):
         read_template(str(file))
+
+
+def test_worked_examples_stand_before_every_question(tiny_folder, tmp_path):
+    """In RL, in evaluations of a run and of `evaluate`, in demonstrations, and in previews, which
+    read these."""
+    tokenizer = load_tokenizer(tiny_folder)
+    file = tmp_path / "shown.jsonl"
+    file.write_text('{"question": "What is 1 + 1?", "response": " two </think>"}\n')
+    shown = "User: What is 1 + 1?\nAssistant: <think> two </think>\n\nUser: What is "
+    args = RLArgs(few_shot=str(file), max_problems=2)
+    problems = open_source(args.rollout_config, tokenizer).problems
+    evaluated = prepare_evaluation(args, tokenizer).problems
+    alone = EvaluateArgs(few_shot=str(file), max_problems=2)
+    for problem in (problems[0], *evaluated, *prepare_evaluation(alone, tokenizer).problems):
+        assert problem.prompt.startswith(shown)
+    sft_args = SFTArgs(few_shot=str(file))
+    [(prompt, _)] = tokenise_demonstrations(
+        sft_args, [(PROBLEM, " 4 </think>")], tokenizer, context=256
+    )
+    assert tokenizer.decode(prompt).startswith(shown)
+    with pytest.raises(UserError, match="^--few_shot .*: must be left out with --examples"):
+        EvaluateArgs(few_shot=str(file), examples=2)
 
 
 def test_a_chat_with_tags_is_graded_by_them():

@@ -306,3 +306,21 @@ def test_a_wrong_file_is_not_kept(source, tmp_path):
 def test_no_connection_is_one_clear_line(tmp_path):
     with pytest.raises(UserError, match="could not be fetched.*--dataset_path"):
         published.download("gsm8k", tmp_path / "data", "http://127.0.0.1:9")
+
+
+def test_files_that_lie_flat_in_the_folder_of_data_sets_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flat = tmp_path / "dataset"
+    flat.mkdir()
+    write(flat, GOOD)
+    with pytest.raises(UserError, match=r"^dataset/gsm8k/train\.jsonl does not exist"):
+        published.problems("gsm8k", "train")  # its test.jsonl may be of anything
+    write(flat, GOOD.replace("Two", "Three"), "test.jsonl")
+    [problem] = published.problems("gsm8k", "train")
+    assert problem.question == "Two and three?"
+    with pytest.raises(UserError, match=r"^dataset/svamp/SVAMP\.json does not exist"):
+        published.problems("svamp", "test")
+    (flat / "gsm8k").mkdir()
+    write(flat / "gsm8k", GOOD.replace("Two", "Four"))
+    [problem] = published.problems("gsm8k", "train")
+    assert problem.question == "Four and three?"

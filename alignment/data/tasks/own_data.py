@@ -268,6 +268,21 @@ def read_demonstrations(*files: str) -> list[Demonstration]:
     return demonstrations
 
 
+def read_examples(file: str) -> list[tuple[str, str]]:
+    """The (question, response) pairs of --few_shot; none for "". Raises `UserError` where the file
+    has none, or one has no question."""
+    if not file:
+        return []
+    examples = read_demonstrations(file)
+    have_questions = all(problem.question and not problem.turns for problem, _ in examples)
+    if not examples or not have_questions:
+        raise UserError(
+            f'--few_shot {file}: every example needs a "question" and a "response", and there must'
+            " be one"
+        )
+    return [(problem.question, response) for problem, response in examples]
+
+
 def _messages(row: Row) -> Iterator[Row]:
     """The messages in a row, of all the columns that may hold some."""
     for column in ("messages", "prompt", "completion"):

@@ -42,7 +42,7 @@ def demonstrations(
 def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]]:
     """The problems of a split, with the responses that their worked solutions teach."""
     files = PUBLISHED[name]
-    path = Path(dataset_path or FOLDER.format(name)) / files[split]["file"]
+    path = _folder(name, dataset_path) / files[split]["file"]
     if not path.is_file():
         command = (
             f"`uv run -m alignment.download --task {name}`, or point --dataset_path at a folder"
@@ -60,6 +60,18 @@ def _pairs(name: str, split: str, dataset_path: str) -> list[tuple[Problem, str]
         named_problem = replace(problem, id=f"{name}/{split}/{index}")
         demonstrations.append((named_problem, response))
     return demonstrations
+
+
+def _folder(name: str, dataset_path: str) -> Path:
+    """The folder of a data set's files: the one that is named, else dataset/NAME, or dataset itself
+    where it has both files and dataset/NAME has none."""
+    if dataset_path:
+        return Path(dataset_path)
+    own = Path(FOLDER.format(name))
+    files = [PUBLISHED[name][split]["file"] for split in ("train", "test")]
+    is_own = any((own / file).is_file() for file in files)
+    is_flat = all((own.parent / file).is_file() for file in files)
+    return own.parent if is_flat and not is_own else own
 
 
 def svamp_row(place: str, cells: Row) -> Row:
