@@ -1,6 +1,7 @@
 """The kinds of answers: quantities with units, words, listings, matrices, ..., and the arithmetic
 of regions of the line."""
 
+import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import NamedTuple, TypeGuard
@@ -10,9 +11,13 @@ from alignment.rewards.grading.values import rounded_value
 
 
 class Words(NamedTuple):
-    """An answer in words, or a sign that is no number: ∅, ∞."""
+    """An answer in words, or a sign that is no number: ∅, ∞.
+
+    `written` is a single word as it was written, which may be a product of letters: vT.
+    """
 
     text: str
+    written: str = ""
 
 
 class Quantity(NamedTuple):
@@ -71,11 +76,15 @@ class Region(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region."""
+    """`left sign right`, with sign one of = < ≤ ≠, that is neither labelled nor a region.
+
+    `unit` is that of an equation's right side, or "".
+    """
 
     sign: str
     left: Node
     right: Node
+    unit: str = ""
 
 
 class Clock(NamedTuple):
@@ -88,13 +97,34 @@ class Clock(NamedTuple):
     half: str
 
 
-Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock
+class Family(NamedTuple):
+    """An answer with a free parameter, for all integers: π/4 + kπ, k ∈ ℤ."""
+
+    answer: "Answer"
+    parameter: str
+
+
+Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock | Family
 
 
 def unlabelled(answer: Answer) -> Answer:
     if isinstance(answer, Labelled):
         return answer.answer
     return answer
+
+
+_MODULUS = re.compile("(≡ )?mod ([0-9]+)")
+
+
+def modulus(quantity: Quantity) -> int:
+    """The 7 of `3 (mod 7)` and of `x ≡ 3 (mod 7)`; 0 for other quantities."""
+    match = _MODULUS.fullmatch(quantity.unit)
+    return int(match[2]) if match else 0
+
+
+def is_class(quantity: Quantity) -> bool:
+    """Whether a quantity is a class of numbers, as the x of `x ≡ 3 (mod 7)` is."""
+    return quantity.unit.startswith("≡")
 
 
 def are_quantities(parts: Iterable[Answer]) -> TypeGuard[tuple[Quantity, ...]]:

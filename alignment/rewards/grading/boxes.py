@@ -13,6 +13,7 @@ from typing import Any
 
 from alignment.rewards.grading.answers import (
     Answer,
+    Family,
     Listing,
     Matrix,
     Quantity,
@@ -24,7 +25,7 @@ from alignment.rewards.grading.compare import Comparison
 from alignment.rewards.grading.expressions import Refused
 from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.reading import MAX_PARTS, read
-from alignment.rewards.grading.text import normalise
+from alignment.rewards.grading.text import normalise, single_backslashes
 
 # A longer text is not parsed, only compared as a string: the time to parse grows with the square of
 # the length.
@@ -137,6 +138,7 @@ def _outside(characters: list[str], contents: list[slice]) -> tuple[str, ...]:
 def stated(text: str) -> str:
     """The part of a text that states its answer: the content of its box, with the formula around it
     or the whole text where these make it one answer; the text itself if it has no box."""
+    text = single_backslashes(text)
     if not has_box(text):
         return text
     boxes = find_boxes(text)
@@ -243,6 +245,8 @@ def _is_one_answer(boxes: Boxes) -> bool:
         return False
     with suppress(Refused):
         answer = unlabelled(read(normalise(boxes.opened)))
+        if isinstance(answer, Family):
+            answer = unlabelled(answer.answer)
         if isinstance(answer, Quantity):
             # Words are a unit, or else a sentence.
             has_words = _SENTENCE_WORD.search(_COMMAND.sub(" ", boxes.rest))

@@ -42,10 +42,10 @@ SECONDS = 15.0  # of CPU time, a guard against computations in C that make no su
 
 WORKERS = LimitedWorkers(("math_verify", __name__))  # This process's workers for all of grading.
 
-FAILURES = ("work", "time-out", "memory", "died", "error")
+FAILURES = ("undecided", "work", "time-out", "memory", "died", "error")
 """Stages of a grading that did not decide: the reward is 0, and the run counts and reports it.
-"work" is a limit in steps, which a pair meets always or never; "time-out" is a guard against what
-hangs."""
+"undecided" are numbers too large to be compared; "work" is a limit in steps, which a pair meets
+always or never; "time-out" is a guard against what hangs."""
 
 
 class Verdict(NamedTuple):
@@ -111,7 +111,7 @@ def _decide(answer: str, truth: str, fast: bool) -> Verdict:
         # No text is known to come here, but a defect of the grader must not end a run of days.
         return Verdict(False, "error")
     if equal is None:
-        return Verdict(False, "unread")
+        return Verdict(False, "undecided" if comparison.undecided else "unread")
     return Verdict(equal, comparison.stage)
 
 

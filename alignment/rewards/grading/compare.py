@@ -14,6 +14,7 @@ from alignment.rewards.grading.answers import (
     About,
     Answer,
     Clock,
+    Family,
     Labelled,
     Listing,
     Matrix,
@@ -24,6 +25,7 @@ from alignment.rewards.grading.answers import (
     are_quantities,
 )
 from alignment.rewards.grading.expressions import (
+    TRIGONOMETRIC,
     NoAnswer,
     Node,
     Refused,
@@ -31,15 +33,19 @@ from alignment.rewards.grading.expressions import (
     subtrees,
     variables,
 )
+from alignment.rewards.grading.measures import conversion, total
+from alignment.rewards.grading.progressions import progressions, same_progressions
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import squeeze
 from alignment.rewards.grading.values import (
     equal_values,
+    is_beyond_bounds,
     proportional,
     real_value,
     rounds_to,
     substitute,
     terminates,
+    whole_number,
 )
 
 STAGES = ("literal", "normalised", "rational", "structured", "symbolic", "math-verify")
@@ -67,6 +73,8 @@ class Comparison:
 
     fast: bool = False
     stage: str = "normalised"
+    undecided: bool = False
+    """Whether two numbers of the texts could not be compared, because of their size."""
 
     def compare_texts(self, answer: str, truth: str, extracted: bool = False) -> bool | None:
         """Whether two normalised texts state the same answer; None if `read` refuses one.
@@ -95,8 +103,10 @@ class Comparison:
         except Refused:
             return unread
         try:
-            # Both are read, so that math-verify is not needed: undecided is unequal.
-            return self.compare_answers(read(answer), truth_read) or False
+            equal = self.compare_answers(read(answer), truth_read)
+            # Both are read, so that math-verify is not needed: what is not decided is unequal,
+            # and said where only the size of numbers prevents it.
+            return equal or (None if self.undecided and equal is None else False)
         except NoAnswer:
             return False
         except Refused:
@@ -111,6 +121,8 @@ class Comparison:
 
     def compare_answers(self, answer: Answer, truth: Answer) -> bool | None:
         """Whether an answer equals the truth; None where that cannot be decided."""
+        if isinstance(answer, Family) or isinstance(truth, Family):
+            return self._compare_families(answer, truth)
         if isinstance(answer, Labelled) or isinstance(truth, Labelled):
             return self._compare_labelled(answer, truth)
         if isinstance(answer, About) or isinstance(truth, About):
@@ -120,12 +132,16 @@ class Comparison:
         if isinstance(answer, Words) and isinstance(truth, Words):
             return answer.text == truth.text
         self._reach("structured")
+        if isinstance(answer, Words) and isinstance(truth, Quantity):
+            return self._is_product_of_letters(answer, truth)
+        if isinstance(answer, Quantity) and isinstance(truth, Words):
+            return self._is_product_of_letters(truth, answer)
         if isinstance(answer, Clock) and isinstance(truth, Clock):
             return _same_time(answer, truth)
         if isinstance(answer, Relation) and isinstance(truth, Relation):
             return self._compare_relations(answer, truth)
-        if isinstance(answer, Relation) and isinstance(truth, Quantity) and _names_a_sum(answer):
-            return self._compare_quantities(Quantity(answer.right), truth)  # m + n = 113
+        if isinstance(answer, Relation) and isinstance(truth, Quantity) and _states_value(answer):
+            return self._compare_quantities(Quantity(answer.right, answer.unit), truth)
         if isinstance(answer, Region) or isinstance(truth, Region):
             return _same_region(answer, truth)
         if isinstance(answer, Listing | Matrix) or isinstance(truth, Listing | Matrix):
@@ -139,13 +155,19 @@ class Comparison:
         """
         if is_rational(a) and is_rational(b):
             self._reach("rational")
-            return equal_values(a, b) is True
+            return self._note_bounds(a, b, equal_values(a, b))
         self._reach("symbolic")
         if "i" in subtrees(b):
             # Code writes the imaginary unit as I or j.
             spellings = {"I", "j"} - variables(b)
             a = substitute(a, dict.fromkeys(spellings, "i"))
-        return None if self.fast else equal_values(a, b)
+        return None if self.fast else self._note_bounds(a, b, equal_values(a, b))
+
+    def _note_bounds(self, a: Node, b: Node, equal: bool | None) -> bool | None:
+        """The verdict; `undecided` is set where the size of two numbers prevented one."""
+        if equal is None and is_beyond_bounds(a, b):
+            self.undecided = True
+        return equal
 
     def _reach(self, stage: str) -> None:
         self.stage = max(self.stage, stage, key=STAGES.index)
@@ -160,6 +182,43 @@ class Comparison:
         with suppress(Refused):
             return rounds_to(value, truth.value, truth.decimals)
         return False
+
+    def _is_product_of_letters(self, words: Words, quantity: Quantity) -> bool:
+        """Whether a word such as vT is the product of the letters in an expression, v * T."""
+        letters = words.written
+        names = {name for name in subtrees(quantity.value) if isinstance(name, str)}
+        is_of_letters = 2 <= len(letters) <= 4 and names and set(letters) == names
+        if not is_of_letters or quantity.unit:
+            return False
+        product: Node = letters[0]
+        for letter in letters[1:]:
+            product = ("*", product, letter)
+        return self.compare_values(product, quantity.value) is True
+
+    def _compare_families(self, answer: Answer, truth: Answer) -> bool | None:
+        """One side at least has an integer parameter, such as k in π/4 + kπ.
+
+        Two sets of progressions are compared by their numbers, if the truth says that its parameter
+        is an integer. The answer may leave that out.
+        """
+        inner_answer = answer.answer if isinstance(answer, Family) else answer
+        inner_truth = truth.answer if isinstance(truth, Family) else truth
+        equal = self.compare_answers(inner_answer, inner_truth)
+        if equal or self.fast:
+            return equal
+        if _labels_differ(inner_answer, inner_truth):
+            return equal
+        parameter = _only_name(inner_answer)
+        if isinstance(answer, Family):
+            parameter = answer.parameter
+        answer_numbers = progressions(inner_answer, parameter)
+        # A truth without a parameter may be a class of numbers, such as 3 modulo 7.
+        truth_parameter = truth.parameter if isinstance(truth, Family) else ""
+        truth_numbers = progressions(inner_truth, truth_parameter)
+        if not answer_numbers or not truth_numbers:
+            return equal
+        self._reach("symbolic")
+        return same_progressions(answer_numbers, truth_numbers)
 
     # --- labels and approximations ----------------------------------------------------------------
 
@@ -204,7 +263,11 @@ class Comparison:
         end, that rounds to it is right.
         """
         if not _units_agree(answer, truth):
+            if answer.unit and truth.unit and (factor := conversion(answer.unit, truth.unit)):
+                return self.compare_values(("*", answer.value, factor), truth.value)
             return self._is_symbol_for_unit(answer, truth)
+        if answers.modulus(answer):
+            return _same_residue(answer, truth)
         equal = self.compare_values(answer.value, truth.value)
         units = (answer.unit, truth.unit)
         if equal and set(units) == {"", "%"} and _is_below_one(truth.value):
@@ -252,9 +315,10 @@ class Comparison:
                 case ("*", Fraction() as number, str(symbol)) if (
                     symbol in quantities.SYMBOLS and not algebra.unit
                 ):
-                    if quantities.read_unit(symbol) != measure.unit:
+                    factor = conversion(quantities.read_unit(symbol), measure.unit)
+                    if not factor:
                         return False
-                    return self.compare_values(number, measure.value) is True
+                    return self.compare_values(number * factor, measure.value) is True
         return False
 
     def _compare_relations(self, answer: Relation | None, truth: Relation | None) -> bool | None:
@@ -280,6 +344,17 @@ class Comparison:
             return vector is not None and self._compare_structures(answer, vector)
         if isinstance(answer, Matrix) or isinstance(truth, Matrix):
             return self._compare_matrices(answer, truth)
+        answer_sum = _as_sum(answer)
+        truth_sum = _as_sum(truth)
+        if isinstance(answer_sum, Quantity) and isinstance(truth_sum, Quantity):
+            # 5 feet 6 inches are 66 inches, and not 66: both carry units.
+            has_units = bool(answer_sum.unit and truth_sum.unit)
+            return has_units and self._compare_quantities(answer_sum, truth_sum)
+        if isinstance(answer, Listing) and isinstance(truth, Listing):
+            answer_counts = _counts(answer)
+            truth_counts = _counts(truth)
+            if answer_counts and truth_counts and self._same_counts(answer_counts, truth_counts):
+                return True
         if isinstance(answer, Listing) and isinstance(truth, Listing):
             return self._compare_listings(answer, truth)
         if isinstance(answer, Listing):
@@ -295,6 +370,16 @@ class Comparison:
                 return self.compare_answers(answer, member)
             return self._compare_ratio_with_number(truth, answer)
         return False
+
+    def _same_counts(self, answer: "_Counts", truth: "_Counts") -> bool:
+        """Whether as many of each are counted: 10 chickens and 20 rabbits, in any order."""
+        if len(answer) != len(truth):
+            return False
+        for noun, value in truth.items():
+            same = [other for other in answer if quantities.same_unit(other, noun)]
+            if len(same) != 1 or self.compare_values(answer[same[0]], value) is not True:
+                return False
+        return True
 
     def _compare_ratio_with_number(self, listing: Listing, number: Answer) -> bool | None:
         """Whether 3:4 is 3/4."""
@@ -429,16 +514,49 @@ def _without_about(answer: Answer) -> Answer:
     return answer.answer if isinstance(answer, About) else answer
 
 
-def _names_a_sum(equation: Relation) -> bool:
-    """Whether the left side adds different variables up and the right one is their sum."""
-    names = []
-    for tree in subtrees(equation.left):
-        if isinstance(tree, str):
-            names.append(tree)
-        elif not (isinstance(tree, tuple) and tree[0] == "+"):
-            return False
-    are_different = len(set(names)) == len(names) > 1
-    return equation.sign == "=" and are_different and is_rational(equation.right)
+# The functions of an angle, a vector or a complex number that have a name of their own.
+_NAMED_FUNCTIONS = (*TRIGONOMETRIC, "abs")
+
+
+def _states_value(equation: Relation) -> bool:
+    """Whether an equation says what its left side is, as m + n = 113, AB^2 = 25 and |z| = 5 do.
+
+    An equation in one unknown, such as 2x = 10 or x^2 - 5x = -6, is to be solved: its right side is
+    no answer. Of one name, other than the unknown x, only a power, a function of an angle, or an
+    absolute value is a quantity of its own.
+    """
+    if equation.sign != "=" or variables(equation.right):
+        return False
+    names = variables(equation.left) - {"f", "g", "h"}  # functions: f(1) + f(2) = 7
+    if len(names) != 1:
+        return len(variables(equation.left)) > 0
+    if names == {"x"}:
+        return False
+    match equation.left:
+        case ("^", base, Fraction() as exponent):
+            return exponent.denominator == 1 and (isinstance(base, str) or _is_named(base))
+    return _is_named(equation.left)
+
+
+def _is_named(node: Node) -> bool:
+    return isinstance(node, tuple) and node[0] in _NAMED_FUNCTIONS
+
+
+def _labels_differ(answer: Answer, truth: Answer) -> bool:
+    if isinstance(answer, Labelled) and isinstance(truth, Labelled):
+        return answer.label != truth.label
+    return False
+
+
+def _only_name(answer: Answer) -> str:
+    """The one variable of an answer; "" where it has none or several."""
+    answer = answers.unlabelled(answer)
+    parts = answer.parts if isinstance(answer, Listing) else (answer,)
+    names: set[str] = set()
+    for part in map(answers.unlabelled, parts):
+        if isinstance(part, Quantity):
+            names |= variables(part.value)
+    return names.pop() if len(names) == 1 else ""
 
 
 def _as_relation(answer: Labelled) -> Relation | None:
@@ -454,11 +572,21 @@ def _as_relation(answer: Labelled) -> Relation | None:
 def _units_agree(answer: Quantity, truth: Quantity) -> bool:
     """Whether the units are the same, or one is missing.
 
-    A remainder modulo n equals a number only if the truth has that unit.
+    A remainder modulo n equals a number only if the truth has that unit. The solutions of a
+    congruence are numbers of a class, which no single number states.
     """
-    if answer.unit.startswith("mod ") and answer.unit != truth.unit:
-        return False
+    moduli = (answers.modulus(answer), answers.modulus(truth))
+    if any(moduli):
+        return moduli[0] == moduli[1] or not (moduli[0] or answers.is_class(truth))
     return not answer.unit or not truth.unit or quantities.same_unit(answer.unit, truth.unit)
+
+
+def _same_residue(answer: Quantity, truth: Quantity) -> bool:
+    """Whether two numbers differ by a multiple of the modulus that both have as their unit."""
+    with suppress(Refused):
+        difference = whole_number(("-", answer.value, truth.value))
+        return difference % answers.modulus(answer) == 0
+    return False
 
 
 def _is_below_one(value: Node) -> bool:
@@ -486,6 +614,35 @@ def _same_region(answer: Answer, truth: Answer) -> bool:
 # --- structures -----------------------------------------------------------------------------------
 
 _Rows = Sequence[Sequence[Answer]]
+_Counts = dict[str, Node]  # noun or unit -> how many of it
+
+
+def _as_sum(answer: Answer) -> Answer:
+    """The sum of `5 feet 6 inches`; any other answer as it is."""
+    if isinstance(answer, Listing):
+        return total(answer) or answer
+    return answer
+
+
+def _counts(listing: Listing) -> _Counts:
+    """How many of what a listing counts: `10 chickens and 20 rabbits`, `chickens: 10, rabbits: 20`.
+
+    {} where a part has no noun, or two parts have the same.
+    """
+    counts: _Counts = {}
+    for part in listing.parts:
+        value = answers.unlabelled(part)
+        if not isinstance(value, Quantity):
+            return {}
+        noun = value.unit
+        if isinstance(part, Labelled):
+            if noun or not _is_word(part.label):
+                return {}
+            noun = quantities.read_unit(part.label) or part.label.lower()
+        if not noun or noun in counts:
+            return {}
+        counts[noun] = value.value
+    return counts if listing.kind in ("", "or", "+", "=") else {}
 
 
 def _labelled_parts(listing: Listing) -> list[Labelled]:

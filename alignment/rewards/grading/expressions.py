@@ -64,16 +64,19 @@ _INVERSES = {
     "acos": "arccos",
     "atan": "arctan",
 }
-_OTHER_FUNCTIONS = "sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil"
+_OTHER_FUNCTIONS = "sinh cosh tanh sqrt cbrt log lg ln exp abs floor ceil cis"
 FUNCTIONS = [*TRIGONOMETRIC, *_INVERSES, *_OTHER_FUNCTIONS.split()]
-_OTHER_COMMANDS = "pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat"
+PAIRED = ["gcd", "lcm", "max", "min"]  # functions of two operands
+_OTHER_COMMANDS = (
+    "gcd lcm max min pi frac binom degree overline lfloor rfloor lceil rceil ihat jhat khat"
+)
 _COMMANDS = {*GREEK, *CAPITALS, *FUNCTIONS, *_OTHER_COMMANDS.split()}
 
 # Names that may stand without a backslash. Short ones may not: they could be products of variables.
 NAMES = {*GREEK, *FUNCTIONS, "pi"} - {"eta", "nu", "xi", "mu", "chi", "lg", "tau", "rho"}
 _NAME = re.compile("|".join(sorted(NAMES, key=len, reverse=True)))
 
-_CONSTANTS = {r"\pi", "e", "i"}
+CONSTANTS = {r"\pi", "e", "i"}
 
 _TOKEN = re.compile(
     rf" ?(?:\\(?P<command>[A-Za-z]+)|(?P<name>{_NAME.pattern})|"
@@ -129,7 +132,7 @@ def subtrees(node: Node) -> list[Node]:
 
 def variables(node: Node) -> set[str]:
     """The names in a tree that are not constants."""
-    return {name for name in subtrees(node) if isinstance(name, str)} - _CONSTANTS
+    return {name for name in subtrees(node) if isinstance(name, str)} - CONSTANTS
 
 
 def is_rational(node: Node) -> bool:
@@ -236,12 +239,13 @@ class _Parser:
         return node
 
     def postfix(self) -> Node:
-        """An atom with its factorial or degree sign: 5!, 30\\degree."""
+        """An atom with its factorial or degree sign: 5!, 6!!, 30\\degree."""
         node = self.atom()
         if self.take("!"):
-            node = ("!", node)
+            operation = "!!" if self.take("!") else "!"
+            node = (operation, node)
             if self.next == "!":
-                raise Refused("a double factorial")
+                raise Refused("a triple factorial")
         if self.take(r"\degree"):
             node = ("/", ("*", node, r"\pi"), Fraction(180))
         return node
@@ -256,6 +260,8 @@ class _Parser:
             return ("/", self.argument(), self.argument())
         if token == r"\binom":
             return ("binom", self.argument(), self.argument())
+        if token[1:] in PAIRED:
+            return (token[1:], self.argument(), self.argument())
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
         if token.isalpha() or (token[:1] == "\\" and token != r"\overline"):
@@ -264,7 +270,7 @@ class _Parser:
 
     def subscripted(self, name: str) -> str:
         """A variable with its subscript, x_1 or a_{12}, as one name."""
-        if name in _CONSTANTS or not self.take("_"):
+        if name in CONSTANTS or not self.take("_"):
             return name
         if self.take("{"):
             subscript = ""
@@ -356,6 +362,8 @@ class _Parser:
         in_brackets = self.next in _BRACKETS
         operand = self.group() if in_brackets else self.nested(self.bare_operand)
         node: Node = (_INVERSES.get(name, name), operand)
+        if name == "cis":
+            node = ("+", ("cos", operand), ("*", "i", ("sin", operand)))
         if name in ("log", "lg"):
             node = ("/", ("ln", operand), ("ln", base))
         if exponent == 1:

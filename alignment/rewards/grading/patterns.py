@@ -55,7 +55,15 @@ BASED = re.compile(
 )
 
 # 5 \pmod{7}; 5 (mod 7). Groups: the remainder, the modulus.
-MODULO = re.compile(r"(.*[0-9]) ?\\?\(?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]+) ?\}?\)?")
+_MODULUS = r"\\?\(? ?(?:\\pmod|\\bmod|\\mod|mod) ?\{? ?([0-9]{1,40}) ?\}? ?\)?"
+MODULO = re.compile(rf"(.*[0-9]) ?{_MODULUS}")
+# x ≡ 3 (mod 7); x ≡ 1, 3 (mod 8). Groups: the left side, the residues, the modulus.
+CONGRUENCE = re.compile(rf"([^≡]*?) ?≡ ?((?:(?!mod)[^≡])*?) ?{_MODULUS}")
+
+# 12 cows; 3 red pens
+COUNT = re.compile(r"[0-9.]+ [A-Za-z]+(?: [A-Za-z]+){0,2}")
+# 72 (clips). Groups: the amount, the unit.
+UNIT_IN_BRACKETS = re.compile(r"(.*[0-9}\])]) ?\(([A-Za-z]{2,}(?: [a-z]+){0,2})\)")
 
 # 30\degree 15' 20". Groups: degrees, minutes, seconds.
 MINUTES = re.compile(
@@ -162,7 +170,8 @@ TRAILING_WORDS = re.compile(
     [ ]
     (?:
         old | long | tall | wide | high | deep | away | left | remaining
-        | total | in[ ]total | in[ ]all | altogether | each | apiece
+        | total | in[ ]total | in[ ]all | altogether | overall | combined | together
+        | each | apiece | exactly | precisely
         | of[ ] (?:the|a|an|all|his|her|their|its) (?:[ ][a-z]+){1,3}
     )$
     """,
@@ -208,6 +217,15 @@ SENTENCE = re.compile(
     """,
     re.VERBOSE,
 )
+# 一共有15种方法. Group: the text from the number or formula on.
+CHINESE_SENTENCE = re.compile(
+    r"""
+    [\u4e00-\u9fffA-Za-z,\ ]{0,30}
+    (?: 是|为|有|等于|得|共|需|要 | [\u4e00-\u9fff]: ) [ ]?
+    ([-+\\$0-9A-Za-z(].*)
+    """,
+    re.VERBOSE,
+)
 # The function is odd. Group: the predicate.
 PREDICATE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
 # 15 every day; 15 for the trip. Groups: the answer, the end of the sentence if there is one, the
@@ -218,7 +236,7 @@ SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\
 # A clause about a free parameter begins with a word (x = 2k, where k is an integer), or with the
 # parameter or "for integers" (x = 2k, k ∈ ℤ).
 CLAUSE_WORD = re.compile(r"(?:, ?| )(?:where |for |with )")
-CLAUSE_VARIABLE = re.compile(r", ?(?=[a-z] ?∈)| (?=for integers?\b)")
+CLAUSE_VARIABLE = re.compile(r", ?(?=[a-z] ?∈|[a-z] is an? (?:any )?integer)| (?=for integers?\b)")
 # The whole clause: ", where k is an integer"; " for integers k". Groups: the name of the parameter
 # if it follows "integer", its name if it comes first.
 CLAUSE = re.compile(
@@ -258,7 +276,11 @@ LABEL = re.compile(
     # f(x), f^{{-1}}(x), g'
     | [fgh] (?: \^[ ]?(?:\{{[ ]?-1[ ]?\}}|-1) )? '* (?: [ ]?\([^()=]{{1,12}}\) )?
     # a probability or an expectation
-    | [PE] [ ]?\([^()=]{{1,12}}\)
+    | [PE] [ ]?\([^()]{{1,20}}\)
+    # f(f(x)), [ABC], S_{{\triangle ABC}}
+    | [fgh] [ ]?\( [^()=]{{0,8}} \([^()=]{{1,8}}\) [^()=]{{0,8}} \)
+    | \[[A-Z]{{3,6}}\]
+    | [A-Z]_\{{[ ]?(?:\\triangle[ ])?[ ]?[A-Z]{{3,4}}[ ]?\}}
     # u(x, y), p(17)
     | {VARIABLE.pattern} [ ]?\( {_ARGUMENT} (?: ,[ ]?{_ARGUMENT} ){{0,2}} \)
     # an angle, a side, a length, sets
@@ -275,6 +297,23 @@ LABEL = re.compile(
     | d[a-z]/d[a-z]
     | \\frac\{{d[a-z]\}}\{{d[a-z]\}}
     """,
+    re.VERBOSE,
+)
+
+# cows: 12, pigs: 7; k: 7. What stands before each colon is a label.
+COLON_LABELS = re.compile(
+    r"""
+    (?: [a-z] | [A-Za-z]{3,} (?:[ ][A-Za-z]+){0,3} ) :[ ] [^:=]+
+    (?: (?: [,;][ ]? | [ ]and[ ] ) [A-Za-z]+ (?:[ ][A-Za-z]+){0,3} :[ ] [^:=]+ )*
+    """,
+    re.VERBOSE,
+)
+# rate * time; speed / distance. A formula whose names are words.
+FORMULA_OF_WORDS = re.compile(
+    r"""
+    {words} (?:[ ]?[-+*/][ ]?{words}){{1,4}}
+    | \\frac[ ]?\{{[ ]?{words}[ ]?\}}[ ]?\{{[ ]?{words}[ ]?\}}
+    """.format(words="[A-Za-z]{3,}(?:[ ][A-Za-z]+){0,4}"),
     re.VERBOSE,
 )
 

@@ -3,7 +3,9 @@ times, options, sentences."""
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from fractions import Fraction
+from typing import NamedTuple
 
 from alignment.rewards.grading import patterns
 from alignment.rewards.grading.answers import (
@@ -12,6 +14,7 @@ from alignment.rewards.grading.answers import (
     Clock,
     Listing,
     Quantity,
+    Words,
     are_quantities,
 )
 from alignment.rewards.grading.expressions import (
@@ -32,6 +35,9 @@ SCALES: dict[str, int] = TABLES["scales"]
 
 _CARDINALS = (*range(20), *range(20, 100, 10))
 _BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), _CARDINALS, strict=True))
+_TENS = [word for word, value in _BELOW_HUNDRED.items() if value >= 20]
+_CHINESE_QUALIFYING = TABLES["chinese_qualifying"].split()
+_CHINESE_COUNTERS = TABLES["chinese_counters"].split()
 
 
 # --- numbers in words -----------------------------------------------------------------------------
@@ -57,6 +63,106 @@ def number_in_words(text: str) -> Fraction | None:
     return _cardinal_in_words([word for word in words if word != "and"])
 
 
+_ORDINALS = {word: rank for rank, word in enumerate(TABLES["ordinals"].split())}
+for _word, _value in _BELOW_HUNDRED.items():
+    if _value > 12:
+        _ORDINALS[f"{_word.removesuffix('y')}ieth" if _word[-1] == "y" else f"{_word}th"] = _value
+_ORDINALS |= {"hundredth": 100, "thousandth": 1000, "millionth": 1_000_000}
+
+
+def rank_in_words(text: str) -> int | None:
+    """The rank of "second", "twenty-first" or "one hundred and first"; None for other words.
+
+    "one third" and "a fifth" are fractions, and no ranks.
+    """
+    if len(text) > 80 or not re.fullmatch("[A-Za-z]+(?:[ -][A-Za-z]+)*", text):
+        return None
+    *leading, last = text.lower().replace("-", " ").split()
+    rank = _ORDINALS.get(last)
+    leading = [word for word in leading if word != "and"]
+    if rank is None or not leading:
+        return rank
+    before = _cardinal_in_words(leading)
+    if before is None:
+        return None
+    # The words before end in a larger place: twenty-first, two hundred and twelfth.
+    place = 10 if rank < 10 else 100
+    is_larger = rank > 0 and rank < 100 and before % place == 0 and before > 0
+    return int(before) + rank if is_larger else None
+
+
+def read_rank(text: str, levels: int = 0) -> Answer | None:
+    """`second`, `the twenty-first`, `2nd place`; None for other texts. `2nd` alone is read as the
+    number 2, and so is `second`."""
+    text = re.sub("^[Tt]he ", "", text)
+    if alone := re.fullmatch("([0-9]{1,9})(?:st|nd|rd|th)", text):
+        return Quantity(Fraction(int(alone[1])))
+    words, _, noun = text.rpartition(" ")
+    if digits := re.fullmatch(r"([0-9]{1,9})(?:st|nd|rd|th) ([a-z]{3,20})", text):
+        return Words(f"{int(digits[1])}th {digits[2]}")
+    if (rank := rank_in_words(text)) is not None:
+        return Quantity(Fraction(rank))
+    if words and (rank := rank_in_words(words)) is not None and _is_name(noun):
+        return Words(f"{rank}th {noun}")
+    return None
+
+
+def _is_name(noun: str) -> bool:
+    """Whether a word may be what is ranked, and not one that makes a fraction or another rank."""
+    is_word = re.fullmatch("[a-z]{3,20}", noun) is not None
+    return is_word and noun not in _NOT_UNITS and noun not in _QUALIFYING and not _is_number(noun)
+
+
+_CHINESE_DIGITS = {"零": 0, "〇": 0, "两": 2} | {
+    digit: value for value, digit in enumerate("一二三四五六七八九", start=1)
+}
+_CHINESE_PLACES = {"十": 10, "百": 100, "千": 1000}
+_CHINESE_MYRIADS = {"万": 10**4, "亿": 10**8}
+
+
+def chinese_number(text: str) -> Fraction | None:
+    """The value of 十二, 三百零五, or 三分之一, which is a third; None for other texts."""
+    if len(text) > 20 or not text:
+        return None
+    bottom, part, top = text.partition("分之")
+    if part:
+        below = chinese_number(bottom)
+        above = chinese_number(top)
+        return None if not below or above is None else above / below
+    total = 0
+    section = 0  # below ten thousand
+    digit = 0
+    for character in text:
+        if character in _CHINESE_DIGITS:
+            if digit:
+                return None
+            digit = _CHINESE_DIGITS[character]
+        elif character in _CHINESE_PLACES:
+            section += (digit or 1) * _CHINESE_PLACES[character]
+            digit = 0
+        elif character in _CHINESE_MYRIADS:
+            total = (total + section + digit) * _CHINESE_MYRIADS[character]
+            section = digit = 0
+        else:
+            return None
+    return Fraction(total + section + digit)
+
+
+def _chinese_quantity(text: str) -> Quantity | None:
+    """The quantity of 十二, 十二个 or 三分之一; None for other texts."""
+    if not re.match("[\u4e00-\u9fff〇]", text):
+        return None
+    value = chinese_number(text)
+    if value is not None:
+        return Quantity(value)
+    for length in (1, 2):
+        value = chinese_number(text[:-length])
+        unit = text[-length:]
+        if value is not None and (unit in _UNIT_NAMES or unit in _CHINESE_COUNTERS):
+            return Quantity(value, _UNIT_NAMES.get(unit, unit))
+    return None
+
+
 def _is_number(word: str) -> bool:
     return number_in_words(word) is not None
 
@@ -69,6 +175,9 @@ def _fraction_in_words(words: list[str]) -> Fraction | None:
     bottom = TABLES["denominators"].get(noun.removesuffix("s"))
     # "half" alone is a number, but "third" alone is a rank.
     if bottom is None or (not numerator and bottom != 2):
+        return None
+    # twenty-fifth is a rank; twenty fifths are 4.
+    if noun in _ORDINALS and numerator and numerator[-1] in _TENS:
         return None
     if numerator in ([], ["a"], ["one"]):
         return Fraction(1) / bottom
@@ -154,6 +263,10 @@ def _spell_unit(text: str) -> str:
     """The text with one character for each sign, and abbreviations written out."""
     text = re.sub(r"\\degree ?([CF])\b", r"°\1", text)
     text = text.replace(r"\degree", "degree").replace(r"\Omega", "Ω").replace(r"\mu ", "µ")
+    # 平方 is square, 立方 cubic, and 每 per.
+    text = re.sub("([\u4e00-\u9fff]+)每", r"\1/", text)
+    text = re.sub("平方([\u4e00-\u9fff]+)", r"\1^2", text)
+    text = re.sub("立方([\u4e00-\u9fff]+)", r"\1^3", text)
     text = TABLES["unit_abbreviations"].get(text.lower(), text)
     return _DEGREES.sub(lambda match: f"°{match[1][0].upper()}", text).strip()
 
@@ -202,6 +315,9 @@ def _unit_of_word(word: str) -> str:
     name = word.rstrip(".")
     if name in _UNIT_NAMES:
         return _UNIT_NAMES[name]
+    if re.fullmatch("[\u4e00-\u9fff]{1,6}", name):
+        # Any other Chinese word after a number counts things, unless it changes the number.
+        return "" if qualified_in_chinese(name) or chinese_number(name[0]) is not None else name
     shortest = 2 if name.isupper() else 3
     if len(name) < shortest:
         return ""
@@ -242,6 +358,8 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
     if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
         whole, top, bottom = map(int, mixed.groups())
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
+    if (chinese := _chinese_quantity(text)) is not None:
+        return chinese
     words = text.split(" ")
     # The unit is at most three words at the end.
     for end in range(len(words), max(0, len(words) - 4), -1):
@@ -265,7 +383,7 @@ def plain_words(text: str) -> str:
         return ""
     if patterns.LETTER_PRODUCT.fullmatch(text) or not re.search(r"[^\W\d_]{2}", text):
         return ""
-    if quantity_in_words(text) is not None:
+    if quantity_in_words(text) is not None or read_rank(text) is not None:
         return ""
     spelled = text.casefold().replace("-", " ").replace("'", "")
     return " ".join(patterns.ARTICLE.sub("", spelled).split())
@@ -305,11 +423,18 @@ def qualified(text: str) -> bool:
     return any(word in _QUALIFYING or word.endswith("n't") for word in words)
 
 
+def qualified_in_chinese(text: str) -> bool:
+    """Whether a Chinese text denies, hedges, offers a choice or describes a calculation."""
+    return any(word in text for word in _CHINESE_QUALIFYING)
+
+
 def answer_in_sentence(text: str) -> str:
-    """The answer in a plain sentence, 15 in "So there are 15 ways".
+    """The answer in a plain sentence, 15 in "So there are 15 ways" and in 一共有15种方法.
 
     "" if the sentence denies, hedges or offers a choice.
     """
+    if chinese := patterns.CHINESE_SENTENCE.fullmatch(text):
+        return "" if qualified_in_chinese(text) else chinese[1]
     sentence = patterns.SENTENCE.fullmatch(text)
     if sentence is None or qualified(text):
         return ""
@@ -340,25 +465,34 @@ def two_forms(text: str) -> tuple[str, str] | None:
     return match[1], match[2]
 
 
-def without_clause(text: str) -> str:
-    """The text without a closing "k ∈ ℤ", which a free parameter implies.
+class Clause(NamedTuple):
+    """A text without its closing clause, such as "k ∈ ℤ", of a free parameter."""
 
-    The parameter is renamed to n.
-    """
+    formula: str
+    parameter: str  # "" where the text has no such clause
+    is_integer: bool  # The parameter takes all integers, and not natural numbers alone.
+
+
+def take_clause(text: str) -> Clause:
+    """The text without a closing "k ∈ ℤ"; the parameter is renamed to n where it can be."""
+    without = Clause(text, "", False)
     start = patterns.CLAUSE_WORD.search(text) or patterns.CLAUSE_VARIABLE.search(text)
     if start is None:
-        return text
+        return without
     clause = patterns.CLAUSE.fullmatch(text[start.start() :])
     if clause is None:
-        return text
+        return without
     name = clause[1] or clause[2]
     formula = text[: start.start()]
     letters = re.sub(r"\\[A-Za-z]+", "", formula)
     if name not in letters:
-        return text
+        return without
+    is_integer = "ℕ" not in clause[0]
     parameter = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
     stands_alone = len(parameter.findall(letters)) == letters.count(name)
-    return parameter.sub("n", formula) if stands_alone and "n" not in letters else formula
+    if stands_alone and "n" not in letters:
+        return Clause(parameter.sub("n", formula), "n", is_integer)
+    return Clause(formula, name, is_integer)
 
 
 # --- times, ratios and measures in two units ------------------------------------------------------
@@ -414,11 +548,28 @@ def read_two_units(text: str, levels: int) -> Answer | None:
         measures = (f"{match[1]} {match[2]}", f"{match[3]} {match[4]}")
     else:
         measures = (f"{match[5]} ft", f"{match[6]} in")
-    parts = tuple(map(read_quantity, measures))
+    return _listing_of_units(measures)
+
+
+def read_several_units(text: str, levels: int) -> Answer | None:
+    """`2 pens, 3 books and 4 rulers`: at least three quantities of different units."""
+    pieces = re.split(r",? and |, ", text)
+    if not 3 <= len(pieces) <= 10 or not all(map(patterns.COUNT.fullmatch, pieces)):
+        return None
+    return _listing_of_units(pieces)
+
+
+def _listing_of_units(texts: Iterable[str]) -> Listing | None:
+    """The quantities that texts state, if each has a unit of its own."""
+    try:
+        parts = tuple(map(read_quantity, texts))
+    except Refused:
+        return None
     if not are_quantities(parts):
         return None
-    first, second = (part.unit for part in parts)
-    return Listing("+", parts) if first and second and first != second else None
+    units = {part.unit for part in parts}
+    has_units = "" not in units and len(units) == len(parts)
+    return Listing("+", parts) if has_units else None
 
 
 # --- quantities -----------------------------------------------------------------------------------
@@ -427,7 +578,7 @@ def read_two_units(text: str, levels: int) -> Answer | None:
 def read_quantity(text: str, levels: int = 0) -> Answer:
     """The quantity of a text: its currency, percent sign or unit, and the rest as a number or an
     expression."""
-    text = without_trailing_words(text)
+    text = _open_unit(without_trailing_words(text))
     answer = _read_notation(text)
     if answer is not None:
         return answer
@@ -451,6 +602,14 @@ def read_quantity(text: str, levels: int = 0) -> Answer:
     return _number(text)._replace(unit=unit)
 
 
+def _open_unit(text: str) -> str:
+    """`72 (clips)` as `72 clips`, where the brackets hold a unit of several letters."""
+    match = patterns.UNIT_IN_BRACKETS.fullmatch(text)
+    if match is None or not read_unit(match[2]):
+        return text
+    return f"{match[1]} {match[2]}"
+
+
 def _read_notation(text: str) -> Answer | None:
     """A number in another base, with minutes of arc, without an end, or modulo another."""
     if match := patterns.BASED.fullmatch(text):
@@ -463,7 +622,8 @@ def _read_notation(text: str) -> Answer | None:
     if match := patterns.ENDLESS.fullmatch(text):
         return _endless(match[1], match[2], match[3])
     if match := patterns.MODULO.fullmatch(text):
-        return Quantity(parse_expression(match[1]), f"mod {int(match[2])}")
+        modulus = int(match[2])
+        return Quantity(parse_expression(match[1]), f"mod {modulus}") if modulus else None
     return None
 
 

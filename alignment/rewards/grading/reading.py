@@ -17,6 +17,7 @@ from alignment.rewards.grading import answers, patterns, quantities
 from alignment.rewards.grading.answers import (
     About,
     Answer,
+    Family,
     Labelled,
     Listing,
     Matrix,
@@ -39,7 +40,7 @@ from alignment.rewards.grading.quantities import (
     plain_words,
     qualified,
     read_quantity,
-    without_clause,
+    take_clause,
 )
 from alignment.rewards.grading.text import RELATIONS, split, split_with_signs, squeeze
 from alignment.rewards.grading.values import equal_values, rounds_to, substitute
@@ -52,13 +53,13 @@ MAX_SIDES = 6  # of a chain of equations, a = b = c
 
 def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     """The answer that a normalised text states. Raises `Refused` if it cannot be read."""
-    text = without_clause(text.strip())
-    if levels == 0 or not text:
+    clause = take_clause(text.strip())
+    if levels == 0 or not clause.formula:
         raise Refused("too deep, or empty")
     for reader in _READERS:
-        answer = reader(text, levels)
+        answer = reader(clause.formula, levels)
         if answer:
-            return answer
+            return Family(answer, clause.parameter) if clause.is_integer else answer
     raise Refused("no kind of answer")
 
 
@@ -92,7 +93,9 @@ def _phrase(text: str, levels: int) -> Answer | None:
     if sentence and not qualified(lower_case[: sentence.start(1)]):
         return _PHRASES[sentence[1]]
     words = plain_words(text)
-    return Words(words) if words else None
+    if not words:
+        return None
+    return Words(words, text if text.isascii() and text.isalpha() else "")
 
 
 def _alternatives(text: str, levels: int) -> Answer | None:
@@ -125,10 +128,47 @@ def _are_intervals(parts: Sequence[Answer]) -> bool:
     return len(intervals) == len(parts) and any(part.kind != "()" for part in intervals)
 
 
+def _congruence(text: str, levels: int) -> Answer | None:
+    """`x ≡ 3 (mod 7)`, `x ≡ 1, 3 (mod 8)`: numbers with the modulus as their unit."""
+    match = patterns.CONGRUENCE.fullmatch(text)
+    if match is None:
+        return None
+    if not is_label(match[1]) or not int(match[3]):
+        raise Refused("a congruence that is not solved")
+    residues = read(match[2], levels - 1)
+    return Labelled(_spell_label(match[1]), _with_modulus(residues, f"≡ mod {int(match[3])}"))
+
+
+def _with_modulus(answer: Answer, unit: str) -> Answer:
+    if isinstance(answer, Quantity) and not answer.unit:
+        return answer._replace(unit=unit)
+    if isinstance(answer, Listing) and answer.kind in ("", "or"):
+        parts = tuple(_with_modulus(part, unit) for part in answer.parts)
+        return Listing("or", parts)
+    raise Refused("residues that are no numbers")
+
+
+def _colon_labels(text: str, levels: int) -> Answer | None:
+    """`cows: 12, pigs: 7`, read as `cows = 12, pigs = 7`."""
+    if patterns.COLON_LABELS.fullmatch(text) is None:
+        return None
+    return read(text.replace(": ", " = "), levels - 1)
+
+
 # --- listings -------------------------------------------------------------------------------------
 
 
-def _collect(kind: str, parts: Sequence[Answer]) -> Listing:
+def _collect(kind: str, parts: Sequence[Answer]) -> Answer:
+    """A `Listing` of the parts; a family of listings where each part has the same parameter."""
+    families = [part for part in parts if isinstance(part, Family)]
+    parameters = {family.parameter for family in families}
+    if len(families) == len(parts) and len(parameters) == 1:
+        listing = _collect_parts(kind, [family.answer for family in families])
+        return Family(listing, parameters.pop())
+    return _collect_parts(kind, parts)
+
+
+def _collect_parts(kind: str, parts: Sequence[Answer]) -> Listing:
     """A `Listing` of the parts, with nested alternatives flattened. `kind` is that of the listing,
     unless the parts have labels.
 
@@ -242,6 +282,8 @@ def _relation(text: str, levels: int) -> Answer | None:
         if len(signs) == 1 and patterns.LABEL.fullmatch(sides[0]):
             return _with_label(sides[0], read(sides[1], levels - 1))
         raise NoAnswer("a membership that is no answer")
+    if "≡" in signs:
+        return None  # `_congruence` read what it could
     if "≈" in signs:
         return _about(sides, signs, levels)
     if set(signs) == {"="}:
@@ -281,7 +323,7 @@ def _equation(sides: list[str], levels: int) -> Answer:
     if len(sides) > MAX_SIDES or not all(sides):
         raise Refused("no chain of equations")
     if is_label(sides[0]):
-        return _with_label(sides[0], _chain(sides[1:], levels))
+        return _with_label(sides[0], _chain(sides[1:], levels, is_labelled=True))
     if len(sides) == 2 and patterns.VARIABLE.fullmatch(sides[1]) and sides[1] not in ("e", "i"):
         return _with_label(sides[1], read(sides[0], levels - 1))
     return _chain(sides, levels)
@@ -306,25 +348,47 @@ def _spell_label(text: str) -> str:
     return squeeze(re.sub(r"_\{(\w+)\}", r"_\1", text))
 
 
-def _chain(sides: list[str], levels: int) -> Answer:
-    """What a chain of equations states: its last side if all sides are equal, as in 2 + 3 = 5.
+def _chain(sides: list[str], levels: int, is_labelled: bool = False) -> Answer:
+    """What a chain of equations states: its last side, as in 2 + 3 = 5.
 
-    If only the first side differs, and has a variable, the chain is an equation: m + n = 2 + 3 = 5
-    is m + n = 5. So is a chain of two sides that differ, if either has a variable: 6 = 2x + 2y.
+    Every number before it must equal the last side. A formula of names, as in A = πr^2 = 25π, is
+    not decided. If the first side is one, and no label stands before it, the chain says what that
+    is: m + n = 2 + 3 = 5 is m + n = 5. So is a chain of two sides that differ, if either has a
+    variable: 6 = 2x + 2y.
     """
-    parts = tuple(read(side, levels - 1) for side in sides)
-    if len(parts) == 1:
-        return parts[0]
-    if not are_quantities(parts) or len({part.unit for part in parts} - {"", "%"}) > 1:
-        raise Refused("an equation whose sides are not quantities of one kind")
-    first, *others = map(_value_without_percent, parts)
-    last = others[-1]
-    if all(equal_values(other, last) for other in others[:-1]):
-        if equal_values(first, last):
-            return parts[-1]
-        if variables(first) or (len(others) == 1 and variables(last)):
-            return Relation("=", first, last)
-    raise NoAnswer("sides that are not equal")
+    answer = read(sides[-1], levels - 1)
+    if len(sides) == 1:
+        return answer
+    parts = [_read_member(side, levels - 1) for side in sides[:-1]]
+    members = [part for part in parts if part is not None]
+    if not isinstance(answer, Quantity):
+        raise Refused("an equation whose sides are not quantities")
+    if len({part.unit for part in (*members, answer)} - {"", "%"}) > 1:
+        raise Refused("an equation whose sides are not of one kind")
+    last = _value_without_percent(answer)
+    values = [_value_without_percent(part) for part in members]
+    unequal = [value for value in values if not equal_values(value, last)]
+    if not unequal:
+        return answer
+    if len(sides) == 2 and variables(last):
+        return Relation("=", unequal[0], last, answer.unit)
+    if variables(last) or not all(map(variables, unequal)):
+        raise NoAnswer("sides that are not equal")
+    if unequal[0] is values[0] and parts[0] is not None and not is_labelled:
+        return Relation("=", values[0], last, answer.unit)
+    return answer
+
+
+def _read_member(text: str, levels: int) -> Quantity | None:
+    """A side of a chain before its last. None for a formula in words, such as rate * time."""
+    if patterns.FORMULA_OF_WORDS.fullmatch(text) and not qualified(text):
+        return None
+    answer = read(text, levels)
+    if isinstance(answer, Words) and 2 <= len(answer.written) <= 4:
+        return Quantity(parse_expression(" ".join(answer.written)))
+    if not isinstance(answer, Quantity):
+        raise Refused("an equation whose sides are not quantities")
+    return answer
 
 
 def _value_without_percent(quantity: Quantity) -> Node:
@@ -459,7 +523,7 @@ def _bracketed(text: str, levels: int) -> Answer | None:
         return None
     if builder := patterns.SET_BUILDER.fullmatch(text):
         condition = read(builder[2], levels - 1)
-        if not isinstance(condition, Labelled | Relation | Region | Listing):
+        if not isinstance(condition, Labelled | Relation | Region | Listing | Family):
             raise NoAnswer("a set without a condition")
         return condition
     kind = text[0] + text[-1]
@@ -567,9 +631,13 @@ def _approximation(text: str, levels: int) -> Answer | None:
 _READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     _cases,
     quantities.read_clock,
+    quantities.read_rank,
     _phrase,
     quantities.quantity_in_words,
     quantities.read_two_units,
+    quantities.read_several_units,
+    _colon_labels,
+    _congruence,
     _alternatives,
     _comma_list,
     _plus_minus,

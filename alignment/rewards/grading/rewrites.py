@@ -28,6 +28,54 @@ def _join_digits(match: re.Match[str]) -> str:
     return match[0].replace(" ", "")
 
 
+def _nested_calls(match: re.Match[str]) -> str:
+    r"""Calls of two operands each, with braces: \gcd{\gcd{12}{18}}{30} of gcd(12, 18, 30)."""
+    name = match[1].lower()
+    first, *others = [operand.strip() for operand in match[2].split(",")]
+    if not others or len(others) > 9 or not all([first, *others]):
+        return match[0]
+    call = first
+    for operand in others:
+        call = rf"\{_CALLED.get(name, name)}{{{call}}}{{{operand}}}"
+    return f" {call} "
+
+
+_CALLED = {"hcf": "gcd"}  # the highest common factor
+
+
+def _choose(match: re.Match[str]) -> str:
+    r"""A binomial coefficient for the letter C, and n!/(n - k)! for P or A, which arrange."""
+    number, letter, chosen = match["number"], match["letter"], match["chosen"]
+    if number.isdigit() and chosen.isdigit() and int(chosen) > int(number):
+        return match[0]
+    if letter in "Cℂ":
+        return rf"\binom{{{number}}}{{{chosen}}}"
+    return rf"\frac{{({number})!}}{{({number}-{chosen})!}}"
+
+
+def _without_remark(match: re.Match[str]) -> str:
+    """Nothing, unless the remark has a word that denies, hedges or computes."""
+    words = re.findall("[a-z]+", match[0].lower())
+    if _QUALIFYING.isdisjoint(words):
+        return ""
+    return match[0]
+
+
+_QUALIFYING = frozenset(TABLES["qualifying_words"].split())
+_POSSESSIVE = "(?:the|our|his|her|their|its)"
+_REMARKS = "|".join(TABLES["remarks"])
+
+# The index of a number before or after the C of a binomial coefficient.
+_INDEX = r"\s*\{{?\s*(?P<{}>[0-9]{{1,4}}|[a-z])\s*\}}?\s*"
+
+# Chinese words that lead to an answer: "therefore", "the final answer is".
+_CHINESE_THEREFORE = "(?:所以|因此|因而|从而|于是|综上所述|综上|解得|可得|故|则|即)"
+_CHINESE_LEAD = (
+    rf"^(?:{_CHINESE_THEREFORE}[, ]*)*(?:(?:本题|此题|最终|最后|正确)的?)*"
+    r"(?:答案|结果)(?:就|应)?(?:是|为|等于|:)\s*:?"
+)
+
+
 def _any_of(commands: str) -> str:
     """A regular expression for one of several names, the first that fits."""
     return f"(?:{'|'.join(commands.split())})"
@@ -65,15 +113,32 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"^\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}$", r"\1"),
     # The sign √ and sloppy LaTeX cover the whole number.
     (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),
-    # Markdown bold.
-    (r"^\*\*(.*)\*\*$|^\*\*([^*]*[A-Za-z][^*]*)\*\*", r"\1\2 "),
-    (r"^__(.*)__$", r"\1"),
+    # Markdown: what is struck out is not stated; headings, and emphasis by * and _. A sign of
+    # emphasis stands at a word's outside: 2*3*4 and 2**3 are products and powers.
+    (r"~~.*?~~", " "),
+    (r"^#{1,6} (?!#)|^```[a-z]*\s|```$", ""),
+    (
+        r"(?:(?<=[A-Za-z:,=.$][ ])|(?<![^\s(])(?<![\w)}\]] ))(\*{1,3})(?=[^\s*])([^*]*[^\s*])\1"
+        r"(?=[.,:;!?)\s]|$)",
+        r"\2",
+    ),
+    (r"^(__?)([^_]+)\1(?=[.]?$)", r"\2"),
+    # Chinese: words before the answer, conjunctions, percentages and large units of counting.
+    (_CHINESE_LEAD, ""),
+    (rf"^(?:{_CHINESE_THEREFORE}[, ]*)+(?=[-+\\$0-9A-Za-z(])", ""),
+    (r"^(?:故|应|所以|因此)?(?:答案)?选择?(?:项|为|:)*\s*(?=\(?[A-J])", ""),
+    (r"百分之\s*([0-9.]+)", r"\1%"),
+    (r"(?<=[0-9])\s*万", "*10^4"),
+    (r"(?<=[0-9])\s*亿", "*10^8"),
+    (r"(?<=[0-9A-Za-z)\]}$%])[, ]*(?:或者|或是|或)\s*", " or "),
+    (r"(?<=[0-9A-Za-z)\]}$%])\s*(?:以及|和|与|及|且)\s*(?=[-+\\$0-9A-Za-z(])", " and "),
     # 10{,}000, 10\,000, 10~000 and 10,\! 000 are one number, also its decimals in groups of three,
     # 0.123\,456.
     (
         r"(?<=[0-9])\s*(?:\{,\}(?:\\[,!])*\s*|,?(?:\\[,!])+|,?\\!\s*|\\,\s*|~)(?=[0-9]{3}(?![0-9]))",
         "",
     ),
+    (r"(?<=[0-9]),\s*\\[;: ]\s*(?=[0-9])", ", "),
     # 1, 234, 000 is one number, for no list has the part 000.
     (r"(?<![0-9.,])(?<![0-9] )[1-9][0-9]{0,2}(?:, ?[0-9]{3})*, 000(?!,? ?[0-9])", _join_digits),
     # Values side by side are a list.
@@ -110,6 +175,23 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"(?<![A-Za-z\\])C\(([0-9]+), ?([0-9]+)\)", r"\\binom{\1}{\2}"),
+    # {}_5C_2, ^5C_2, C_5^2 and 5C2 choose 2 of 5, and those with a P, or A_5^2, arrange them.
+    (
+        r"(?:\{\s*\}\s*|(?<![\w)}\]]))[_^]"
+        + _INDEX.format("number")
+        + r"(?P<letter>[CPℂ])\s*_"
+        + _INDEX.format("chosen").removesuffix(r"\s*"),
+        _choose,
+    ),
+    (
+        r"(?<![\w\\^}])(?P<letter>[CAPℂ])\s*_\{?(?P<number>[0-9]{1,4})\}?\s*\^\{?(?P<chosen>[0-9]{1,4})\}?",
+        _choose,
+    ),
+    (r"(?<![\w.])(?P<number>[0-9]{1,4})(?P<letter>[CP])(?P<chosen>[0-9]{1,4})(?!\w)", _choose),
+    (
+        r"(?<![A-Za-z])\\?(gcd|lcm|max|min|GCD|LCM|HCF|hcf)\s*\\?[({[]([^][(){}\\]{1,80})\\?[])}]",
+        _nested_calls,
+    ),
     # 0.1(6) repeats the 6.
     (r"(?<![\w.])([0-9]*\.[0-9]*)\(([0-9]{1,20})\)", r"\1\\overline{\2}"),
     (r"(?<=[0-9])\s*:\s*(?=[0-9])", ":"),
@@ -128,6 +210,10 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"\+/-|\+-(?=[0-9\\ ])", "±"),
     # 1 234 567
     (r"(?<![0-9])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9]| ?/)", _join_digits),
+    # k ∈ Z, and the clause in brackets: kπ (k ∈ ℤ).
+    (r"∈ ?Z(?![A-Za-z(])", "∈ ℤ"),
+    (r"∈ ?N(?![A-Za-z(])", "∈ ℕ"),
+    (r"[ ,]*\(\s*([a-z] ?∈ ?[ℤℕ])\s*\)\s*(?=$|\$)", r", \1"),
     # Escaped signs; $ in pairs delimits maths, and a single one is currency.
     (r"\\([%{}#&])", r"\1"),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
@@ -143,6 +229,11 @@ _RULES: list[tuple[str, Replacement]] = [
     (_LEAD, ""),
     (r'^ ?(["`])(.*)\1 ?$', r"\2"),
     (r"(?<![.])[.]$", ""),
+    # Remarks after a comma: "72, in total", "72, which is the number of clips".
+    (rf"(?<=[\w)}}\]%]) ?, ?(?:{_REMARKS})$", ""),
+    (r"^(?:exactly|precisely|only|just) (?=[-0-9$\\(])", ""),
+    (r"(?<=[\w)}\]%]), (?:because|since|as) [a-z' ]{1,60}$", _without_remark),
+    (rf"(?<=[\w)}}\]%]), which (?:is|are) {_POSSESSIVE} [a-z' ]{{1,60}}$", _without_remark),
 ]
 
 REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]

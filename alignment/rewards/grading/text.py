@@ -11,7 +11,7 @@ import unicodedata
 from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.rewrites import REWRITES
 
-RELATIONS = "=<>≤≥≠≈∈"
+RELATIONS = "=<>≤≥≠≈∈≡"
 
 # The line break or tab between two numbers, with the commas around it.
 _BREAK_BETWEEN_NUMBERS = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")
@@ -49,6 +49,7 @@ def normalise(text: str) -> str:
     The time is linear in the length of the text, but quadratic in the length of a run of letters,
     digits or spaces.
     """
+    text = single_backslashes(text)
     text = _BREAK_BETWEEN_NUMBERS.sub(", ", text).translate(_CHARACTERS)
     text = _SUPERSCRIPTS.sub(r"^{\g<0>}", text)
     text = _SUBSCRIPTS.sub(r"_{\g<0>}", text)
@@ -56,6 +57,24 @@ def normalise(text: str) -> str:
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text.strip())
     return text.strip()
+
+
+_BACKSLASHES = re.compile(r"(\\+)([A-Za-z]+|.?)")
+# Names that show that the backslashes before them begin a command, and end no line.
+_FORMULA_NAMES = frozenset(TABLES["formula_names"].split())
+
+
+def single_backslashes(text: str) -> str:
+    r"""The text with half of its backslashes, if all of them are doubled, as in `\\frac{1}{2}`,
+    which an extra round of escaping leaves. Two backslashes that end a line stay."""
+    if "\\\\" not in text:
+        return text
+    commands = _BACKSLASHES.findall(text)
+    if any(len(backslashes) % 2 for backslashes, _ in commands):
+        return text
+    if not any(name in _FORMULA_NAMES for _, name in commands):
+        return text
+    return text.replace("\\\\", "\\")
 
 
 def squeeze(text: str) -> str:

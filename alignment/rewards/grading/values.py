@@ -9,9 +9,10 @@ before the number is computed.
 """
 
 import itertools
+import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -22,6 +23,7 @@ import flint
 from flint import acb, arb, fmpq, fmpz
 
 from alignment.rewards.grading.expressions import (
+    PAIRED,
     TRIGONOMETRIC,
     Node,
     Refused,
@@ -29,6 +31,7 @@ from alignment.rewards.grading.expressions import (
     subtrees,
     variables,
 )
+from alignment.rewards.grading.residues import equal_residues
 
 MAX_BITS = 4000  # of an exact numerator or denominator in any intermediate value
 # Bits of a ball's number. All threads of the process share this setting, so it is never changed.
@@ -62,6 +65,10 @@ _POWER_OF_TEN = 10**MAX_BITS
 _Value = fmpq | arb | acb
 
 
+class TooLarge(Refused):
+    """A number is beyond the bounds of what is computed."""
+
+
 def equal_values(a: Node, b: Node) -> bool | None:
     """Whether two trees have equal values. None if this cannot be decided, because they are
     undefined or beyond the bounds.
@@ -82,7 +89,8 @@ def equal_values(a: Node, b: Node) -> bool | None:
     if "i" in subtrees(pair):
         field = acb
     if not names:
-        return _equal_at(a, b, {}, field)
+        verdict = _equal_at(a, b, {}, field)
+        return _equal_beyond_bounds(a, b, field) if verdict is None else verdict
 
     agreed = 0
     for point in _points(names, seed=repr((a, b))):
@@ -98,7 +106,53 @@ def equal_values(a: Node, b: Node) -> bool | None:
     if agreed == ENOUGH_AGREED and not has_branches:
         return True
     max_points = NEAR_POINTS if gammas else FAR_POINTS
-    return _equal_far_out(a, b, agreed, field, max_points)
+    verdict = _equal_far_out(a, b, agreed, field, max_points)
+    if verdict is None and not gammas:
+        # One point where they differ, however large they are there, proves that they do.
+        point = next(_points(names, seed=repr((a, b))))
+        if _equal_beyond_bounds(substitute(a, point), substitute(b, point), field) is False:
+            return False
+        return equal_residues(a, b, whole_number)
+    return verdict
+
+
+def _equal_beyond_bounds(a: Node, b: Node, field: type) -> bool | None:
+    """Whether two constants are equal, of which one has an intermediate value beyond `MAX_BITS`.
+
+    Balls and sizes prove that they differ. Residues decide the rest, for balls of large numbers
+    that differ by little overlap: those of 2^5000 and 2^5000 + 1.
+    """
+    if _equal_at(a, b, {}, field, rounds=True) is False or _huge_and_other(a, b):
+        return False
+    return equal_residues(a, b, whole_number)
+
+
+def whole_number(node: Node) -> int:
+    """The exact value of a constant that is a whole number. Raises `Refused` for any other."""
+    is_real = not variables(node) and "i" not in subtrees(node)
+    value = _evaluate(node, {}, arb) if is_real else None
+    if not isinstance(value, fmpq) or value.denominator != 1:
+        raise Refused("no whole number, or too large a one")
+    return int(value.numerator)
+
+
+def is_beyond_bounds(a: Node, b: Node) -> bool:
+    """Whether two trees, which `equal_values` could not compare, have values that are only too
+    large or too close for it; false where one of them is undefined, as 1/0 is."""
+    names = sorted(variables(("=", a, b)))
+    field = arb
+    if "i" in subtrees(("=", a, b)):
+        field = acb
+    point = next(_points(names, seed=repr((a, b)))) if names else {}
+    is_too_large = not names
+    for node in (a, b):
+        try:
+            _value(node, point, field, rounds=not names)
+        except TooLarge:
+            is_too_large = True
+        except (Refused, ArithmeticError, OverflowError):
+            return False
+    return is_too_large
 
 
 def _equal_far_out(a: Node, b: Node, agreed: int, field: type, max_points: int) -> bool | None:
@@ -148,7 +202,7 @@ def _has_branches(node: Node) -> bool:
     for tree in subtrees(node):
         if not isinstance(tree, tuple) or not variables(tree):
             continue
-        if tree[0] in ("abs", "floor", "ceil", "arcsin", "arccos", "arctan"):
+        if tree[0] in (*PAIRED, "abs", "floor", "ceil", "arcsin", "arccos", "arctan"):
             return True
         if tree[0] == "^" and not (isinstance(tree[2], Fraction) and tree[2].denominator == 1):
             return True
@@ -364,16 +418,18 @@ def _constants(node: Node) -> list[Node]:
     return constants
 
 
-def _equal_at(a: Node, b: Node, point: Mapping[str, Fraction], field: type) -> bool | None:
+def _equal_at(
+    a: Node, b: Node, point: Mapping[str, Fraction], field: type, rounds: bool = False
+) -> bool | None:
     """Whether two trees have equal values at a point; None if one is undefined, or if the bounds on
-    the errors are too large to decide.
+    the errors are too large to decide. `rounds` is that of `_value`.
 
     False is proved. True is proved up to a difference that `_NEGLIGIBLE` allows.
     """
-    at_a = _evaluate(a, point, field)
+    at_a = _evaluate(a, point, field, rounds)
     if at_a is None:
         return None
-    at_b = _evaluate(b, point, field)
+    at_b = _evaluate(b, point, field, rounds)
     if at_b is None:
         return None
     if type(at_a) is type(at_b) is fmpq:
@@ -389,17 +445,20 @@ def _equal_at(a: Node, b: Node, point: Mapping[str, Fraction], field: type) -> b
     return None
 
 
-def _evaluate(node: Node, point: Mapping[str, Fraction], field: type) -> _Value | None:
+def _evaluate(
+    node: Node, point: Mapping[str, Fraction], field: type, rounds: bool = False
+) -> _Value | None:
     """The value of a tree at a point; None if it is undefined in the field or beyond the bounds."""
     try:
-        return _value(node, point, field)
+        return _value(node, point, field, rounds)
     except (Refused, ArithmeticError, OverflowError):
         return None
 
 
-def _value(node: Node, point: Mapping[str, Fraction], field: type) -> _Value:
+def _value(node: Node, point: Mapping[str, Fraction], field: type, rounds: bool = False) -> _Value:
     """The value of a tree at a point. Raises `Refused`, ArithmeticError or OverflowError if it is
-    undefined in the field, or beyond the bounds."""
+    undefined in the field, or beyond the bounds. `rounds` makes a ball of an exact number beyond
+    `MAX_BITS`, instead of raising `TooLarge`."""
     if isinstance(node, str):
         if node not in point:
             return _constant(node, field)
@@ -407,14 +466,78 @@ def _value(node: Node, point: Mapping[str, Fraction], field: type) -> _Value:
     if isinstance(node, Fraction):
         return fmpq(node.numerator, node.denominator)
     operation, *operands = node
-    values = [_value(operand, point, field) for operand in operands]
+    values = [_value(operand, point, field, rounds) for operand in operands]
     value = _OPERATIONS[operation](field, *values)
-    if isinstance(value, fmpq):
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-            raise Refused("too large")
-    elif not value.is_finite():
-        raise Refused("undefined")
+    if isinstance(value, arb | acb) and not value.is_finite():
+        # A number that is not real, such as the root of -1, is NaN.
+        is_overflow = isinstance(value, arb) and not value.is_nan()
+        raise TooLarge("too large") if is_overflow else Refused("undefined")
+    if _is_exact(operation, values) and _has_many_bits(value):
+        if not rounds:
+            raise TooLarge("too large")
+        return field(value)
     return value
+
+
+def _is_exact(operation: str, operands: Sequence[_Value]) -> bool:
+    """Whether an operation on these values has an exact fraction as its value."""
+    if not all(isinstance(operand, fmpq) for operand in operands):
+        return False
+    if operation == "^":
+        operands = operands[1:]
+    elif operation not in ("!", "binom"):
+        return operation in ("+", "-", "*", "/")
+    return all(operand.denominator == 1 for operand in operands)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _has_many_bits(value: _Value) -> bool:
+    """Whether an exact value is beyond `MAX_BITS`, which a ball in its place shows too."""
+    if not isinstance(value, fmpq):
+        return True
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS
+
+
+_HUGE_EXPONENT = arb(2) ** 64
+_BELOW_HUGE = arb(2) ** 2**60
+
+
+def _is_huge(node: Node) -> bool:
+    """Whether a constant is for certain above `_BELOW_HUGE`, as the tower 9^9^9^9 is. False also
+    where that is not seen."""
+    match node:
+        case ("^", base, exponent):
+            value = _real_or_none(base)
+            is_above_one = _is_huge(base) or (value is not None and value > 1.25)
+            return is_above_one and _is_huge_exponent(exponent)
+        case ("exp" | "!", operand):
+            return _is_huge_exponent(operand)
+        case ("*" | "+", a, b):
+            return (_is_huge(a) and _is_at_least_one(b)) or (_is_huge(b) and _is_at_least_one(a))
+    return False
+
+
+def _is_huge_exponent(node: Node) -> bool:
+    value = _real_or_none(node)
+    return _is_huge(node) if value is None else bool(value > _HUGE_EXPONENT)
+
+
+def _is_at_least_one(node: Node) -> bool:
+    value = _real_or_none(node)
+    return _is_huge(node) if value is None else bool(value >= 1)
+
+
+def _real_or_none(node: Node) -> arb | None:
+    value = None if "i" in subtrees(node) else _evaluate(node, {}, arb, rounds=True)
+    return None if value is None or isinstance(value, acb) else arb(value)
+
+
+def _huge_and_other(a: Node, b: Node) -> bool:
+    """Whether one of two constants is huge, and the other one for certain is not."""
+    for large, small in ((a, b), (b, a)):
+        value = _real_or_none(small)
+        if value is not None and abs(value) < _BELOW_HUGE and _is_huge(large):
+            return True
+    return False
 
 
 def _constant(name: str, field: type) -> _Value:
@@ -461,9 +584,10 @@ def _power(field: type, base: _Value, exponent: _Value) -> _Value:
         bottom = exponent.denominator
         if bottom == 1 and isinstance(base, fmpq):
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if abs(top) * bits > MAX_BITS:
-                raise Refused("too large")
-            return base ** int(top)
+            if abs(top) * bits > MAX_BITS and abs(base) != 1:
+                return field(base) ** field(exponent)
+            # A power of 1 or -1 repeats after two exponents.
+            return base ** int(top if abs(base) != 1 else top % 2)
         if bottom > 1 and bottom % 2 and isinstance(base, fmpq | arb) and base < 0:
             sign = 1
             if top % 2:
@@ -477,14 +601,56 @@ def _factorial(field: type, x: _Value) -> _Value:
     if isinstance(x, fmpq) and x.denominator == 1:
         # 4000! has more than MAX_BITS bits, but takes 0.1 ms only, and a binomial may divide it by
         # a number of its size.
-        if not 0 <= x <= 4000:
-            raise Refused("too large, or undefined")
+        if x < 0:
+            raise Refused("undefined")
+        if x > 4000:
+            return (field(x) + 1).gamma()
         number = int(x.numerator)
         # The type stub wrongly declares this static method as one of an instance.
         return fmpq(fmpz.fac_ui(number))  # pyright: ignore[reportArgumentType]
     if not field(x).abs_upper() < 1000:
         raise Refused("too large")
     return field(x + 1).gamma()
+
+
+def _double_factorial(field: type, x: _Value) -> _Value:
+    """x!! = x (x - 2) (x - 4) ... of a whole number, which ends in 2 or 1."""
+    if not (isinstance(x, fmpq) and x.denominator == 1 and 0 <= x <= 4000):
+        raise Refused("too large, or undefined")
+    # The type stub wrongly declares this static method as one of an instance.
+    return fmpq(fmpz(_product_down(int(x.numerator))))
+
+
+def _product_down(number: int) -> int:
+    return math.prod(range(number, 1, -2))
+
+
+def _of_whole_numbers(operation: Callable[[int, int], int]) -> Callable[..., _Value]:
+    """An operation on two whole numbers."""
+
+    def compute(field: type, a: _Value, b: _Value) -> _Value:
+        for number in (a, b):
+            if not isinstance(number, fmpq) or number.denominator != 1:
+                raise Refused("not whole")
+        return fmpq(operation(int(a.numerator), int(b.numerator)))  # pyright: ignore[reportAttributeAccessIssue]
+
+    return compute
+
+
+def _extreme(is_maximum: bool) -> Callable[..., _Value]:
+    """The larger or the smaller of two real numbers, where their balls tell them apart."""
+
+    def compute(field: type, a: _Value, b: _Value) -> _Value:
+        if isinstance(a, acb) or isinstance(b, acb):
+            raise Refused("not real")
+        if a == b:
+            return a
+        is_larger = a > b
+        if not is_larger and not a < b:
+            raise Refused("not decided")
+        return a if is_larger == is_maximum else b
+
+    return compute
 
 
 def _binomial(field: type, n: _Value, k: _Value) -> _Value:
@@ -505,6 +671,11 @@ _OPERATIONS: dict[str, Callable[..., _Value]] = {
     "/": _arithmetic(operator.truediv),
     "^": _power,
     "!": _factorial,
+    "!!": _double_factorial,
+    "gcd": _of_whole_numbers(math.gcd),
+    "lcm": _of_whole_numbers(math.lcm),
+    "max": _extreme(is_maximum=True),
+    "min": _extreme(is_maximum=False),
     "binom": _binomial,
     "abs": lambda field, x: abs(x),
     "floor": partial(_rounded, "floor"),

@@ -241,6 +241,7 @@ ACCEPTED = [
     ("3:4", "3/4"),
     ("five", "5"),
     (r"\ln x^2", r"2 \ln x"),  # wherever both are defined
+    ("60 minutes", "1 hour"),
 ]
 
 REJECTED = [
@@ -314,7 +315,6 @@ REJECTED = [
     ("$5", "5 cents"),
     ("$5", "£5"),
     ("5 apples", "5 oranges"),
-    ("60 minutes", "1 hour"),
     ("60 miles per hour", "60 miles per minute"),
     ("50", "0.5"),
     ("50%", "5"),
@@ -340,8 +340,6 @@ REJECTED = [
     (r"\frac{1}{2x}", "x/2"),
     (r"\frac123", "1/23"),
     (r"\sqrt{-4}", "2"),
-    ("10^{1000} + pi", "10^{1000} + e"),
-    ("e^{4000} + 1", "e^{4000}"),
     ("sqrt(2) + 10^{-90}", "sqrt(2)"),
     ("e^{-150}", "0"),
     ("x - x", "y"),

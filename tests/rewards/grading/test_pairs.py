@@ -20,7 +20,6 @@ MISSED = {
     ("isosceles triangle", "isosceles"),
     ("9.8 m/s^2", r"9.8 \frac{m}{s^2}"),
     ("[1, 2, 3]^T", r"\begin{pmatrix}1\\2\\3\end{pmatrix}"),
-    ("k: 7", "7"),
     ("E**2", "e^2"),
     ("tg 45°", "1"),
     ("1011", "1011_2"),
