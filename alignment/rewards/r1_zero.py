@@ -29,17 +29,16 @@ from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
 
-# Between the two tags the published rule requires one space, the strict rule any white space.
-_BEFORE_ANSWER = re.compile(r"</think>\s+<answer>")
-# The strict rule allows this after `</think>`: answer blocks that contain no other tag, with white
-# space between them. The group `last` is the content of the last block.
-_ANSWER_BLOCKS = re.compile(
+# Between the two tags the published rule requires one space, the strict rule any white space or
+# none.
+_BEFORE_ANSWER = re.compile(r"</think>\s*<answer>")
+# The strict rule allows this after `</think>`: one answer block that contains no other tag. Several
+# blocks would be several guesses, of which the last is paid.
+_ANSWER_BLOCK = re.compile(
     r"""
     [ ]
-    (?:
-        <answer> (?P<last> (?: (?! </?(?i:answer|think)> ) . )* ) </answer>
-        \s*
-    )+
+    <answer> (?P<answer> (?: (?! </?(?i:answer|think)> ) . )* ) </answer>
+    \s*
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -68,10 +67,10 @@ def r1_zero_strict_reward_fn(
 ) -> dict[str, float]:
     r"""Score a response as `r1_zero_reward_fn` does, but accept only one final answer, worked out.
 
-    The format is right if exactly one `</think>` ends the thinking, and nothing follows it but
-    `<answer>...</answer>` blocks with white space before, between and after them. Each block is
+    The format is right if exactly one `</think>` ends the thinking, and nothing follows it but one
+    `<answer>...</answer>` block, with any white space before and after it, or none. The block is
     closed and contains no other tag. The thinking may begin with one `<think>`, which repeats that
-    of the prompt. The last block is graded as a whole, with the text around a \boxed in it. If the
+    of the prompt. The block is graded as a whole, with the text around a \boxed in it. If the
     ground truth is a number, an expression that is still to be evaluated (48/2 + 48) is wrong.
     """
     response = _BEFORE_ANSWER.sub("</think> <answer>", response)
@@ -117,14 +116,14 @@ def _last_answer(response: str) -> str | None:
 
 
 def strict_answer(response: str) -> str | None:
-    r"""The text of the last answer block, with the content of each \boxed{...} in its place. None
+    r"""The text of the one answer block, with the content of each \boxed{...} in its place. None
     if the format is wrong by the rule of `r1_zero_strict_reward_fn`."""
     thinking, end, after_thinking = response.partition("</think>")
-    match = _ANSWER_BLOCKS.fullmatch(after_thinking)
+    match = _ANSWER_BLOCK.fullmatch(after_thinking)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
     # Twice `MAX_CHARS` are read and no more: answers over `MAX_CHARS` are wrong.
-    content = match["last"][: 2 * MAX_CHARS]
+    content = match["answer"][: 2 * MAX_CHARS]
     return find_boxes(content).opened.strip()
 
 

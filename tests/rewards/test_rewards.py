@@ -66,8 +66,10 @@ def test_honest_responses_are_rewarded():
             "6? <answer> 6 </answer> no </think> <answer> 5 </answer>",
             RIGHT,
         ),  # the thinking is not looked at
-        ("</think> <answer> 4 </answer> <answer> 5 </answer>", RIGHT),  # the last block counts
-        ("</think> <answer> 5 </answer> <answer> 4 </answer>", WRONG),
+        # Two blocks are two guesses.
+        ("</think> <answer> 4 </answer> <answer> 5 </answer>", MISSHAPEN),
+        ("</think> <answer> 5 </answer> <answer> 4 </answer>", MISSHAPEN),
+        ("</think>\n<answer> 5 </answer>\n<answer> 5 </answer>\n", MISSHAPEN),
         ("</think> <answer> 4 </answer> or <answer> 5 </answer>", MISSHAPEN),
         ("</think> <answer> 5 </answer> 6", MISSHAPEN),
         ("</think> <answer> <answer> 5 </answer> </answer>", MISSHAPEN),
@@ -78,7 +80,7 @@ def test_honest_responses_are_rewarded():
         ("</think>\n\n<answer> 4 </answer> or <answer> 5 </answer>", MISSHAPEN),
         ("</think>\nso\n<answer> 5 </answer>", MISSHAPEN),
         ("</think>\n<answer> 4 </answer>", WRONG),
-        ("</think><answer> 5 </answer>", MISSHAPEN),
+        ("</think><answer> 5 </answer>", RIGHT),
         ("</think> so <answer> 5 </answer>", MISSHAPEN),
         ("</think> </think> <answer> 5 </answer>", MISSHAPEN),
         ("a <think> b </think> <answer> 5 </answer>", MISSHAPEN),
@@ -130,7 +132,7 @@ PIECES = st.lists(
 
 @given(PIECES.map("".join))
 def test_the_strict_reward_is_never_above_the_published_one(response):
-    spaced = re.sub(r"</think>\s+<answer>", "</think> <answer>", response)
+    spaced = re.sub(r"</think>\s*<answer>", "</think> <answer>", response)
     strict, published = r1_zero_strict_reward_fn(response, "5"), r1_zero_reward_fn(spaced, "5")
     assert all(strict[part] <= published[part] for part in strict)
     assert (strict_answer(spaced) is None) == (strict["format_reward"] == 0)
