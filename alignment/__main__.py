@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from alignment.system.registry import did_you_mean
+from alignment.system.versions import version_line
 
 
 def command_names() -> list[str]:
@@ -27,6 +28,9 @@ def main() -> None:
             "usage: alignment COMMAND [flags], or alignment COMMAND --help. Commands:"
             f" {', '.join(names)}"
         )
+        return
+    if words[0] == "--version":
+        print(version_line())
         return
     command = words[0]
     if command not in names:

@@ -115,7 +115,7 @@ tokens; NaN where it has none."""
 
 def main() -> None:
     args = parse(ClaimsArgs)
-    console = make_console()
+    console = make_console(args.quiet)
     failed = []
     for trial in read_trials(args):
         if {trial.name, "all"} & set(args.run) and trial.runs:

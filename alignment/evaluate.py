@@ -37,11 +37,12 @@ from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.results import EvaluationResult
-from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name, versions
+from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import write_json, write_jsonl
 from alignment.system.signals import Interrupted, deferrable_signals
 from alignment.system.terminal import count_parts, make_console, printable
+from alignment.system.versions import versions
 
 
 def __getattr__(name: str):
@@ -75,7 +76,7 @@ class CheckedEvaluation:
 
 def main() -> None:
     args = parse(EvaluateArgs)
-    console = make_console()
+    console = make_console(args.quiet)
     checked = check_evaluation(args, console)
     if args.preview:
         from alignment.preview import preview_problems

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,11 +81,23 @@ def main() -> None:
         "best": best,
     }
     text = fill_template(
-        Path(__file__).with_name("plan.txt.j2"), **facts, prediction=prediction, span=span
+        Path(__file__).with_name("plan.txt.j2"),
+        **facts,
+        is_guess=order_is_guess(best),
+        prediction=prediction,
+        span=span,
     )
     console.print(text, soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
+
+
+def order_is_guess(best: Sequence[Mapping]) -> bool:
+    """Whether the first of the best placements may be slower than another one: its most hours are
+    above the least of that."""
+    most_of_first = [placement["seconds"]["hours"][1] for placement in best[:1]]
+    least_of_others = [placement["seconds"]["hours"][0] for placement in best[1:]]
+    return any(least < most for most in most_of_first for least in least_of_others)
 
 
 def title_of(args: PlanArgs, hardware: Hardware, kind: str) -> str:

@@ -65,7 +65,7 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
                 "  warning: it says that there is none, and a response that says so is paid: leave"
                 " the row out"
             )
-        gold = [shape.format(problem.ground_truth) for shape in SHAPES]
+        gold = [shape.format(task.right_answer(problem)) for shape in SHAPES]
         empty = [shape.format("") for shape in SHAPES]
         texts = []
         for token_ids in response_token_ids(tokenizer, gold + empty):

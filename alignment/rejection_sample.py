@@ -44,7 +44,7 @@ LONGEST_PARAGRAPH = 2000  # characters
 
 def main() -> None:
     args = parse(RejectionArgs)
-    console = make_console()
+    console = make_console(args.quiet)
     output = Path(args.output)
     if not args.output:
         raise UserError("--output: name the file to write, such as --output kept.jsonl")

@@ -42,7 +42,7 @@ def main() -> None:
         from alignment.preview import preview_demonstrations
 
         return preview_demonstrations(args, demonstrations["train"])
-    fine_tune(args, demonstrations, make_console())
+    fine_tune(args, demonstrations, make_console(args.quiet))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_b
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +61,7 @@ MOST_SEEDS = 64
 
 def main() -> None:
     args = parse(SweepArgs)
-    console = make_console()
+    console = make_console(args.quiet)
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
     print_design(design, args, console)
@@ -211,6 +210,13 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     arm = next(iter(design.arms.values()))
     questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))
     looks = range(seeds, seeds + count_looks(seeds, args))
+    if looks[-1] < 2:
+        console.print(
+            "what a difference would have to be to be seen cannot be told with one seed; the runs"
+            " are for a look, not for a verdict",
+            soft_wrap=True,
+        )
+        return
     until = ""
     if len(looks) > 1:
         until = f", added until they decide, up to {looks[-1]},"
@@ -219,7 +225,9 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
         " between seeds:"
     )
     for sides, power in powers(design, looks, questions).items():
-        smallest = "none" if math.isinf(power.difference) else f"{power.difference:.3f}"
+        smallest = f"{power.difference:.3f}"
+        if power.difference > 1:
+            smallest = "none, since accuracies differ by 1 at most"
         console.print(
             f"- smallest difference of {sides} that they would show with a chance of 80 %:"
             f" {smallest}; equal ones would be called a tie within {design.tie:g} with a chance of"

@@ -53,7 +53,7 @@ def main() -> None:
         from alignment.preview import preview_run
 
         return preview_run(args)
-    train(args, make_console())
+    train(args, make_console(args.quiet))
 
 
 if __name__ == "__main__":

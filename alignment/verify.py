@@ -662,7 +662,7 @@ def main() -> None:
     from alignment.builders.warm_start import prepare_warm_start
     from alignment.verification.checks import checks_without_model, promises_bits
 
-    console = make_console()
+    console = make_console(args.quiet)
     records = report(checks_without_model(args.update_config), console)
     records += report(checks_of_rewards(args), console)
     plan = plan_run(args, prepare_warm_start(args, console))

@@ -40,8 +40,12 @@ from alignment.config import presets
 from alignment.config.command_line import GROUPS, args_of_run
 from alignment.config.flag import Flag, flags_of_class, hints_of_flags
 from alignment.config.words import OTHER_NAMES
+from alignment.core.advantages import ADVANTAGES
+from alignment.core.losses import LOSSES
+from alignment.policy.optimizers import OPTIMIZERS
 from alignment.rollouts.source import open_source
 from alignment.system.errors import UserError
+from alignment.system.registry import OTHER_VALUES
 
 REFERENCE = "qwen2.5_math_1.5b_gsm8k_8gpu"
 
@@ -312,6 +316,53 @@ def test_what_other_libraries_flags_are_told_to_be_exists():
         assert {word.removeprefix("no_") for word in re.findall(r"--(\w+)", remedy)} <= fields, (
             remedy
         )
+
+
+def test_what_other_libraries_values_are_told_to_be_exists():
+    known = {
+        "loss_type": set(LOSSES),
+        "advantage": set(ADVANTAGES),
+        "optimizer": set(OPTIMIZERS),
+    }
+    fields = {f.name for f in dataclasses.fields(RLArgs)}
+    other = tomllib.loads(OTHER_VALUES.read_text())
+    assert set(other) <= set(known)
+    for flag, remedies in other.items():
+        assert not known[flag] & set(remedies)
+        for remedy in remedies.values():
+            named = re.match(r"write (\w+)", remedy)
+            assert named is None or named[1] in known[flag], remedy
+            flags = {word.removeprefix("no_") for word in re.findall(r"--(\w+)", remedy)}
+            assert flags <= fields, remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--delta", "3"], "--delta: there is no such flag; write --dual_clip"),
+        (["--gradient_checkpointing"], "there is none, because layers are checkpointed where"),
+        (["--loss_type", "grpo"], r"\(grpo of other libraries: write grpo_clip"),
+        (["--advantage", "gae"], r"\(gae of other libraries: there is none, because"),
+        (["--optimizer", "adamw_torch"], r"\(adamw_torch of other libraries: write adamw\)"),
+        (
+            ["--normalize_by_std", "False"],
+            "^--normalize_by_std False: takes no value; write --normalize_by_std or --no_norm",
+        ),
+        (["--normalize_by_std", "true"], "--normalize_by_std true: takes no value"),
+        (["--normalize_by_std", "x"], "^x: there is no such flag"),
+    ],
+)
+def test_words_of_other_libraries_are_answered(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(RLArgs, words)
+
+
+@pytest.mark.parametrize("command", [RLArgs, SweepArgs, EvaluateArgs])
+def test_the_version_is_printed(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(command, ["--seed", "0", "--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"alignment \d+\.\d+\.\d+\S*( \(\S+\))?\n", capsys.readouterr().out)
 
 
 def test_a_folder_after_resume_stands_for_the_flags_of_its_run(tmp_path, monkeypatch):

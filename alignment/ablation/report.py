@@ -20,7 +20,14 @@ from rich.console import Console
 from alignment.ablation import verdicts
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
-from alignment.ablation.summary import caution, print_verdicts, ranked, verdicts_of
+from alignment.ablation.summary import (
+    caution,
+    detectable_words,
+    interval_words,
+    print_verdicts,
+    ranked,
+    verdicts_of,
+)
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -67,6 +74,8 @@ def write_report(study: Study, folder: Path) -> list[Path]:
         "printable": printable,
         "file_name": _file_name,
         "p_value": _format_p_value,
+        "interval": interval_words,
+        "detectable": detectable_words,
     }
     values["methods"] = " ".join(fill_template(HERE / "methods.txt.j2", **values).split())
     for page in PAGES:
@@ -75,6 +84,8 @@ def write_report(study: Study, folder: Path) -> list[Path]:
 
 
 def _format_p_value(p: float) -> str:
+    if math.isnan(p):
+        return "none"
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
@@ -367,7 +378,15 @@ def _draw_curves(axes: Axes, styles: Styles, study: Study, key: str, cost: str) 
         x, y = np.array(means).T
         axes.errorbar(x, y, yerr=margins, **styles[arm], label=arm)
     axes.set(xlabel=cost, ylabel=CURVES.get(key, f"held-out accuracy: {key}"))
+    if key not in CURVES or key == ACCURACY:
+        axes.set_ylim(_within_accuracies(axes.get_ylim()))
     axes.locator_params(axis="x", integer=True)
+
+
+def _within_accuracies(limits: tuple[float, float]) -> tuple[float, float]:
+    """An axis's limits without what no accuracy can be, to which a wide interval may reach."""
+    low, high = limits
+    return max(low, -0.02), min(high, 1.02)
 
 
 Curve = Mapping[int, tuple[float, float]]
@@ -416,6 +435,7 @@ def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:
         axes.errorbar(np.mean(accuracies), row, xerr=margin, color=colour, marker="D")
     axes.set(
         xlabel="accuracy",
+        xlim=_within_accuracies(axes.get_xlim()),
         yticks=range(len(scores)),
         yticklabels=list(scores),
         ylim=(-0.6, len(scores) - 0.4),

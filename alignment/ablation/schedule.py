@@ -34,15 +34,16 @@ from alignment.args import (
 )
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import is_own
-from alignment.runs.run_folder import versions
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.system.locks import lock_run_folder
 from alignment.system.processes import ROOT, end_command, last_line, start_command
 from alignment.system.terminal import make_table
+from alignment.system.versions import versions
 
 ATTEMPTS = 2  # Times that a run is started before it counts as failed.
+LOG_SECONDS = 300.0  # between two lines on runs that train, where the output is no terminal
 LOST = -1000  # Exit code of a job whose machine or worker process is gone.
 REQUEUES = 50  # Times that a SLURM job goes back to the queue at its time limit.
 # For a run to save its last step when SLURM ends its job, which submitit announces 90 s before.
@@ -148,12 +149,34 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
             submit(design, executor, state)
     by_name = {state.name: state for state in states}
     table = progress_table(design, states)
+    printed_at = time.monotonic()
     with Live(table, console=console, refresh_per_second=2, transient=True) as live:
         while any(state.status == "running" for state in states):
-            for name, code in executor.finished(1.0).items():
+            ended = executor.finished(1.0)
+            for name, code in ended.items():
                 settle(design, executor, by_name[name], code, console)
             live.update(progress_table(design, states))
+            # A log shows no table that moves, but a line for each run that ends, and in between.
+            is_due = bool(ended) or time.monotonic() - printed_at > LOG_SECONDS
+            if is_due and not console.is_terminal:
+                printed_at = time.monotonic()
+                console.print(progress_words(design, states), markup=False, soft_wrap=True)
     console.print(progress_table(design, states))
+
+
+def progress_words(design: Design, states: Sequence[State]) -> str:
+    """How many runs are done, and how far those are that train, in one line."""
+    done = sum(state.status == "done" for state in states)
+    words = f"{done} of {len(states)} runs done"
+    failed = sum(state.status == "failed" for state in states)
+    if failed:
+        words += f", {failed} failed"
+    under_way = []
+    for state in states:
+        progress = _progress(design, state)
+        if state.status == "running" and progress != "waiting":
+            under_way.append(f"{state.name}: {progress}")
+    return "; ".join([words, *under_way])
 
 
 def submit(design: Design, executor: Executor, state: State) -> None:

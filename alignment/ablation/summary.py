@@ -90,10 +90,26 @@ def _cells(comparison: Comparison) -> tuple[str, ...]:
     return (
         f"{comparison.a} - {comparison.b}",
         f"{comparison.difference:+.3f}",
-        f"{comparison.low:+.3f} .. {comparison.high:+.3f}",
+        interval_words(comparison),
         str(comparison.seeds),
         comparison.verdict,
     )
+
+
+def interval_words(comparison: Comparison, form: str = "%+.3f .. %+.3f") -> str:
+    """The interval of a difference in the `form` of its two ends; where no two seeds are shared,
+    that there is none."""
+    if math.isnan(comparison.low):
+        return "none: one seed" if comparison.seeds == 1 else "none: no shared seed"
+    return form % (comparison.low, comparison.high)
+
+
+def detectable_words(comparison: Comparison) -> str:
+    """The smallest difference of accuracies that the comparison would find; "none" where that is
+    larger than any two accuracies can have, or not known."""
+    if math.isnan(comparison.detectable) or comparison.detectable > 1:
+        return "none"
+    return f"{comparison.detectable:.3f}"
 
 
 def ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import httpx
+import huggingface_hub
+
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import Task
 from alignment.system.errors import UserError
@@ -11,6 +14,7 @@ from alignment.system.manifests import MANIFEST, find_damage
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
+HUB_SECONDS = 5.0  # that the hub has for an answer
 # Files of a tokenizer's chat templates; older ones have them in tokenizer_config.json.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -40,6 +44,27 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
             f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
         )
     return str(folder)
+
+
+def check_hub(name: str, flag: str) -> None:
+    """Raise `UserError` where a model of the hub is not on this machine, and the hub does not
+    answer. Libraries would try again for half a minute."""
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    wanted = "give a model's folder"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"{flag} {name}: is not on this machine, and HF_HUB_OFFLINE is set; unset it, or"
+            f" {wanted}"
+        )
+    endpoint = huggingface_hub.constants.ENDPOINT
+    try:
+        httpx.head(endpoint, timeout=HUB_SECONDS)
+    except httpx.TransportError as error:
+        raise UserError(
+            f"{flag} {name}: is not on this machine, and the hub does not answer ({endpoint}:"
+            f" {error}); mend the connection, or {wanted}"
+        ) from None
 
 
 def check_chat_template(task: Task, model: str, flag: str = "--model") -> None:
@@ -75,6 +100,7 @@ def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
         return str(embedded_model(name, output_dir))
     folder = check_model_path(name, flag)
     if folder is None:
+        check_hub(name, flag)
         return name
     if (Path(folder) / MANIFEST).exists():
         fault = find_damage(Path(folder))

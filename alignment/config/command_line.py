@@ -32,6 +32,7 @@ from alignment.core.args_file import was_auto
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
 from alignment.system.terminal import make_console, print_from_the_top
+from alignment.system.versions import version_line
 
 ArgumentsType = TypeVar("ArgumentsType", bound=DataclassInstance)
 CommandType = TypeVar("CommandType", bound=Args)
@@ -81,6 +82,9 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     """Read the command line: the preset's values, if any, overridden by flags. Raises `UserError`
     for unknown or bad ones."""
     words = sys.argv[1:] if argv is None else argv
+    if "--version" in words:
+        print(version_line())
+        sys.exit(0)
     if issubclass(cls, Args) and "resume" in flags_of_class(cls):
         words = _with_flags_of_run(cls, words)
         if argv is None:

@@ -611,6 +611,7 @@ class PlanArgs(MachineFlags, RLArgs):
     )
     UNUSED_FLAGS: ClassVar[tuple[str, ...]] = (
         "preview",
+        "quiet",
         "trackers",
     )
 
@@ -699,6 +700,7 @@ class AskArgs(Args):
         "eval_greedy",
         "max_problems",
         "output_dir",
+        "quiet",
         "run_name",
         "trackers",
     )

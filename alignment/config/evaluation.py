@@ -43,3 +43,7 @@ class RLEvaluationFlags:
     """Steps between evaluations on the test problems; they also run at the very start and end."""
     eval_max_new_tokens: int = flag(0, group="evaluation", at_least=0, zero="as in training")
     """Longest response in them; 0: --max_new_tokens."""
+    target_accuracy: float = flag(
+        0.0, group="evaluation", at_least=0, at_most=1, zero="none", swept=False, changeable=True
+    )
+    """End training after the first evaluation with at least this accuracy; 0: after --num_steps."""

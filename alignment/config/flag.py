@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin
 
 from alignment.core.flag import Extra, Flag, flag
 from alignment.system.errors import UserError
-from alignment.system.registry import did_you_mean
+from alignment.system.registry import did_you_mean, name_here
 
 __all__ = [
     "DataclassInstance",
@@ -187,7 +187,7 @@ def check_choices(
     for value in values:
         is_own = takes_own and ":" in str(value)
         if value not in choices and not is_own:
-            nearest = did_you_mean(str(value), choices)
+            nearest = name_here(f"--{name}", str(value)) or did_you_mean(str(value), choices)
             raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{own}{nearest}")
 
 

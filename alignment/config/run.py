@@ -35,6 +35,8 @@ class RunFlags:
     )
     """Where a run's numbers go besides its folder, all but tensorboard by extras; or your
     package.module:name."""
+    quiet: bool = flag(False, group="run", swept=False, changeable=True)
+    """Print errors alone; files have the results, the progress and the warnings."""
 
 
 @dataclass(frozen=True)

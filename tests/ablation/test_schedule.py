@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from alignment.ablation import schedule
-from alignment.ablation.schedule import LOST, State, is_done, settle
+from alignment.ablation.schedule import LOST, State, is_done, progress_words, settle
 
 
 @pytest.fixture
@@ -38,6 +38,20 @@ def test_to_ask_whether_a_run_is_done_changes_nothing(tmp_path):
     assert is_done(design, state) and state == State("a", 0, "running")
     settle(design, None, state, 1, Console(file=io.StringIO()))
     assert state == State("a", 0, "done")
+
+
+def test_a_log_says_how_far_the_runs_are(tmp_path):
+    """One is done, one trains, one waits, one has failed."""
+    (tmp_path / "a_seed1").mkdir()
+    (tmp_path / "a_seed1" / "metrics.jsonl").write_text('{"step": 3, "reward": 0.25}\n')
+    (tmp_path / "a_seed0").mkdir()
+    (tmp_path / "a_seed0" / "evals.jsonl").write_text('{"avg_all_rewards": 0.5}\n')
+    statuses = ("done", "running", "running", "failed")
+    states = [State("a", seed, status) for seed, status in enumerate(statuses)]
+    design = SimpleNamespace(folder=tmp_path, arms={"a": SimpleNamespace(num_steps=8)})
+    assert progress_words(design, states) == (
+        "1 of 4 runs done, 1 failed; a_seed1: step 3 of 8, reward 0.25"
+    )
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: a bug of ours\n"

@@ -56,6 +56,22 @@ def test_ranks_on_a_cpu_share_the_hosts_memory(planned):
     assert planned(*flags, "--gpu_memory", "1").count("of 1 GB, does not fit") == 2
 
 
+def test_no_command_is_printed_for_what_does_not_fit(planned):
+    """Where flags would make it fit, they are in the command."""
+    flags = ("--num_gpus", "0", "--policy_parallelism", "replicated", "--policy_ranks", "2")
+    said = planned(*flags, "--gpu_memory", "1")
+    assert "no flag, and no two of them, would make it fit" in said
+    assert said.splitlines()[-1] == ("no command is printed, since what was asked for does not fit")
+
+
+@pytest.mark.parametrize(
+    ("hours", "is_guess"),
+    [([], False), ([(1, 2)], False), ([(1, 2), (2, 4)], False), ([(1, 3), (2, 4)], True)],
+)
+def test_an_order_of_ranges_that_overlap_is_a_guess(hours, is_guess):
+    assert plan.order_is_guess([{"seconds": {"hours": pair}} for pair in hours]) == is_guess
+
+
 def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
     """466,304 parameters of 16 bytes each, with AdamW."""
     args = from_preset(PlanArgs, "tiny", optimizer="adamw")

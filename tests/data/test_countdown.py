@@ -2,6 +2,7 @@
 are split for good."""
 
 import itertools
+import re
 from fractions import Fraction
 
 import pytest
@@ -14,6 +15,22 @@ from alignment.rewards.countdown import countdown_reward_fn, is_right, value_of
 from alignment.system.errors import UserError
 
 TRUTH = "14 = 3 4 2"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "target", "value"),
+    [((8, 5, 7), 20, 20), ((1, 5, 5, 5), 24, 24), ((3, 3, 8, 8), 24, 24), ((7,), 7, 7)],
+)
+def test_a_right_answer_has_the_targets_value(numbers, target, value):
+    answer = countdown.right_answer(countdown.as_problem(numbers, target))
+    assert sorted(map(int, re.findall(r"\d+", answer))) == sorted(numbers)
+    assert eval(re.sub(r"\d+", r"Fraction(\g<0>)", answer)) == value
+
+
+@pytest.mark.parametrize(("numbers", "target"), [((1, 1, 1), 50), ((1, 2, 3, 4, 5), 15)])
+def test_a_problem_that_is_not_solved_has_its_truth_for_an_answer(numbers, target):
+    problem = countdown.as_problem(numbers, target)
+    assert countdown.right_answer(problem) == problem.ground_truth
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tasks: where problems and worked solutions come from. `TASKS` lists them all."""
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,8 @@ class Task:
     key: Key = question_text
     """Problems with equal `key` ask the same question: evaluations ask it once, and training leaves
     it to the test split."""
+    right_answer: Callable[[Problem], str] = operator.attrgetter("ground_truth")
+    """An answer to a problem that its rules pay, for a look at them."""
 
     def in_format(self, prompt: str, reward: str) -> "Task":
         """This task with the prompt, rules and stop strings that --prompt and --reward ask for.
@@ -211,6 +214,7 @@ _TASKS = (
         "countdown_en",
         ("countdown",),
         key=countdown.key,
+        right_answer=countdown.right_answer,
     ),
     Task(
         "countdown_small",
@@ -219,6 +223,7 @@ _TASKS = (
         "tiny",
         ("countdown",),
         key=countdown.key,
+        right_answer=countdown.right_answer,
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}

@@ -12,6 +12,7 @@ are the test split. `countdown_small` has three numbers up to 9 and targets up t
 policy can learn on a CPU; its last demonstrations come from a careless teacher, who often combines
 numbers with no look at the target."""
 
+import itertools
 import operator
 import random
 import re
@@ -35,6 +36,8 @@ CAREFUL_SHARE = 0.7  # of the demonstrations, the first ones
 # Of files that are not split: at most, the last ones.
 TEST_ROWS = 128
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+MOST_SOLVED = 4  # numbers for which an answer is searched; five would take seconds
+QUESTION = re.compile(r"(\d+(?: \d+)*) -> (-?\d+)")
 IGNORES_TARGET = 0.7  # probability that the careless teacher ignores the target
 
 
@@ -131,10 +134,43 @@ def random_attempt(numbers: Sequence[int], rng: random.Random) -> Attempt | None
     return Attempt(text[1:-1], tuple(steps), value)
 
 
+def right_answer(problem: Problem) -> str:
+    """An expression that solves a problem of at most `MOST_SOLVED` numbers; where there is none, or
+    there are more, the truth itself, which is no answer."""
+    match = QUESTION.fullmatch(problem.question)
+    if match is None:
+        return problem.ground_truth
+    parts = [(number, Fraction(number)) for number in match[1].split()]
+    if len(parts) > MOST_SOLVED:
+        return problem.ground_truth
+    return _expression(parts, Fraction(match[2])) or problem.ground_truth
+
+
+def _expression(parts: Sequence[tuple[str, Fraction]], target: Fraction) -> str:
+    """The first expression of all `parts`, each a text with its value, that has the target's value;
+    "" where none has."""
+    if len(parts) == 1:
+        [(text, value)] = parts
+        is_compound = text.startswith("(")
+        solved = text[1:-1] if is_compound else text
+        return solved if value == target else ""
+    for first, second in itertools.permutations(range(len(parts)), 2):
+        rest = [part for index, part in enumerate(parts) if index not in (first, second)]
+        a, x = parts[first]
+        b, y = parts[second]
+        for sign, operation in OPERATIONS.items():
+            if sign == "/" and y == 0:
+                continue
+            found = _expression([*rest, (f"({a} {sign} {b})", operation(x, y))], target)
+            if found:
+                return found
+    return ""
+
+
 def key(problem: Problem) -> str:
     """The target and the numbers in one order (`Task.key`); the text of a question of another
     kind."""
-    match = re.fullmatch(r"(\d+(?: \d+)*) -> (-?\d+)", problem.question)
+    match = QUESTION.fullmatch(problem.question)
     if match is None:
         return question_text(problem)
     numbers = sorted(map(int, match[1].split()))
