@@ -135,7 +135,7 @@ def test_the_table_of_commands_has_every_command():
 def test_every_flag_is_one_of_a_command(document):
     # A flag with a point in it, such as --loss.alpha, is a setting of one loss alone.
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-]|\.\w)", code(document)))
-    assert named <= flags() | OTHER_PROGRAMS
+    assert named <= flags() | OTHER_PROGRAMS | {"help", "version"}
 
 
 @each_document
@@ -165,6 +165,8 @@ def test_the_guide_to_contributing_fits_a_screen():
 
 @each_document
 def test_no_page_is_long_but_tables_of_reference(document):
+    if document.name == "CHANGELOG.md":  # which grows with every version
+        return
     lines = document.read_text().splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert len(lines) <= 200 or (document.name in REFERENCE and len(rows) > len(lines) / 4)
