@@ -340,7 +340,7 @@ def test_what_other_libraries_values_are_told_to_be_exists():
     ("words", "message"),
     [
         (["--delta", "3"], "--delta: there is no such flag; write --dual_clip"),
-        (["--load_in_4bit"], "there is no such flag; there is none, because the sampler would draw"),
+        (["--load_in_4bit"], "there is none, because the sampler would draw"),
         (["--loss_type", "grpo"], r"\(grpo of other libraries: write grpo_clip"),
         (["--advantage", "gae"], r"\(gae of other libraries: there is none, because"),
         (["--optimizer", "adamw_torch"], r"\(adamw_torch of other libraries: write adamw\)"),

@@ -264,6 +264,8 @@ def changes_that_save(prediction: Prediction) -> list[list[Change]]:
     # 0 lets layers be computed twice
     smaller_micro_batches.append({"micro_batch_tokens": 0})
     changes = [smaller_micro_batches]
+    if not run.gradient_checkpointing:
+        changes.append([{"gradient_checkpointing": True}])
     optimizers = [name for name in OPTIMIZERS if name not in ("adamw", run.optimizer)]
     changes += [[{"optimizer": name}] for name in optimizers]
     if not run.lora_rank:

@@ -243,8 +243,9 @@ class StepWork:
 
     def update(self) -> Work:
         """The work of all updates of a step, over the responses with a gradient: three forward
-        passes' (two with adapters), casts, gradients and the optimiser; and what devices send:
-        gradients, and hidden states at the borders of stages."""
+        passes' (two with adapters; one more where layers are computed twice), casts, gradients and
+        the optimiser; and what devices send: gradients, and hidden states at the borders of
+        stages."""
         shape = self.model.shape
         split = self.split
         updates = self.schedule.updates
@@ -253,6 +254,8 @@ class StepWork:
         forward_pass = self.forward_pass(share, updates)
         pieces = forward_pass.pieces
         passes = PASSES_OF_ADAPTER_UPDATE if shape.adapters else PASSES_OF_UPDATE
+        if self.step.gradient_checkpointing:
+            passes += 1  # Backward begins with another forward pass, layer by layer.
         casts = CAST_BYTES * self.model.parameters * pieces if self.step.in_bfloat16 else 0
         state = (GRADIENT_BYTES * pieces + OPTIMIZER_BYTES * updates) * trained / split.parts
         network = 0.0

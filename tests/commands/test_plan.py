@@ -259,6 +259,11 @@ def test_flags_that_would_make_a_run_fit_are_tried(planned):
         "vllm",
         "--num_gpus",
         "1",
+        "--max_new_tokens",
+        "200",
+        "--no_gradient_checkpointing",
+        "--gpu_memory_utilization",
+        "0.25",
     )
     said = planned(*flags, "--gpu_memory", "30")
     assert "does not fit by 2.3 GB" in said and "; sampling " in said

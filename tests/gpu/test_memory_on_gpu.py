@@ -112,6 +112,7 @@ def test_an_update_allocates_what_was_predicted(folder, allocated_before, dtype,
     step = dataclasses.replace(
         step,
         policy_parallelism="single",
+        gradient_checkpointing=False,
         micro_batch_tokens=tokens,
         prompt=PROMPT,
         max_new_tokens=longest,

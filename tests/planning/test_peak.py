@@ -69,6 +69,7 @@ class Measured:
 H200 = 150e9
 MATH = qwen2(1536, 8960, 28, 12)  # Qwen2.5-Math-1.5B
 ADAMW = {
+    "gradient_checkpointing": False,
     "beta": 0.0,
     "optimizer": "adamw",
     "train_mini_batch_size": 0,
@@ -217,6 +218,7 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(
     step = dataclasses.replace(
         step_shape(args, roles, 48e9, True),
         optimizer="adamw",
+        gradient_checkpointing=False,
         micro_batch_tokens=prompt + rows * response,
         update_tokens=2 * (prompt + rows * response),
         prompt=prompt,
