@@ -1,5 +1,6 @@
 """The console command: `alignment train_rl ...` is `python -m alignment.train_rl ...`."""
 
+import os
 import runpy
 import signal
 import sys
@@ -41,6 +42,10 @@ def main() -> None:
         )
         sys.exit(2)
     del sys.argv[0]
+    if not sys.flags.safe_path:
+        # As `python -m` has it: modules of the working folder, such as a reward of the user's own,
+        # in the place of those beside the console script.
+        sys.path[0] = os.getcwd()
     runpy.run_module(f"alignment.{command}", run_name="__main__", alter_sys=True)
 
 

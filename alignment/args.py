@@ -157,7 +157,7 @@ class PipelineArgs:
     it stopped in."""
 
     file: str = flag()
-    """TOML file of the stages."""
+    """TOML file of the stages, or the name of one that comes with the package: r1_tiny."""
     run_name: str = flag("", group="run", names_folder=True, aliases=("name",))
     """Name of the pipeline's folder; empty: the file's."""
     output_dir: str = flag("checkpoints", group="run")

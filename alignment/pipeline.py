@@ -1,7 +1,7 @@
 """Stages in a row from one TOML file: data kept from a model's own answers, SFT, RL, and the
 accuracy after each.
 
-uv run -m alignment.pipeline --file alignment/pipelines/r1_tiny.toml
+uv run -m alignment.pipeline --file r1_tiny
 
 A stage is a command with its flags; `{name}` in a flag is the result of the stage of that name (a
 model, or a file):
@@ -40,6 +40,7 @@ from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import read_json, read_toml, write_json
 from alignment.system.locks import lock_run_folder
 from alignment.system.processes import last_line, start_command
+from alignment.system.registry import did_you_mean
 from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
@@ -67,6 +68,12 @@ class Output(NamedTuple):
     arguments: Mapping[str, object]
 
 
+PIPELINES = {
+    file.stem: file for file in sorted((Path(__file__).parent / "pipelines").glob("*.toml"))
+}
+"""Name -> file of the pipelines that come with the package."""
+
+
 class Stage(NamedTuple):
     """A command with its flags, its `result` (a model or a file), and `done`, a path that exists
     once it has ended well."""
@@ -76,6 +83,18 @@ class Stage(NamedTuple):
     flags: tuple[str, ...]
     result: str
     done: Path
+
+
+def pipeline_file(name: str) -> Path:
+    """The file that --file names: a path, or one of `PIPELINES`."""
+    if name in PIPELINES and not Path(name).exists():
+        return PIPELINES[name]
+    if not Path(name).exists():
+        raise UserError(
+            f"--file {name}: there is no such file, and no such pipeline; the package has"
+            f" {', '.join(PIPELINES)}{did_you_mean(name, PIPELINES)}"
+        )
+    return Path(name)
 
 
 def read_stages(file: Path, folder: Path) -> list[Stage]:
@@ -229,8 +248,9 @@ def run(stages: list[Stage], folder: Path, console: Console) -> None:
 def main() -> None:
     args = parse(PipelineArgs)
     console = make_console()
-    folder = Path(args.output_dir) / (args.run_name or Path(args.file).stem)
-    stages = read_stages(Path(args.file), folder)
+    file = pipeline_file(args.file)
+    folder = Path(args.output_dir) / (args.run_name or file.stem)
+    stages = read_stages(file, folder)
     if args.dry_run:
         for stage in stages:
             console.print(

@@ -2,8 +2,10 @@
 2; nothing written."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -725,3 +727,31 @@ def test_a_misspelt_command_is_told_with_the_nearest(monkeypatch, capsys):
 
 def test_there_are_at_least_sixty():
     assert len(CASES) >= 60 and {command for command, _, _ in CASES} == set(MAIN)
+
+
+def test_the_console_command_sees_the_modules_of_the_working_folder(tmp_path):
+    """As `python -m` does; the module is found, and the function that it lacks is not."""
+    (tmp_path / "own_reward.py").write_text("def score(response, truth):\n    return 1.0\n")
+    words = ["train_rl", "--reward", "own_reward:other"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    start = "import sys; sys.path[0] = '/nowhere'; sys.argv[0] = 'alignment';"
+    script = f"{start} from alignment.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "own_reward:other: cannot be imported (AttributeError" in done.stderr
+
+
+def test_a_pipeline_of_the_package_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert pipeline.pipeline_file("r1_tiny").is_file()
+    with pytest.raises(UserError, match="the package has r1_tiny .did you mean r1_tiny"):
+        pipeline.pipeline_file("r1_tny")
+    (tmp_path / "r1_tiny").write_text("")  # a file of the user's own comes first
+    assert pipeline.pipeline_file("r1_tiny") == Path("r1_tiny")
