@@ -20,6 +20,7 @@ from alignment.runs.health import Health
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.moments import zero_moments
 from alignment.runs.state import state_of
+from alignment.runs.step_lines import step_lines
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.command import current_command
@@ -88,7 +89,8 @@ class StartedRun:
     policy: Any
     tokenizer: Any
     rollouts: Any  # None in SFT.
-    print_progress: Callable[[int, str], None]  # Prints a finished step, and words on it.
+    # Prints a finished step, words on it, and lines of details.
+    print_progress: Callable[[int, str, Sequence[str]], None]
 
 
 class Run:
@@ -110,6 +112,7 @@ class Run:
         self._step_seconds = 0.0
         self._opened: list[Restartable] = []
         self._words = ""  # What the progress line says of the last step.
+        self._details: tuple[str, ...] = ()  # The lines below it.
         self._broken: dict[str, str] = {}  # Invariants that broke since the last logged step.
         self._restarts = 0  # All restarts of `_opened` up to the last logged step.
 
@@ -239,7 +242,7 @@ class Run:
             yield defer_signals
             # Set before a deferred signal is raised: the step is done and logged.
             self.last_step = step
-        self.started.print_progress(self.last_step, self._words)
+        self.started.print_progress(self.last_step, self._words, self._details)
         self.started.health.stop_if_hopeless()
 
     @contextmanager
@@ -250,7 +253,7 @@ class Run:
             defer_signals()
             yield
             self.last_step = step
-        self.started.print_progress(self.last_step, self._words)
+        self.started.print_progress(self.last_step, self._words, self._details)
         self.save_if_due()
 
     def steps(self) -> Iterator[int]:
@@ -316,6 +319,7 @@ class Run:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)
         self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
+        self._details = step_lines(record)
 
     def _reference_report(self, step: int) -> dict[str, int]:
         """With resets, the step whose weights the reference has in a step; 0: none of this run."""

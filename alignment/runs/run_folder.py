@@ -38,6 +38,13 @@ LOGS = {
     "metrics.jsonl": "",
     "evals.jsonl": "eval/",
 }
+# Log file -> the kind of the files with the completions of its steps.
+COMPLETIONS_OF_LOG = {
+    "metrics.jsonl": "rollout",
+    "evals.jsonl": "eval",
+}
+SHOWN_COMPLETIONS = 3
+"""Completions of a step that trackers get as text."""
 # The folder of the trainer's state in a checkpoint. It is none of the top folder's files, since
 # loaders take every *.safetensors file there for weights.
 TRAINER = "trainer"
@@ -172,25 +179,35 @@ class RunFolder:
             opened.write(json.dumps(record) + "\n")
 
     def _track(self, log: str, record: Record) -> None:
-        """Send the numbers of a record to the trackers and, of an evaluation, its first
-        completion."""
+        """Send the numbers of a record to the trackers, and the first completions of an evaluation
+        or of a step of RL."""
         prefix = LOGS[log]
         numbers = {}
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 numbers[prefix + key] = value
-        sample = ""
-        if log == "evals.jsonl":
-            sample = self._sample_of_evaluation(record["step"])
+        file = f"{COMPLETIONS_OF_LOG[log]}_{record['step']:06d}.jsonl"
+        sample = sample_as_html(self.path / "completions" / file)
         self._trackers.log(log, record["step"], numbers, sample)
 
-    def _sample_of_evaluation(self, step: int) -> str:
-        """The first completion of an evaluation, as HTML; empty where there is none."""
-        completions = files.read_jsonl(self.path / "completions" / f"eval_{step:06d}.jsonl")
-        if not completions:
-            return ""
-        text = "\n\n".join((completions[0]["question"], completions[0]["text"]))
-        return f"<pre>{html.escape(printable(text))}</pre>"
+
+def sample_as_html(file: Path) -> str:
+    """The first `SHOWN_COMPLETIONS` of a file of completions, each with its rewards, as HTML; empty
+    where there is no such file."""
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8") as lines:
+        completions = [json.loads(line) for line in itertools.islice(lines, SHOWN_COMPLETIONS)]
+    texts: list[str] = []
+    question = None
+    for completion in completions:
+        if completion["question"] != question:
+            question = completion["question"]
+            texts.append(question)
+        rewards = ", ".join(f"{name} {value:g}" for name, value in completion["score"].items())
+        texts.append(f"[{rewards}]\n{completion['text']}")
+    text = "\n\n".join(texts)
+    return f"<pre>{html.escape(printable(text))}</pre>"
 
 
 def records_up_to(file: Path, step: int) -> list[dict]:

@@ -2,6 +2,7 @@
 learning curve, peaks of memory, seconds of each phase, summary.json and the model card."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -186,8 +187,8 @@ def write_card(folder: Path, run: Path, reproducibility: str) -> None:
 def plot_learning_curve(
     path: Path, metrics: Sequence[Record], evals: Sequence[Record], title: str
 ) -> None:
-    """Write a PNG of what changed over the steps: training rewards, held-out accuracy with its 95 %
-    interval, and response length."""
+    """Write a PNG of what changed over the steps: training rewards and each of their parts,
+    held-out accuracy with its 95 % interval, and response length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -198,6 +199,10 @@ def plot_learning_curve(
     faint = {"alpha": 0.6}
     top.plot(steps, rewards, color="tab:gray", label="training reward", **faint)
     top.plot(steps, format_rewards, color="tab:orange", label="training format reward", **faint)
+    parts = rewards_of_parts(metrics)
+    for number, (name, values) in enumerate(parts.items()):
+        color = f"C{(number + 2) % 10}"  # C0 and C1 are those of accuracy and format.
+        top.plot(steps, values, color=color, linewidth=1, label=f"part {name}", **faint)
     accuracies = [evaluation["avg_all_rewards"] for evaluation in evals]
     intervals = [evaluation["avg_all_rewards_ci"] for evaluation in evals]
     below = [mean - low for mean, (low, _) in zip(accuracies, intervals, strict=True)]
@@ -221,14 +226,30 @@ def plot_learning_curve(
             linewidth=1,
             label=f"held out: {label}",
         )
-    top.set(ylim=(0, 1), title=title)
-    top.legend(loc="best")
+    shown = [*rewards, *format_rewards, *itertools.chain.from_iterable(parts.values())]
+    is_share = all(0 <= value <= 1 for value in shown if not math.isnan(value))
+    if is_share:  # Else matplotlib chooses, so that signed and weighted rewards are seen whole.
+        top.set_ylim(0, 1)
+    top.set_title(title)
+    top.legend(loc="best", fontsize="small")
     top.grid(alpha=0.3)
     lengths = [record["response_length"] for record in metrics]
     bottom.plot(steps, lengths, color="tab:green")
     bottom.set(xlabel="rollout step", ylabel="response tokens")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def rewards_of_parts(metrics: Sequence[Record]) -> dict[str, list[float]]:
+    """The mean of each part of the reward in each step, by the part's name; NaN in a step to none
+    of whose responses it applies."""
+    names: dict[str, None] = {}
+    for record in metrics:
+        names |= dict.fromkeys(key for key in record if key.startswith("part_"))
+    values = {}
+    for name in names:
+        values[name.removeprefix("part_")] = [record.get(name, math.nan) for record in metrics]
+    return values
 
 
 def first_change(run: Path, evals: Sequence[Record]) -> tuple[dict, dict]:

@@ -24,8 +24,8 @@ class Tracker(NamedTuple):
     """A run, as it is open at a tracker."""
 
     log: Callable[[int, Numbers, str], object]
-    """Sends the numbers of a step and, as HTML, the sample of an evaluation; "" where there is
-    none."""
+    """Sends the numbers of a step and, as HTML, a sample of the texts of an evaluation or of a
+    step's rollout; "" where there is none."""
     close: Callable[[], object]
 
 
@@ -54,7 +54,9 @@ def open_tensorboard(folder: Path, run_id: str, arguments: Mapping[str, object])
         for key, value in numbers.items():
             writer.add_scalar(key, value, step)
         if sample:
-            writer.add_text("eval/sample", sample, step)
+            is_rollout = any(not key.startswith("eval/") for key in numbers)
+            kind = "rollout" if is_rollout else "eval"
+            writer.add_text(f"{kind}/sample", sample, step)
 
     return Tracker(log, writer.close)
 

@@ -70,10 +70,11 @@ def print_from_the_top(text: str, console: Console) -> None:
 @contextmanager
 def progress_line(
     name: str, total: int, console: Console, unit: str = "step"
-) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar with the time left. Yields the function that advances it to a step with a
-    short text. If the output is no terminal, that function prints a plain line after every tenth of
-    the steps, and after every minute."""
+) -> Iterator[Callable[..., None]]:
+    """Show a progress bar with the time left. Yields the function that advances it to a step, with
+    a short text and, as lines of their own, details. If the output is no terminal, that function
+    prints a plain line with the details after every tenth of the steps, and after every minute; on
+    a terminal it prints the details of every step above the bar."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -94,14 +95,18 @@ def progress_line(
         bar = progress.add_task(name, total=total)
         printed = (0, 0)  # Tenths of the steps, and minutes, at the last plain line.
 
-        def advance(step: int, text: str) -> None:
+        def advance(step: int, text: str, details: Sequence[str] = ()) -> None:
             nonlocal printed
             description = f"{name}, {text}" if text else name
             progress.update(bar, completed=step, description=description)
             task = progress.tasks[bar]
             tenths = step * 10 // max(1, step, total)
             minutes = int((task.elapsed or 0.0) // 60)
-            if console.is_terminal or (tenths, minutes) == printed:
+            if console.is_terminal:
+                if details:
+                    console.print(f"{unit} {step}, {text}", *details, sep="\n", markup=False)
+                return
+            if (tenths, minutes) == printed:
                 return
             printed = (tenths, minutes)
             line = f"{name}, {unit} {step} of {total}"
@@ -109,7 +114,7 @@ def progress_line(
                 line += f", {text}"
             if task.time_remaining:
                 line += f", ETA {short_time(task.time_remaining)}"
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, *details, sep="\n", markup=False, soft_wrap=True)
 
         yield advance
 

@@ -28,7 +28,7 @@ def test_tensorboard_has_one_sample_of_each_evaluation_as_text(tmp_path):
     samples = events.Tensors("eval/sample/text_summary")
     assert [sample.step for sample in samples] == [0, 5]
     assert list(samples[0].tensor_proto.string_val) == [
-        b"<pre>&lt;b&gt;q\n\n&lt;script&gt;\\x1b</pre>"
+        b"<pre>&lt;b&gt;q\n\n[reward 1]\n&lt;script&gt;\\x1b</pre>"
     ]
 
 

@@ -21,7 +21,7 @@ GROUP = Group(
     (Completion((1,), (2,), (-0.1,), "5", "stop", 0),),
     ({"reward": 1.0},),
 )
-SAMPLE = "<pre>&lt;b&gt;q\n\n5</pre>"
+SAMPLE = "<pre>&lt;b&gt;q\n\n[reward 1]\n5</pre>"
 
 
 @pytest.fixture
@@ -124,6 +124,24 @@ def test_a_tracker_that_is_not_installed_is_a_warning(tmp_path, monkeypatch, cap
         " ModuleNotFoundError" in capsys.readouterr().err
     )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_trackers_get_the_first_texts_of_a_rollout_escaped(tmp_path, recorded):
+    """Three responses at most, each with its rewards, below the question that they answer."""
+    _, sent = recorded
+    responses = ("<i>5</i>", "6", "7", "8")
+    completions = tuple(Completion((1,), (2,), (-0.1,), text, "stop", 0) for text in responses)
+    score = {"reward": 0.5, "part_format": -1.0}
+    group = Group(Problem("a", "1 < 2?", "", ""), completions, (score,) * 4)
+    run = RunFolder(tmp_path, 0, ["recorded", "tensorboard"])
+    run.log_completions("rollout", 1, [group])
+    run.log_step({"step": 1, "reward": 0.5})
+    run.close()
+    words = "[reward 0.5, part_format -1]"
+    text = f"1 &lt; 2?\n\n{words}\n&lt;i&gt;5&lt;/i&gt;\n\n{words}\n6\n\n{words}\n7"
+    assert sent == [(1, {"reward": 0.5}, f"<pre>{text}</pre>")]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "rollout/sample/text_summary" in events.Tags()["tensors"]
 
 
 def test_metrics_do_not_depend_on_trackers(tmp_path, recorded):
