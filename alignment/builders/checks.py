@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from alignment.args import (
@@ -53,7 +55,7 @@ from alignment.rewards.rules import (
 )
 from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
-from alignment.runs.trackers import find_tracker
+from alignment.runs.trackers import TRACKERS, find_tracker
 from alignment.sampling.sampler import check_sampler_url, find_engine
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import try_writing
@@ -126,9 +128,16 @@ def check_rl(args: RLArgs) -> None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise `UserError` for a tracker of the user's own that cannot be imported."""
+    """Raise `UserError` for a tracker whose library is not installed, and for one of the user's own
+    that cannot be imported."""
     for name in names:
         find_tracker(name)
+        # each of ours has the name of its library
+        if name in TRACKERS and name not in sys.modules and find_spec(name) is None:
+            raise UserError(
+                f"--trackers {name}: {name} is not installed; start with `uv run --extra {name}"
+                " ...`, or leave it out"
+            )
 
 
 def check_evaluation_rule(args: Args, task: Task) -> None:

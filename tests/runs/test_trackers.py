@@ -11,9 +11,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alignment.args import CHANGEABLE_ON_RESUME, RLArgs, command_line, parse
+from alignment.builders import checks
 from alignment.core.records import Completion, Group, Problem
 from alignment.runs import trackers
 from alignment.runs.run_folder import RunFolder
+from alignment.runs.trackers import TRACKERS
 from alignment.system.errors import UserError
 
 GROUP = Group(
@@ -231,3 +233,10 @@ def test_the_library_itself(name, read, tmp_path, monkeypatch, capsys, wait_for)
     run_id = json.loads((folder / "trackers.json").read_text())["id"]
     expected = {run_id}, {"reward": [0.1, 0.2, 0.3, 0.4], "eval/pass@1": [0.5, 0.75, 1.0]}
     wait_for(lambda: read(run_id) == expected, 30)  # a process of W&B may still be writing
+
+
+@pytest.mark.parametrize("name", sorted(set(TRACKERS) - {"tensorboard"}))
+def test_a_tracker_whose_library_is_absent_is_refused_before_a_model_loads(name, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=f"--trackers {name}: {name} is not installed; start with"):
+        checks.check_trackers((name,))
