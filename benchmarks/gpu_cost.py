@@ -34,6 +34,7 @@ from transformers import AutoConfig, PretrainedConfig
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Rollout, SamplingConfig
 from alignment.model.attention import AttentionRule
+from alignment.model.kernels import fuse_layers, use_fused_kernels
 from alignment.model.packing import pack
 from alignment.planning import placement
 from alignment.policy import lora
@@ -43,7 +44,7 @@ from alignment.sampling.transformers import _SharedDecoding, draw
 from alignment.system.files import read_toml
 from alignment.system.terminal import make_table
 from alignment.training.update import rollout_objective, rows_with_gradient
-from benchmarks.gpu_fused import liger_kernels
+from benchmarks.gpu_fused import compiled_functions, liger_kernels
 from benchmarks.gpu_trace import (
     CARD,
     CLASSES,
@@ -71,6 +72,7 @@ SMOLLM2 = {
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
+Kernels = Literal["eager", "compiled", "liger"]
 Work = Literal["update", "log_probs", "sft", "decode", "attention", "attention_forward"]
 
 
@@ -97,8 +99,11 @@ class Setting:
     model: str = "Qwen--Qwen2.5-Math-1.5B"
     micro_batch_tokens: int = 16_384
     liger: bool = False
+    """Whether norms, rotary embeddings and MLPs are Liger's kernels."""
     flash: bool = True
     """Whether attention is by flash kernels, as where their self-check passes."""
+    kernels: Kernels = "eager"
+    """As --kernels. With "liger" the same as `liger`, and compiled log-probs and joints."""
     prompts: int = 16
     group_size: int = 8
     prompt: int = 150
@@ -173,8 +178,7 @@ def trace_sft(setting: Setting) -> list[Kernel]:
 def trace_gradient(setting: Setting, batch, rows, objective: Objective) -> list[Kernel]:
     """The kernels of `accumulate`."""
     with traced_card(setting.flash) as trace, fake_policy(setting) as policy, ExitStack() as stack:
-        if setting.liger:
-            stack.enter_context(liger_kernels(policy.model, trace))
+        apply_kernels(setting, policy.model, trace, stack)
 
         def accumulate() -> None:
             for _ in policy.accumulate(batch, rows, objective):
@@ -183,6 +187,17 @@ def trace_gradient(setting: Setting, batch, rows, objective: Objective) -> list[
         if setting.adds:
             accumulate()
         return kernels_of(trace, accumulate)
+
+
+def apply_kernels(setting: Setting, model, trace, stack: ExitStack) -> None:
+    """Have stand-ins be counted for a model's kernels, until the stack is left."""
+    if setting.liger or setting.kernels == "liger":
+        stack.enter_context(liger_kernels(model, trace))
+    if setting.kernels == "compiled":
+        fuse_layers(model)
+    if setting.kernels != "eager":
+        stack.enter_context(compiled_functions(trace))
+        use_fused_kernels(model)
 
 
 def kernels_of(trace, work: Callable[[], object]) -> list[Kernel]:
@@ -196,7 +211,8 @@ def trace_log_probs(setting: Setting) -> list[Kernel]:
     """The kernels of a pass for log-probs over a rollout."""
     args = arguments_of(setting)
     batch = rollout_of(setting, args).batch
-    with traced_card(setting.flash) as trace, fake_policy(setting) as policy:
+    with traced_card(setting.flash) as trace, fake_policy(setting) as policy, ExitStack() as stack:
+        apply_kernels(setting, policy.model, trace, stack)
         distribution = args.update_config.distribution
         return kernels_of(trace, lambda: policy.log_probs(batch, distribution))
 
@@ -231,10 +247,10 @@ def trace_attention(setting: Setting, backward: bool = True) -> list[Kernel]:
     for group in range(2):
         prompt = (group, *range(setting.prompt - 1))
         rows += [(prompt, tuple(range(900)))] * setting.group_size
-    packing = pack(rows)
+    packing = pack(rows, is_fused=setting.kernels != "eager")
     tokens = packing.input_ids_1N.shape[1]
     rule = AttentionRule(128**-0.5)
-    with traced_card(setting.flash) as trace:
+    with traced_card(setting.flash) as trace, compiled_functions(trace):
         inputs = []
         for heads in (12, 2, 2):
             tensor = torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16, device=CARD)
@@ -491,6 +507,7 @@ def main(
     micro_batch_tokens: int = 16_384,
     liger: bool = False,
     flash: bool = True,
+    kernels: Kernels = "eager",
     prompts: int = 16,
     group_size: int = 8,
     prompt: int = 150,
@@ -506,6 +523,7 @@ def main(
         micro_batch_tokens: Of a micro-batch, at most.
         liger: Whether norms, rotary embeddings and MLPs are Liger's kernels.
         flash: Whether attention is by flash kernels; else by its parts, as before them.
+        kernels: As --kernels of train_rl.
         prompts: Of the rollout.
         group_size: Responses to each prompt.
         prompt: Tokens of a prompt.
@@ -520,7 +538,16 @@ def main(
     if figures:
         return console.print(table_of_figures(rates))
     setting = Setting(
-        work, model, micro_batch_tokens, liger, flash, prompts, group_size, prompt, response
+        work,
+        model,
+        micro_batch_tokens,
+        liger,
+        flash,
+        kernels,
+        prompts,
+        group_size,
+        prompt,
+        response,
     )
     console.print(table_by_class(count_kernels(setting), rates, f"{work}, {model}: modelled"))
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from alignment.model import kernels
 from alignment.model.huggingface import PreTrainedModel
 from benchmarks.gpu_trace import FUSED, Kernel, Trace, bytes_of
 
@@ -25,6 +29,21 @@ class FusedKernel:
     keeps_inputs: bool
 
 
+@dataclass(frozen=True)
+class CompiledFunction:
+    """A function that is compiled. Its forward pass reads all its inputs so many times and writes
+    its outputs once; its backward pass reads the outputs' gradients and, if `keeps_inputs`, the
+    inputs, so many times, and writes the inputs' gradients."""
+
+    launches: int = 1
+    passes: int = 1
+    backward_launches: int = 1
+    backward_passes: int = 1
+    keeps_inputs: bool = True
+    written: int = 0
+    """How many of its first arguments it writes in place."""
+
+
 RMS_NORM = "Liger RMSNorm"
 ROTARY = "Liger rotary"
 SWIGLU = "Liger SwiGLU"
@@ -38,6 +57,23 @@ TABLE = {
     SWIGLU: FusedKernel(forward_launches=1, backward_launches=1, keeps_inputs=True),
 }
 """Fused function -> its kernels, from Liger 0.8's sources (Hsu et al. 2024, arXiv:2410.10989)."""
+
+COMPILED = {
+    # A kernel for the gradient of what is normed; a second pass for the weight's, whose columns are
+    # summed in two kernels.
+    "cast_norm": CompiledFunction(backward_launches=3, backward_passes=2),
+    # Queries and keys are of two sizes: a kernel each.
+    "cast_rotation": CompiledFunction(launches=2, backward_launches=2, keeps_inputs=False),
+    "gated": CompiledFunction(),
+    # Output and log-sum-exp are of two sizes: a kernel each.
+    "join": CompiledFunction(launches=2, written=2),
+    # The highest logit, the sum, the entropy; the label's, and what puts the three together.
+    "label_scores": CompiledFunction(launches=5, passes=3),
+    "logit_gradient": CompiledFunction(),
+}
+"""Function of `alignment.model.kernels` -> the kernels that torch's compiler makes of it. No GPU
+has run them: the launches are what sizes and sums allow, and a row of a norm counts as read once,
+though the compiler reads it again, from the cache, where it is longer than 1,024 numbers."""
 
 
 class FusedCall(torch.autograd.Function):
@@ -68,6 +104,112 @@ class FusedCall(torch.autograd.Function):
         kernel = Kernel(f"{ctx.name}, backward", FUSED, bytes=moved)
         ctx.trace.kernels += [kernel] * entry.backward_launches
         return None, None, None, *by_inputs
+
+
+def add_kernels(trace: Trace, name: str, moved: float, launches: int) -> None:
+    """Count the kernels of a fused function, which move so many bytes in all."""
+    trace.kernels += [Kernel(name, FUSED, bytes=moved / launches)] * launches
+
+
+class CompiledCall(torch.autograd.Function):
+    """(trace, function, its arguments' structure, all tensors of them) -> its outputs."""
+
+    @staticmethod
+    def forward(ctx, trace, function, structure, *tensors):
+        entry = COMPILED[function.__name__]
+        with trace.paused():
+            result = structure.call(function, tensors)
+        outputs = tree_leaves(result)
+        read = entry.passes * sum(map(bytes_of, tensors))
+        written = [tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]
+        written += tensors[: entry.written]
+        moved = read + sum(map(bytes_of, written))
+        add_kernels(trace, function.__name__, moved, entry.launches)
+        ctx.save_for_backward(*tensors)
+        ctx.trace = trace
+        ctx.function = function
+        ctx.structure = structure
+        return result
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        entry = COMPILED[ctx.function.__name__]
+        tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        with ctx.trace.paused(), torch.enable_grad():
+            copies = [
+                tensor.detach().requires_grad_(is_wanted)
+                for tensor, is_wanted in zip(tensors, wanted, strict=True)
+            ]
+            outputs = tree_leaves(ctx.structure.call(ctx.function, copies))
+            inputs = [copy for copy in copies if copy.requires_grad]
+            of_inputs = iter(torch.autograd.grad(outputs, inputs, gradients))
+        by_tensors = [next(of_inputs) if is_wanted else None for is_wanted in wanted]
+        read = sum(map(bytes_of, gradients))
+        if entry.keeps_inputs:
+            read += sum(map(bytes_of, tensors))
+        written = sum(bytes_of(gradient) for gradient in by_tensors if gradient is not None)
+        moved = entry.backward_passes * read + written
+        add_kernels(ctx.trace, f"{ctx.function.__name__}, backward", moved, entry.backward_launches)
+        return None, None, None, *by_tensors
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The arguments of a call without their tensors: those among them, and the weights of
+    modules."""
+
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any], options: Mapping[str, Any]) -> Structure:
+        """The structure of positional arguments."""
+        leaves, spec = tree_flatten(tuple(arguments))
+        return cls(leaves, spec, options)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors, in order."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        for module in self.modules:
+            tensors += module.parameters()
+        return tensors
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.nn.Module)]
+
+    def call(self, function: Callable, tensors: Sequence[torch.Tensor]):
+        """What the function returns of these tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        arguments = tree_unflatten(leaves, self.spec)
+        with ExitStack() as stack:
+            for module in self.modules:
+                weights = {name: next(rest) for name, _ in module.named_parameters()}
+                stack.enter_context(_reparametrize_module(module, weights))
+            return function(*arguments, **self.options)
+
+
+@contextmanager
+def compiled_functions(trace: Trace) -> Iterator[None]:
+    """A block in which functions that would be compiled are counted by `COMPILED`."""
+
+    def compiled(function: Callable) -> Callable:
+        def call(*arguments, **options):
+            structure = Structure.of(arguments, options)
+            return CompiledCall.apply(trace, function, structure, *structure.tensors)
+
+        return call
+
+    with (
+        mock.patch.object(kernels, "compiled", compiled),
+        mock.patch.dict(kernels.FUSED, clear=True),
+    ):
+        yield
 
 
 @contextmanager

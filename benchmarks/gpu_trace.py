@@ -339,7 +339,18 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.fake_mode = fake_mode
         self.kernels: list[Kernel] = []
+        self.is_paused = False
         self.sources = WeakIdKeyDictionary()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose operators are not counted."""
+        before = self.is_paused
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -361,7 +372,7 @@ class Trace(TorchDispatchMode):
     def _count(self, function, args, kwargs, result) -> None:
         """Keep the kernels of an operator on the card."""
         name = function._schema.name.partition("::")[2]
-        if function.is_view or name in NO_KERNEL:
+        if self.is_paused or function.is_view or name in NO_KERNEL:
             return
         call = make_call(function, name, args, kwargs, result, self.sources)
         is_result = any(is_on_card(tensor) for tensor in call.written)

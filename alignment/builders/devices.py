@@ -115,20 +115,26 @@ def check_policy_devices(args: Args) -> None:
 
 
 def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
-    """Raise `UserError` where --compile finds no compiler, or where Liger's kernels cannot run on
-    the policy's `devices`."""
+    """Raise `UserError` where kernels that are compiled find no compiler, or where Liger's cannot
+    run on the policy's `devices`."""
     on_cpu = devices[0] == "cpu"
     is_split = policy_kind(args.policy_parallelism).stages(len(devices)) > 1
-    if args.use_liger_kernel and (on_cpu or is_split):
+    liger = ""
+    compiling = "--compile" if args.compile else ""
+    if args.kernels in ("compiled", "liger"):
+        compiling = f"--kernels {args.kernels}"
+    if args.use_liger_kernel or args.kernels == "liger":
+        liger = compiling or "--use_liger_kernel"
+    if liger and (on_cpu or is_split):
         remedy = "leave the flag out"
         if is_split:
             ranked = [name for name, kind in POLICIES.items() if kind.ranked]
             remedy = f"choose --policy_parallelism {' or '.join(ranked)}"
         raise UserError(
-            "--use_liger_kernel needs a GPU for each process of the policy, not"
-            f" {' '.join(devices)}: {remedy}"
+            f"{liger} needs a GPU for each process of the policy, not {' '.join(devices)}: {remedy}"
         )
-    if not args.compile and not args.use_liger_kernel:
+    flag = compiling or liger
+    if not flag:
         return
     # torch compiles C++ for a CPU, and launchers of Triton's kernels, in C, for a GPU.
     variable = "CC"
@@ -144,7 +150,6 @@ def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     if variable in os.environ:
         compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)) or not has_packages:
-        flag = "--compile" if args.compile else "--use_liger_kernel"
         raise UserError(
             f"{flag} needs {compilers[0]}{needed_packages}: install that, or leave the flag out"
         )

@@ -74,6 +74,7 @@ FLAGS_OF_TRAINING = (
     "rank_timeout",
     "compile",
     "use_liger_kernel",
+    "kernels",
     "reference_model_device",
 )
 """Flags of every command's `Args` that play no part where nothing is trained."""
@@ -114,6 +115,12 @@ class Args(
             raise UserError(
                 "--compile: torch does not compile Liger's kernels; leave out this flag or"
                 " --use_liger_kernel"
+            )
+        if self.kernels not in ("auto", "eager") and (self.compile or self.use_liger_kernel):
+            other = "--compile" if self.compile else "--use_liger_kernel"
+            raise UserError(
+                f"--kernels {self.kernels}: it chooses the layers' kernels, and so does {other};"
+                " leave out one of the two"
             )
         if self.eval_greedy and self.eval_temperature == 0:
             raise UserError(
@@ -496,11 +503,12 @@ class RLArgs(
     @property
     def copies_old_policy(self) -> bool:
         """Whether a copy of the policy may compute old log-probs. Not with adapters, for which all
-        weights would be copied, nor with --compile or Liger's kernels: the copy computes without
-        them, so that the ratio of the first update would not be exactly 1."""
-        return self.needs_old_policy and not (
-            self.lora_rank or self.compile or self.use_liger_kernel
-        )
+        weights would be copied, nor with kernels of its own (--compile, --use_liger_kernel,
+        --kernels): the copy computes without them, so that the ratio of the first update would not
+        be exactly 1."""
+        has_own_kernels = self.compile or self.use_liger_kernel
+        has_own_kernels = has_own_kernels or self.kernels in ("compiled", "liger")
+        return self.needs_old_policy and not (self.lora_rank or has_own_kernels)
 
     @property
     def keeps_reference(self) -> bool:

@@ -1,9 +1,12 @@
 """Which role runs on which device."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from alignment.config.flag import Extra, flag
 from alignment.policy.policy import kinds_in_words
+
+Kernels = Literal["auto", "eager", "compiled", "liger"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,19 @@ class KernelFlags:
         None, group="devices", above=0, at_most=1, swept=False
     )
     """Share of a GPU's memory for vLLM; by default 0.9, or 0.4 on a shared GPU."""
+    kernels: Kernels = flag(
+        "auto",
+        group="devices",
+        needs=Extra("liger_kernel", "liger", only_for="liger"),
+        bookkeeping=True,
+        changeable=True,
+        setting=True,
+    )
+    """What computes the work between the policy's matrix products: each operator of the model's own
+    code (eager), functions that torch compiles, a kernel each (compiled), or Liger's Triton kernels
+    for norms, rotary embeddings and MLPs and compiled functions for the rest (liger; extra
+    "liger"). auto: on a GPU compiled, or else liger, if it passes a check when the policy is
+    loaded; on a CPU eager."""
 
 
 @dataclass(frozen=True)

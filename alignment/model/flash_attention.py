@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from alignment.model.attention import AttentionRule, Inputs
+from alignment.model.kernels import fused, join
 from alignment.system.terminal import say_once
 
 aten = torch.ops.aten
@@ -96,9 +97,11 @@ class FlashLayout:
     """Of each prefix its suffixes, as one run, which sees all of the prefix; the run has no tokens
     where there is no suffix. None without any suffix."""
     prefix_tokens: int
+    is_fused: bool = False
+    """Whether the two calls are joined by a compiled kernel."""
 
     @classmethod
-    def of(cls, lengths: Lengths, device: torch.device) -> "FlashLayout":
+    def of(cls, lengths: Lengths, device: torch.device, is_fused: bool = False) -> "FlashLayout":
         """The layout of these lengths."""
         suffixes = list(itertools.chain.from_iterable(lengths.suffixes))
         every = Pieces.of([*lengths.prefixes, *suffixes], device)
@@ -107,7 +110,8 @@ class FlashLayout:
             groups = Pieces.of([sum(own) for own in lengths.suffixes], device)
             prefixes = Pieces.of(lengths.prefixes, device)
             to_prefix = Sides(groups, prefixes, causal=False)
-        return cls(Sides(every, every, causal=True), to_prefix, sum(lengths.prefixes))
+        own = Sides(every, every, causal=True)
+        return cls(own, to_prefix, sum(lengths.prefixes), is_fused)
 
 
 # --- the two calls --------------------------------------------------------------------------------
@@ -122,6 +126,11 @@ class Output:
     """The log-sum-exp of scores, in fp32."""
     state: Sequence[torch.Tensor]
     """Of the random numbers of a dropout that is off; backward wants it."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the log-sum-exp."""
+        return self.out_NHD, self.log_sum_HN
 
 
 def _attend(inputs: Inputs, sides: Sides, scaling: float) -> Output:
@@ -168,7 +177,7 @@ class FlashAttention(torch.autograd.Function):
         if layout.to_prefix is not None:
             start = layout.prefix_tokens
             to_prefix = _attend(_to_prefix(inputs, start), layout.to_prefix, scaling)
-            _join(own, to_prefix, start)
+            _join(own, to_prefix, layout)
         ctx.save_for_backward(*inputs, own.out_NHD, own.log_sum_HN, *own.state)
         ctx.layout = layout
         ctx.scaling = scaling
@@ -204,14 +213,11 @@ def _to_prefix(inputs: Inputs, start: int) -> Inputs:
     return Inputs(inputs.q[start:], inputs.k[:start], inputs.v[:start])
 
 
-def _join(own: Output, to_prefix: Output, start: int) -> None:
-    """Join what suffixes, from token `start` on, see of their prefix to `own`, in place."""
-    log_sum_HR = own.log_sum_HN[:, start:]
-    share_RH1 = torch.sigmoid(to_prefix.log_sum_HN - log_sum_HR).T[..., None]
-    log_sum_HR.copy_(torch.logaddexp(log_sum_HR, to_prefix.log_sum_HN))
-    out_RHD = own.out_NHD[start:]
-    # The sum is rounded to 16 bits once.
-    torch.add(out_RHD * (1 - share_RH1), to_prefix.out_NHD * share_RH1, out=out_RHD)
+def _join(own: Output, to_prefix: Output, layout: FlashLayout) -> None:
+    """Join what suffixes see of their prefix to `own`, in place."""
+    start = layout.prefix_tokens
+    function = fused(join) if layout.is_fused else join
+    function(own.out_NHD[start:], own.log_sum_HN[:, start:], *to_prefix.parts)
 
 
 # --- whether it may be used -----------------------------------------------------------------------

@@ -252,18 +252,18 @@ def load_model(
     return model
 
 
-def use_liger_kernel(model: PreTrainedModel) -> None:
+def use_liger_kernel(model: PreTrainedModel, flag: str = "--use_liger_kernel") -> None:
     """Have Liger's Triton kernels compute a model's norms, rotary embeddings and MLPs (Hsu et al.
-    2024, arXiv:2410.10989). Raises `UserError` for a family that Liger does not know, and where its
-    log-probs would no longer be the model's own: the model and its family's code are as before."""
+    2024, arXiv:2410.10989), which `flag` asks for. Raises `UserError` for a family that Liger does
+    not know, and where its log-probs would no longer be the model's own: the model and its family's
+    code are as before."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family = model.config.model_type
     device = first_device(model)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(
-            f"--use_liger_kernel: Liger has no kernels for {family}; leave the flag out, or give"
-            " --compile"
+            f"{flag}: Liger has no kernels for {family}; leave the flag out, or give --compile"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where this process's Triton kernels run
@@ -282,9 +282,7 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
             if expected is not None:
                 reason = disagreement(expected, lambda: own_log_probs(model, rows))
         if reason:
-            raise UserError(
-                f"--use_liger_kernel: {family}'s log-probs {reason}; leave the flag out"
-            )
+            raise UserError(f"{flag}: {family}'s log-probs {reason}; leave the flag out")
 
 
 def _apply_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
@@ -526,3 +524,15 @@ def first_device(model: PreTrainedModel) -> torch.device:
 def autocast(device: torch.device | str, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype` while the weights stay in float32."""
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+@contextlib.contextmanager
+def kept_casts() -> Iterator[None]:
+    """A block in which autocast casts each trained weight once, however many passes there are.
+    Weights must not change in it, and each pass that reads them must keep a gradient."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

@@ -10,9 +10,20 @@ from alignment.core.records import Distribution
 from alignment.core.tokens import split_rows
 from alignment.model.attention import soft_capped
 from alignment.model.huggingface import PreTrainedModel, input_embeddings
+from alignment.model.kernels import (
+    RowGradients,
+    Tempering,
+    fused,
+    has_fused_kernels,
+    label_scores,
+    logit_gradient,
+)
 from alignment.model.packing import attention_by_layout, pack, send, takes_plain_path
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
+# The same for fused kernels (fp32: 512 MiB): a piece's product for a large head's gradient takes as
+# long as the sum of gradients that it is added to.
+FUSED_LOGITS_IN_MEMORY = 2**27
 NUCLEUS_TOKENS = 512  # of each row that are sorted first to find its nucleus
 # logits gone over at a time, where passes over memory take the time
 LOGITS_IN_CACHE = {"cpu": 2**20}
@@ -125,7 +136,7 @@ def hidden_states(
     logits themselves, [N, V]."""
     if takes_plain_path(model):
         return padded_logits(model, input_ids, response_mask)
-    packing = pack(split_rows(input_ids, response_mask))
+    packing = pack(split_rows(input_ids, response_mask), has_fused_kernels(model))
     device = input_embeddings(model).device
     ids = send(packing.input_ids_1N, device)
     positions = send(packing.position_ids_1N, device)
@@ -177,9 +188,17 @@ def head_log_probs(
         if getattr(head, "bias", None) is not None:
             hidden_NH = torch.nn.functional.pad(hidden_NH, (0, 1), value=1.0)
             weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
-        log_probs_N, entropies_2N = LabelLogProbs.apply(
-            hidden_NH, weight_VH, targets_N, scaled, entropy, soft_cap
-        )
+        if has_fused_kernels(model) and not truncates(distribution):
+            log_probs_N, entropies_N = FusedLabelLogProbs.apply(
+                hidden_NH, weight_VH, targets_N, Tempering(scaled.temperature, soft_cap)
+            )
+            if entropy == "detached":
+                entropies_N = entropies_N.detach()
+            entropies_2N = entropies_N.expand(2, -1)
+        else:
+            log_probs_N, entropies_2N = LabelLogProbs.apply(
+                hidden_NH, weight_VH, targets_N, scaled, entropy, soft_cap
+            )
     values = {"log_probs": log_probs_N}
     if entropy != "none":
         values["token_entropy"] = entropies_2N[0]
@@ -245,9 +264,7 @@ class LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, distribution, entropy, soft_cap=None):
         device_type = hidden_NH.device.type
-        ctx.dtype = weight_VH.dtype
-        if torch.is_autocast_enabled(device_type):
-            ctx.dtype = torch.get_autocast_dtype(device_type)
+        ctx.dtype = dtype_of_products(weight_VH)
         ctx.distribution = distribution
         ctx.soft_cap = soft_cap
         ctx.probabilities = None
@@ -323,6 +340,74 @@ class LabelLogProbs(torch.autograd.Function):
         return to_hidden, to_weight, None, None, None, None
 
 
+class FusedLabelLogProbs(torch.autograd.Function):
+    """(hidden [N, H], weight [V, H], labels [N], `Tempering`) -> log-probs [N] and entropies [N] of
+    the tempered distribution, as `LabelLogProbs` returns where nothing is truncated, by kernels
+    that read logits where they are and write the gradient in the type of products. Both have a
+    gradient. Backward computes logits again, except for a single piece."""
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, labels_N, tempering):
+        ctx.dtype = dtype_of_products(weight_VH)
+        ctx.types = hidden_NH.dtype, weight_VH.dtype
+        ctx.tempering = tempering
+        ctx.logits = None
+        ctx.set_materialize_grads(False)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight = weight_VH.to(ctx.dtype)
+            hidden = hidden_NH.to(ctx.dtype)
+            scores_3N = torch.zeros(3, len(hidden), device=hidden.device)
+            pieces = row_pieces(len(hidden), len(weight), FUSED_LOGITS_IN_MEMORY)
+            for piece in pieces:
+                logits = fp32_product(hidden[piece], weight.T)
+                scores_3N[:, piece] = fused(label_scores)(logits, labels_N[piece], tempering)
+                if len(pieces) == 1 and any(ctx.needs_input_grad[:2]):
+                    ctx.logits = logits
+        ctx.save_for_backward(hidden, weight, labels_N, scores_3N)
+        return scores_3N[0].clone(), scores_3N[1].clone()
+
+    @staticmethod
+    def backward(ctx, gradient_N, entropy_gradient_N):
+        hidden, weight, labels_N, scores_3N = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.types
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        to_hidden = torch.empty_like(hidden) if for_hidden else None
+        to_weight = None
+        if gradient_N is None:
+            gradient_N = torch.zeros_like(scores_3N[0])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for piece in row_pieces(len(hidden), len(weight), FUSED_LOGITS_IN_MEMORY):
+                logits = ctx.logits
+                if logits is None:
+                    logits = fp32_product(hidden[piece], weight.T)
+                gradients = RowGradients(gradient_N[piece])
+                if entropy_gradient_N is not None:
+                    gradients = RowGradients(gradient_N[piece], entropy_gradient_N[piece])
+                by_logits = fused(logit_gradient)(
+                    logits,
+                    labels_N[piece],
+                    scores_3N[:, piece],
+                    gradients,
+                    ctx.tempering,
+                    ctx.dtype,
+                )
+                if to_hidden is not None:
+                    to_hidden[piece] = by_logits @ weight
+                if for_weight:
+                    to_weight = _added_product(to_weight, by_logits.T, hidden[piece], weight_dtype)
+        ctx.logits = None
+        if to_hidden is not None:
+            to_hidden = to_hidden.to(hidden_dtype)
+        return to_hidden, to_weight, None, None
+
+
+def dtype_of_products(weight: torch.Tensor) -> torch.dtype:
+    """The type of matrix products with a weight: autocast's, or its own."""
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
+
+
 def entropy_slope(probabilities_NV: torch.Tensor, entropies_N: torch.Tensor) -> torch.Tensor:
     """dH/dz = -p (log p + H) [N, V] of the entropy H of p = softmax(z), 0 where p is 0."""
     return torch.special.entr(probabilities_NV).addcmul_(
@@ -340,10 +425,13 @@ def _added_product(
 ) -> torch.Tensor:
     """`total`, to which a matrix product has been added in place; the product, in `dtype`, where
     there is no total yet."""
+    adds_in_product = left.is_cuda and left.itemsize == 2 and dtype == torch.float32
     if total is None:
-        return (left @ right).to(dtype)
+        return fp32_product(left, right) if adds_in_product else (left @ right).to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left, right)  # without a second [V, H]
+    if adds_in_product:
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.add_(left @ right)
 
 
@@ -355,11 +443,13 @@ def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left @ right).float()
 
 
-def row_pieces(rows: int, vocabulary: int) -> list[slice]:
-    """Rows cut evenly into as few pieces as keep to `LOGITS_IN_MEMORY`; one empty piece of none."""
+def row_pieces(rows: int, vocabulary: int, most: int | None = None) -> list[slice]:
+    """Rows cut evenly into as few pieces as keep to `most` logits (None: `LOGITS_IN_MEMORY`); one
+    empty piece of none."""
+    most = most or LOGITS_IN_MEMORY
     if rows == 0:
         return [slice(0, 0)]
-    number = max(1, -(-rows * vocabulary // LOGITS_IN_MEMORY))
+    number = max(1, -(-rows * vocabulary // most))
     size = -(-rows // number)
     pieces = []
     for start in range(0, rows, size):

@@ -2,13 +2,12 @@
 attention over that. Models for which this is not exact take the plain path: rows padded, a model's
 own attention, its own logits."""
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from alignment.model.huggingface import (
     AttentionInterface,
     PreTrainedModel,
 )
+from alignment.model.kernels import compiled
 
 
 @dataclass
@@ -38,6 +38,8 @@ class Packing:
     lengths: Lengths
     applied: list[bool] = field(default_factory=list)
     """Not empty once a model's attention has gone by this packing."""
+    is_fused: bool = False
+    """Whether calls of flash kernels are joined by a compiled kernel."""
     copies: dict[torch.device, "Packing"] = field(default_factory=dict)
     """The same on other devices."""
 
@@ -57,7 +59,7 @@ class Packing:
     @cached_property
     def flash(self) -> FlashLayout:
         """The same for flash kernels, made once for all layers."""
-        return FlashLayout.of(self.lengths, self.input_ids_1N.device)
+        return FlashLayout.of(self.lengths, self.input_ids_1N.device, self.is_fused)
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
@@ -103,7 +105,7 @@ class Segment(NamedTuple):
         return self.first + len(self.ids)
 
 
-def pack(rows: Sequence[Row]) -> Packing:
+def pack(rows: Sequence[Row], is_fused: bool = False) -> Packing:
     """Pack rows, on the CPU: those of one prompt together."""
     prefixes, suffixes = _segments(rows)
     segments = [*prefixes, *suffixes]
@@ -126,6 +128,7 @@ def pack(rows: Sequence[Row]) -> Packing:
         spots_BT=spots_BT,
         parts=_parts(prefixes, suffixes, places),
         lengths=_lengths(prefixes, suffixes),
+        is_fused=is_fused,
     )
 
 
@@ -237,7 +240,6 @@ KNOWN_TO_LAYOUTS = {
     "position_ids",
     "cache_position",
 }
-VARIANTS = 64  # of a compiled layer's code, at most: by device, gradient mode, window, adapters
 # without "sdpa" in it: transformers then refuses models whose attention torch's cannot compute
 ATTENTION = "layout"
 # Without a mask, for which transformers would wait for the device in each pass: micro-batches could
@@ -245,16 +247,6 @@ ATTENTION = "layout"
 AttentionInterface.register(ATTENTION, attention)
 # which every family of transformers has, and which leaves out none of the family's features
 OWN_ATTENTION = "eager"
-
-
-def compiled(forward: Callable) -> Callable:
-    """A layer's forward pass, compiled for any number of tokens."""
-    options: dict[str, Any] = {"dynamic": True}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = VARIANTS
-    else:  # an older torch, which has one limit for all code
-        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    return torch.compile(**options)(forward)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

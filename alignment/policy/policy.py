@@ -55,6 +55,9 @@ class PolicyConfig:
     adam_eps: float = 1e-8
     gradient_checkpointing: bool = False
     """Whether layers are computed again in backward, also where they would fit."""
+    kernels: str = "eager"
+    """What computes the work between matrix products: an entry of `kernel_choice.KERNELS`, or
+    "auto"."""
 
     @property
     def adam(self) -> AdamSettings:

@@ -15,7 +15,14 @@ from alignment.core.tokens import Row, packed_tokens, take_rows
 from alignment.model.dropout import recompute_layers
 from alignment.model.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.model.huggingface import PreTrainedModel
-from alignment.model.loading import autocast, devices_of, first_device, use_liger_kernel
+from alignment.model.kernel_choice import use_kernels
+from alignment.model.loading import (
+    autocast,
+    devices_of,
+    first_device,
+    kept_casts,
+    use_liger_kernel,
+)
 from alignment.model.log_probs import EntropyKind, head_log_probs, hidden_states
 from alignment.model.packing import compile_layers, send
 from alignment.model.saving import save_model
@@ -115,6 +122,9 @@ class SingleDevicePolicy(MicroBatchedModel):
         # model, after which a sharded model's parameters are gathered ones.
         if config.use_liger_kernel:
             use_liger_kernel(self.model)
+        self.kernels = "eager"
+        if not config.compile and not config.use_liger_kernel:
+            self.kernels = use_kernels(self.model, config.kernels, self.dtype, self.run)
         if config.gradient_checkpointing:
             recompute_layers(self.model)
 
@@ -139,11 +149,12 @@ class SingleDevicePolicy(MicroBatchedModel):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
-        for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
-            tokens = packed_tokens([split[i] for i in piece])
-            yield MicroBatchResult(
-                micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}
-            )
+        with kept_casts():
+            for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
+                tokens = packed_tokens([split[i] for i in piece])
+                yield MicroBatchResult(
+                    micro_batch.rows, micro_batch.log_probs, {"tokens": tokens, **micro_batch.sums}
+                )
 
     def _micro_batches(
         self, batch: Batch, rows: Sequence[int], split: Sequence[Row], objective: Objective
@@ -189,6 +200,7 @@ class SingleDevicePolicy(MicroBatchedModel):
             self.policy_config.lora_rank
             or self.policy_config.compile
             or self.policy_config.use_liger_kernel
+            or self.kernels != "eager"
         )
         if changed or self.devices != (device,) or self.model.dtype != dtype:
             return None

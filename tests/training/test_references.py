@@ -52,9 +52,14 @@ def test_old_log_probs_are_computed_where_the_loss_or_the_samplers_correction_ne
     ).needs_old_policy  # one update a rollout
 
 
-@pytest.mark.parametrize("own", [{"compile": True}, {"use_liger_kernel": True}, {"lora_rank": 2}])
+@pytest.mark.parametrize(
+    "own",
+    [{"compile": True}, {"use_liger_kernel": True}, {"kernels": "compiled"}, {"lora_rank": 2}],
+)
 def test_no_copy_is_the_old_policy_where_the_policy_has_kernels_or_adapters_of_its_own(own):
-    several_updates = dataclasses.replace(ARGS, train_mini_batch_size=ARGS.rollout_size // 2)
+    several_updates = dataclasses.replace(
+        ARGS, train_mini_batch_size=ARGS.rollout_size // 2, kernels="eager"
+    )
     assert several_updates.copies_old_policy and not ARGS.copies_old_policy
     changed = dataclasses.replace(several_updates, **own)
     assert changed.needs_old_policy and not changed.copies_old_policy

@@ -1,0 +1,275 @@
+"""Fused kernels: the functions themselves in float64, the layers of each family, and which of them
+a policy takes."""
+
+import dataclasses
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from alignment.args import RLArgs, SFTArgs, from_preset
+from alignment.builders.devices import check_kernels
+from alignment.builders.run_plan import keeps_old_policy
+from alignment.core.records import Distribution
+from alignment.core.tokens import collate
+from alignment.model import kernel_choice, kernels
+from alignment.model.kernel_choice import use_kernels
+from alignment.model.kernels import (
+    RowGradients,
+    Tempering,
+    fuse_layers,
+    has_fused_kernels,
+    join,
+    label_scores,
+    logit_gradient,
+    use_fused_kernels,
+)
+from alignment.model.log_probs import get_response_log_probs, head_log_probs
+from alignment.model.self_check import choose_path
+from alignment.planning.placement import Roles
+from alignment.policy.policy import Objective, PolicyConfig, open_policy
+from alignment.system.errors import UserError
+from benchmarks.families import FAMILIES, family_model, gradients, rows_of, training_differences
+
+SOME_FAMILIES = ("qwen2", "qwen3_moe", "gemma2", "cohere")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Functions that would be compiled are called as they are."""
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    monkeypatch.setattr(kernels, "FUSED", {})
+
+
+def run(model, forward):
+    return forward(model)
+
+
+def call(model):
+    return functools.partial(run, model)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_gradient_of_a_logit_is_that_of_autograd(soft_cap, with_entropy):
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(5, 11, dtype=torch.float64)).requires_grad_()
+    labels = torch.tensor([0, 10, 3, 3, 7])
+    gradient, entropy_gradient = torch.randn(2, 5, dtype=torch.float64)
+    z = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    log_p = (z / 0.7).log_softmax(dim=-1)
+    chosen = log_p[torch.arange(5), labels]
+    entropy = torch.distributions.Categorical(logits=z / 0.7).entropy()
+    loss = (gradient * chosen).sum()
+    if with_entropy:
+        loss = loss + (entropy_gradient * entropy).sum()
+    (expected,) = torch.autograd.grad(loss, logits)
+    scores = label_scores(logits, labels, Tempering(0.7, soft_cap))
+    gradients = RowGradients(gradient, entropy_gradient if with_entropy else None)
+    computed = logit_gradient(
+        logits, labels, scores, gradients, Tempering(0.7, soft_cap), torch.float64
+    )
+    torch.testing.assert_close(scores[0], chosen, rtol=0, atol=1e-12)
+    torch.testing.assert_close(scores[1], entropy, rtol=0, atol=1e-12)
+    torch.testing.assert_close(computed, expected, rtol=0, atol=1e-12)
+
+
+def test_two_halves_of_a_softmax_are_joined_to_the_whole():
+    # One query and head with scores 0, log 3 and log 2, and values 1, 2 and 5: the first two have
+    # a sum of 4 and the mean 7/4, the third a sum of 2; together a sum of 6, (4 * 7/4 + 2 * 5) / 6.
+    out = torch.tensor([[[7 / 4]]])
+    log_sum = torch.tensor([[4.0]]).log()
+    join(out, log_sum, torch.tensor([[[5.0]]]), torch.tensor([[2.0]]).log())
+    assert out.item() == pytest.approx(17 / 6, rel=1e-6)
+    assert log_sum.exp().item() == pytest.approx(6, rel=1e-6)
+
+
+def check_family(family: str) -> None:
+    """Compare a family's fused layers and log-probs with its own forward pass."""
+    model = family_model(family)
+    if choose_path(model):
+        pytest.skip("its rows are padded: it has no fused kernels")
+    fuse_layers(model)
+    use_fused_kernels(model)
+    differences = training_differences(model)
+    assert differences.log_probs < 1e-4
+    assert differences.gradient < 1e-5
+
+
+@pytest.mark.parametrize("family", SOME_FAMILIES)
+def test_fused_layers_have_the_gradients_of_the_models_own(family, uncompiled):
+    check_family(family)
+
+
+@pytest.mark.slow
+def test_fused_layers_of_every_family(uncompiled, subtests):
+    for family in sorted(FAMILIES.keys() - set(SOME_FAMILIES)):
+        with subtests.test(family):
+            check_family(family)
+
+
+def bfloat16_error(family: str, is_fused: bool, seed: int) -> float:
+    """How far the gradient of a random sum of log-probs, with products in bfloat16, is from that in
+    float64, relative to its norm."""
+    flat = []
+    for is_exact in (True, False):
+        model = family_model(family, std=0.05)
+        if is_exact:
+            model = model.double()
+        elif is_fused:
+            fuse_layers(model)
+            use_fused_kernels(model)
+        torch.manual_seed(seed)
+        batch = rows_of([(11, 12), (3, 9), (5, 8)], repeats=3)
+        weights = torch.randn(batch.labels.shape)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
+            log_probs = get_response_log_probs(model, **vars(batch))["log_probs"]
+        flat.append(gradients(model, (weights.to(log_probs) * log_probs).sum()).double())
+    exact, rounded = flat
+    return float((rounded - exact).norm() / exact.norm())
+
+
+@pytest.mark.slow
+def test_fused_layers_round_as_the_models_own_do(uncompiled):
+    """Uncompiled, so that each step is rounded, which a fused kernel computes in fp32."""
+    ratios = []
+    for family in ("llama", "qwen2", "qwen3", "olmo2", "gemma2"):
+        for seed in (1, 2):
+            fused, own = (bfloat16_error(family, is_fused, seed) for is_fused in (True, False))
+            ratios.append(fused / own)
+    assert sum(ratios) / len(ratios) < 1.05
+    assert max(ratios) < 1.2
+
+
+def test_a_head_in_pieces_gives_what_a_single_piece_gives(uncompiled, monkeypatch):
+    model = family_model("gemma2")
+    use_fused_kernels(model)
+    torch.manual_seed(0)
+    batch = rows_of([(4, 9)], repeats=3)
+    hidden = torch.randn(int(batch.response_mask.sum()), 32)
+    results = []
+    for most in (2**27, 64 * 5):
+        monkeypatch.setattr("alignment.model.log_probs.FUSED_LOGITS_IN_MEMORY", most)
+        given = hidden.clone().requires_grad_()
+        outputs = head_log_probs(
+            model,
+            given,
+            batch.labels,
+            batch.response_mask,
+            Distribution(temperature=0.8),
+            "differentiable",
+        )
+        flat = gradients(model, outputs["log_probs"].sum() + 0.3 * outputs["token_entropy"].sum())
+        results.append((outputs["log_probs"], flat, given.grad))
+    for one, several in zip(*results, strict=True):
+        torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-5)
+
+
+# --- which kernels a policy takes -----------------------------------------------------------------
+
+
+def test_a_kernel_that_computes_something_else_is_refused_and_leaves_the_model(
+    uncompiled, monkeypatch
+):
+    model = family_model("qwen2")
+    monkeypatch.setattr(kernels, "gated", lambda activation, gate, up: 1.01 * activation(gate) * up)
+    with pytest.raises(UserError, match="^--kernels compiled: qwen2's log-probs or gradients diff"):
+        use_kernels(model, "compiled", torch.float32, call(model))
+    assert not has_fused_kernels(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch):
+    model = family_model("qwen2")
+
+    def gated(activation, gate, up):
+        return activation(gate.detach()) * up
+
+    monkeypatch.setattr(kernels, "gated", gated)
+    with pytest.raises(UserError, match="choose --kernels eager$"):
+        use_kernels(model, "compiled", torch.bfloat16, call(model))
+
+
+def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, capsys):
+    model = family_model("qwen2")
+    assert use_kernels(model, "auto", torch.float32, call(model)) == "eager"
+    monkeypatch.setattr(kernel_choice, "devices_of", lambda model: [torch.device("cuda")])
+    assert use_kernels(model, "auto", torch.float32, call(model)) == "compiled"
+
+    def fail(*arguments):
+        raise RuntimeError("no compiler")
+
+    model = family_model("qwen2")
+    monkeypatch.setattr(kernels, "gated", fail)
+    monkeypatch.setattr(kernel_choice, "find_spec", lambda package: None)
+    assert use_kernels(model, "auto", torch.float32, call(model)) == "eager"
+    assert (
+        "not compiled (--kernels compiled: qwen2's kernels fail: no comp" in capsys.readouterr().err
+    )
+
+
+def mean(rows, log_probs, mask):
+    return (log_probs * mask).sum() / 14, {}
+
+
+def policy_gradient(folder, kind="single", **fields) -> torch.Tensor:
+    config = PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=30, **fields)
+    policy = open_policy(kind, config)
+    prompts = [(1, 2, 3)] * 2 + [(5, 6), (7,)]
+    responses = [(4, 5, 6, 7), (8, 9), (1, 2, 3, 4, 5, 6), (8, 9, 10)]
+    try:
+        batch = collate(prompts, responses, 0)
+        list(policy.accumulate(batch, range(4), Objective(mean, entropy=False)))
+        return policy.gradient()
+    finally:
+        if kind == "sharded":
+            policy.ranks.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_a_policy_with_compiled_functions_has_the_gradient_of_the_models_own(
+    kind, tiny_folder, monkeypatch
+):
+    """Traced and differentiated by the compiler, and run by torch's kernels: a C++ compiler takes
+    longer."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(kernels, "FUSED", {})
+    own = policy_gradient(str(tiny_folder))
+    compiled = policy_gradient(str(tiny_folder), kind, kernels="compiled")
+    torch.testing.assert_close(compiled, own, rtol=0, atol=1e-5 * float(own.abs().max()))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [RLArgs, SFTArgs])
+def test_what_else_chooses_kernels_is_refused_beside_the_flag(kind):
+    refusal = "^--kernels compiled: it chooses the layers' kernels, and so does --compile; leave"
+    with pytest.raises(UserError, match=refusal):
+        from_preset(kind, "tiny", kernels="compiled", compile=True)
+
+
+def test_ligers_kernels_need_a_gpu():
+    args = from_preset(RLArgs, "tiny", kernels="liger")
+    with pytest.raises(UserError, match="^--kernels liger needs a GPU for each process"):
+        check_kernels(args, ("cpu",))
+
+
+def test_compiled_kernels_need_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    args = from_preset(RLArgs, "tiny", kernels="compiled")
+    with pytest.raises(UserError, match=r"^--kernels compiled needs no-such-compiler: install"):
+        check_kernels(args, ("cpu",))
+    check_kernels(from_preset(RLArgs, "tiny"), ("cpu",))
+
+
+def test_no_copy_is_the_old_policy_of_one_with_fused_kernels():
+    """Its first ratio would not be exactly 1."""
+    args = from_preset(RLArgs, "tiny")
+    args = replace(args, train_mini_batch_size=args.rollout_size // 2)
+    on_gpus = Roles(policy=("cuda:0",), sample=("cuda:2",), eval="cuda:2", reference="cuda:1")
+    on_cpu = dataclasses.replace(on_gpus, policy=("cpu",))
+    assert keeps_old_policy(args, on_cpu, "single")
+    assert not keeps_old_policy(args, on_gpus, "single")
+    assert keeps_old_policy(replace(args, kernels="eager"), on_gpus, "single")
+    assert not keeps_old_policy(replace(args, kernels="compiled"), on_cpu, "single")
