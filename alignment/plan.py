@@ -30,6 +30,7 @@ from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:
     from alignment.builders.prediction import Prediction
+    from alignment.builders.run_plan import PlannedMachines
     from alignment.model.shape import ModelShape
 
 
@@ -56,6 +57,7 @@ def main() -> None:
     prediction = predict(run, machines)
     known = calibrate(args.calibrate, prediction.step.itemsize)
     print_placement(prediction, title_of(args, hardware, prediction.kind), console)
+    print_kinds(run, prediction, machines, console)
     seconds = duration(prediction, hardware, known)
     best = []
     if args.best:
@@ -90,6 +92,19 @@ def main() -> None:
     console.print(text, soft_wrap=True, markup=False)
     if args.json:
         write_json(Path(args.json), facts)
+
+
+def print_kinds(
+    run: RLArgs, prediction: Prediction, machines: PlannedMachines, console: Console
+) -> None:
+    """Print what each kind of policy would take, where the policy has several devices of known
+    memory."""
+    from alignment.builders.prediction import kinds_by_plan
+
+    devices = prediction.roles.policy
+    if len(devices) > 1 and prediction.peaks:
+        line = kinds_by_plan(run, prediction.kind, devices, machines)
+        console.print(line, soft_wrap=True)
 
 
 def order_is_guess(best: Sequence[Mapping]) -> bool:

@@ -658,6 +658,7 @@ def main() -> None:
     if args.json:
         check_json_file(args.json)
     check_rl(args)
+    from alignment.builders.prediction import with_fastest_kind
     from alignment.builders.run_plan import plan_run
     from alignment.builders.warm_start import prepare_warm_start
     from alignment.verification.checks import checks_without_model, promises_bits
@@ -665,7 +666,8 @@ def main() -> None:
     console = make_console(args.quiet)
     records = report(checks_without_model(args.update_config), console)
     records += report(checks_of_rewards(args), console)
-    plan = plan_run(args, prepare_warm_start(args, console))
+    base = prepare_warm_start(args, console)
+    plan = plan_run(with_fastest_kind(args), base)
     records += report(checks_of_data(args, plan.base), console)
     records += report(training_checks(args, plan), console)
     if args.kill_after and not PROCESSES:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from alignment.args import Args, RLArgs
 from alignment.planning.placement import Roles, assign_roles, with_teacher
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, policy_kind
+from alignment.policy.policy import POLICIES, RESOLVED_KINDS, kind_of_devices, policy_kind
 from alignment.sampling.sampler import named_engine
 from alignment.system.errors import UserError
 from alignment.system.gpus import has_gpu_files, unusable_driver
@@ -67,9 +67,9 @@ def devices_of_ranks(policy_ranks: int, devices: tuple[str, ...]) -> tuple[str, 
 def check_processes(args: Args, kind: str) -> None:
     """Raise `UserError` for an unknown kind of policy, several processes of a policy that is one,
     and an optimiser that it does not take."""
-    names = dict.fromkeys(("auto", *POLICIES), "")
+    names = dict.fromkeys((*RESOLVED_KINDS, *POLICIES), "")
     find("--policy_parallelism", kind, names, wrap=lambda policy_class: policy_class)
-    # "auto" becomes a kind that fits the processes; of a user's own class nothing is known.
+    # A resolved one becomes a kind that fits the processes; of a user's own class nothing is known.
     policy = POLICIES.get(kind)
     if policy is None:
         return
@@ -95,6 +95,11 @@ def check_one_device(kind: str, devices: tuple[str, ...]) -> None:
         )
 
 
+def asks_for_ranks(args: Args, machines: int = 1) -> bool:
+    """Whether flags, torchrun or several machines ask for a policy of one process a device."""
+    return bool(args.policy_ranks or PROCESSES or machines > 1)
+
+
 def _several_processes(args: Args) -> str:
     """What asks for several processes of the policy; empty where nothing does."""
     for flag in ("machines", "policy_ranks"):
@@ -118,7 +123,10 @@ def check_kernels(args: Args, devices: tuple[str, ...]) -> None:
     """Raise `UserError` where kernels that are compiled find no compiler, or where Liger's cannot
     run on the policy's `devices`."""
     on_cpu = devices[0] == "cpu"
-    is_split = policy_kind(args.policy_parallelism).stages(len(devices)) > 1
+    kind = args.policy_parallelism
+    if not asks_for_ranks(args):
+        kind = kind_of_devices(kind, len(devices))
+    is_split = policy_kind(kind).stages(len(devices)) > 1
     liger = ""
     compiling = "--compile" if args.compile else ""
     if args.kernels in ("compiled", "liger"):

@@ -48,7 +48,7 @@ from alignment.planning.seconds import Hardware, Rates, hardware_of, rates
 from alignment.planning.step_shape import SampledRows, StepShape
 from alignment.planning.work import UnitSeconds, Work
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import POLICIES, policy_kind
+from alignment.policy.policy import AUTO, POLICIES, policy_kind
 from alignment.sampling.sampler import engine_name
 from alignment.system.device_memory import total_bytes
 from alignment.system.errors import UserError
@@ -165,6 +165,7 @@ def predict(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) -> Predictio
     `predict_plan`."""
     if machines.gpus == 0 and not machines.memory:
         machines = replace(machines, memory=total_bytes("cpu"))
+    args = with_fastest_kind(args, machines)
     model = args.model
     if args.sft_base and Path(args.sft_base).exists():
         model = args.sft_base
@@ -754,6 +755,49 @@ def span(values: Sequence[float]) -> str:
     for value in values:
         numbers.append(f"{value:.2g}" if value < 10 else f"{value:,.0f}")
     return " to ".join(numbers)
+
+
+def with_fastest_kind(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) -> RLArgs:
+    """The arguments with the kind of policy that --policy_parallelism auto is: the one that takes
+    the least time for a step, by the middle of its range, of those that fit. They stay as they are
+    where another kind is named, and where none is known to fit."""
+    if args.policy_parallelism != AUTO:
+        return args
+    by_kind = steps_of_kinds(args, machines)
+    middles = {kind: np.prod(step) for kind, step in by_kind.items() if step is not None}
+    if not middles:
+        return args
+    return replace(args, policy_parallelism=min(middles, key=lambda kind: middles[kind]))
+
+
+def steps_of_kinds(args: RLArgs, machines: PlannedMachines) -> dict[str, Range | None]:
+    """Kind of policy -> the seconds that a step takes with it, by the plan; None where it does not
+    fit. Kinds that do not suit the run's devices and processes are left out."""
+    hardware = Hardware(machines.gpus, machines.memory, machines.number)
+    steps: dict[str, Range | None] = {}
+    for name, kind in POLICIES.items():
+        needs_ranks = args.use_liger_kernel or args.kernels == "liger"
+        if needs_ranks and kind.stages(2) > 1:
+            continue
+        with suppress(UserError):
+            prediction = predict(replace(args, policy_parallelism=name), machines)
+            if kind.one_device == (len(prediction.roles.policy) == 1):
+                steps[name] = None
+                if prediction.fits:
+                    steps[name] = duration(prediction, hardware, Known()).step
+    return steps
+
+
+def kinds_by_plan(
+    args: RLArgs, kind: str, devices: Sequence[str], machines: PlannedMachines | None = None
+) -> str:
+    """A line on the kind of policy that a run takes on several devices, of these machines or this
+    one, and on what each kind would take by the plan."""
+    parts = []
+    for name, step in steps_of_kinds(args, machines or PlannedMachines(number=MACHINES)).items():
+        seconds = "does not fit" if step is None else f"{span(step)} s a step"
+        parts.append(f"{name} {seconds}")
+    return f"policy: {kind} on {' '.join(devices)}; by the plan: {', '.join(parts)}"
 
 
 def ranked(run: RLArgs, hardware: Hardware, known: Known) -> list[tuple[Duration, Prediction]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from alignment.args import Args, RLArgs, SFTArgs
 from alignment.builders.devices import (
+    asks_for_ranks,
     check_one_device,
     check_processes,
     devices_of_ranks,
@@ -15,7 +16,14 @@ from alignment.model.loading import compute_dtype, load_config
 from alignment.model.shape import ModelShape
 from alignment.planning.placement import STATE_SHARE, Roles, engine_share
 from alignment.policy.optimizers import OPTIMIZERS
-from alignment.policy.policy import automatic_kind, policy_kind
+from alignment.policy.policy import (
+    AUTO,
+    DEVICE_MAP,
+    RESOLVED_KINDS,
+    kind_of_devices,
+    kind_of_ranks,
+    policy_kind,
+)
 from alignment.rollouts.config import Schedule
 from alignment.sampling.sampler import SamplerConfig
 from alignment.system.device_memory import total_bytes
@@ -216,19 +224,21 @@ def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
 def plan_policy(
     args: Args, roles: Roles, base: str, machines: PlannedMachines = THIS_MACHINE
 ) -> PolicyPlan:
-    """The policy's kind, devices and dtype. --policy_parallelism "auto" becomes a kind here, by the
-    number of ranks and the size of the model `base`.
+    """The policy's kind, devices and dtype. --policy_parallelism "device_map" and "auto" become a
+    kind here, by the number of devices, or of ranks and the size of the model `base`; RL has an
+    "auto" that the plan decides before (`with_fastest_kind`).
 
-    Raises `UserError` where the devices or processes do not suit the kind, and where "auto" depends
-    on the unknown memory of other machines."""
+    Raises `UserError` where the devices or processes do not suit the kind, and where it depends on
+    the unknown memory of other machines."""
     devices = roles.policy
     kind = args.policy_parallelism
-    auto_has_ranks = kind == "auto" and (args.policy_ranks or PROCESSES)
-    if policy_kind(kind).ranked or auto_has_ranks:
+    has_ranks = asks_for_ranks(args, machines.number)
+    if policy_kind(kind).ranked or (kind in RESOLVED_KINDS and has_ranks):
         devices = devices_of_ranks(args.policy_ranks, devices)
-    if kind == "auto":
+    if kind == AUTO or (kind == DEVICE_MAP and has_ranks):
         ranks = max(PROCESSES, machines.number * len(devices))
-        kind = automatic_kind(ranks, lambda: _fits_each_device(args, base, devices, machines))
+        kind = kind_of_ranks(ranks, lambda: _fits_each_device(args, base, devices, machines))
+    kind = kind_of_devices(kind, len(devices))
     check_processes(args, kind)
     check_one_device(kind, devices)
     return PolicyPlan(kind, devices, compute_dtype(args.dtype, devices[0]))
@@ -240,8 +250,8 @@ def _fits_each_device(
     """Whether one device holds all weights, gradients and moments, with room for activations."""
     if machines.gpus is not None and not machines.memory:
         raise UserError(
-            "--policy_parallelism auto depends on the memory of a GPU: give --gpu_memory, or"
-            " name a kind"
+            f"--policy_parallelism {args.policy_parallelism} depends on the memory of a GPU: give"
+            " --gpu_memory, or name a kind"
         )
     shape = ModelShape.from_config(load_config(base), args.lora_rank, args.lora_targets)
     optimizer = getattr(args, "optimizer", "adamw")  # Commands that do not train have no flag.

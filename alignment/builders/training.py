@@ -16,7 +16,12 @@ from alignment.builders.evaluations import (
     prepare_evaluations,
 )
 from alignment.builders.policies import make_policy, ranks_of
-from alignment.builders.prediction import expected_peaks, warn_of_short_memory
+from alignment.builders.prediction import (
+    expected_peaks,
+    kinds_by_plan,
+    warn_of_short_memory,
+    with_fastest_kind,
+)
 from alignment.builders.run_plan import RunPlan, plan_run
 from alignment.builders.samplers import Engines
 from alignment.builders.warm_start import encode_problems, prepare_warm_start
@@ -64,6 +69,14 @@ class RunParts:
     pad_token_id: int
 
 
+def announced_plan(args: RLArgs, base: str, console: Console) -> RunPlan:
+    """The run's plan. Prints the kind of policy on several devices, and what others would take."""
+    plan = plan_run(with_fastest_kind(args), base)
+    if len(plan.roles.policy) > 1:
+        console.print(kinds_by_plan(args, plan.policy.kind, plan.policy.devices), soft_wrap=True)
+    return plan
+
+
 def build(args: RLArgs, run: Run) -> RunParts:
     """Load and open all that the loop works with. Warns where memory is short.
 
@@ -75,7 +88,7 @@ def build(args: RLArgs, run: Run) -> RunParts:
     check_saving(base, tokenizer)
     if args.deterministic:
         make_deterministic()
-    plan = plan_run(args, base)
+    plan = announced_plan(args, base, run.console)
     engines = Engines(plan, run, load_tokenizer(base))
     evaluations = prepare_evaluations(args, tokenizer)
     evaluation = evaluations[""]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alignment.config.flag import Extra, flag
-from alignment.policy.policy import kinds_in_words
+from alignment.policy.policy import DEVICE_MAP, kinds_in_words
 
 Kernels = Literal["auto", "eager", "compiled", "liger"]
 
@@ -31,7 +31,7 @@ class PlacementFlags:
     )
     """Devices the policy is split over; by default every GPU that no other role holds."""
     policy_parallelism: str = flag(
-        "auto",
+        DEVICE_MAP,
         group="devices",
         values_in_words=kinds_in_words(),
         bookkeeping=True,

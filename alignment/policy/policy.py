@@ -267,16 +267,29 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
 }
 
-AUTO_SUMMARY = (
-    "single on one device; on several, replicated where weights, gradients and moments fit on each,"
-    " else sharded"
-)
-"""What --policy_parallelism auto means, for --help."""
+DEVICE_MAP = "device_map"
+AUTO = "auto"
+# --policy_parallelism -> what it means, of values that become one of `POLICIES`
+RESOLVED_KINDS: Mapping[str, str] = {
+    DEVICE_MAP: (
+        "single on one device, layer_split on several; of several processes replicated where"
+        " weights, gradients and moments fit on each, else sharded"
+    ),
+    AUTO: "of RL the fastest kind that fits, by the plan; else as device_map of processes",
+}
 
 
-def automatic_kind(ranks: int, fits_each_device: Callable[[], bool]) -> str:
-    """The kind that --policy_parallelism auto means for so many ranks of all machines.
-    `fits_each_device` says whether a device holds all weights, gradients and moments."""
+def kind_of_devices(name: str, devices: int) -> str:
+    """The kind of policy that --policy_parallelism `name` is, for one process with so many devices;
+    a name that is no `DEVICE_MAP` stays."""
+    if name != DEVICE_MAP:
+        return name
+    return "single" if devices == 1 else "layer_split"
+
+
+def kind_of_ranks(ranks: int, fits_each_device: Callable[[], bool]) -> str:
+    """The kind of policy of so many ranks on all machines, where --policy_parallelism leaves it
+    open. `fits_each_device` says whether a device holds all weights, gradients and moments."""
     if ranks == 1:
         return "single"
     return "replicated" if fits_each_device() else "sharded"
@@ -285,7 +298,7 @@ def automatic_kind(ranks: int, fits_each_device: Callable[[], bool]) -> str:
 def kinds_in_words() -> str:
     """Each value of --policy_parallelism but a user's own, with what it is."""
     summaries = {name: kind.summary for name, kind in POLICIES.items()}
-    summaries["auto"] = AUTO_SUMMARY
+    summaries |= RESOLVED_KINDS
     return "; ".join(f"{name}: {summary}" for name, summary in summaries.items() if summary)
 
 

@@ -4,6 +4,7 @@ that trains so."""
 import dataclasses
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,13 @@ from alignment import plan
 from alignment.args import PlanArgs, RLArgs, from_preset
 from alignment.builders import prediction
 from alignment.builders.devices import roles_of
-from alignment.builders.prediction import span
+from alignment.builders.prediction import (
+    kinds_by_plan,
+    predict,
+    span,
+    steps_of_kinds,
+    with_fastest_kind,
+)
 from alignment.builders.run_plan import PlannedMachines, plan_policy, plan_run
 from alignment.system.errors import UserError
 
@@ -74,7 +81,7 @@ def test_an_order_of_ranges_that_overlap_is_a_guess(hours, is_guess):
 
 def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
     """466,304 parameters of 16 bytes each, with AdamW."""
-    args = from_preset(PlanArgs, "tiny", optimizer="adamw")
+    args = from_preset(PlanArgs, "tiny", optimizer="adamw", policy_parallelism="auto")
     for memory, kind in ((16 * 466_304 / 0.699, "replicated"), (16 * 466_304 / 0.701, "sharded")):
         machine = PlannedMachines(8, memory)
         assert plan_policy(args, roles_of(args, 8), str(tiny_folder), machine).kind == kind
@@ -82,6 +89,26 @@ def test_auto_replicates_what_fits_70_percent_of_each_gpu(planned, tiny_folder):
     assert "policy replicated" in planned(*flags, "--gpu_memory", "1")
     with pytest.raises(UserError, match="auto depends on the memory of a GPU: give --gpu_memory"):
         planned(*flags)
+
+
+def test_auto_is_the_fastest_kind_that_fits():
+    """On eight cards all kinds fit, and devices that work side by side beat those in a row; with
+    16 bytes a parameter on no card only parts and layers are left."""
+    args = from_preset(RLArgs, "async_gsm8k", policy_parallelism="auto", sampler="transformers")
+    for memory in (80e9, 20e9):
+        machines = PlannedMachines(8, memory)
+        steps = steps_of_kinds(args, machines)
+        assert set(steps) == {"layer_split", "replicated", "sharded"}
+        assert (steps["replicated"] is None) == (memory == 20e9)
+        middles = {kind: math.prod(step) for kind, step in steps.items() if step}
+        fastest = with_fastest_kind(args, machines).policy_parallelism
+        assert fastest == min(middles, key=lambda kind: middles[kind])
+        line = kinds_by_plan(args, fastest, ("cuda:0", "cuda:1"), machines)
+        assert line.startswith(f"policy: {fastest} on cuda:0 cuda:1; by the plan: layer_split ")
+        assert ("replicated does not fit" in line) == (memory == 20e9)
+    default = dataclasses.replace(args, policy_parallelism="device_map")
+    assert with_fastest_kind(default, machines) is default
+    assert predict(default, machines).kind == "layer_split"
 
 
 def test_a_policy_of_one_process_needs_one_machine(planned):

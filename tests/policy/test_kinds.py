@@ -18,7 +18,14 @@ from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import Roles
 from alignment.planning.seconds import hardware_of
 from alignment.planning.step_shape import SampledRows, StepShape
-from alignment.policy.policy import POLICIES, PolicyKind, automatic_kind, kinds_in_words
+from alignment.policy.policy import (
+    POLICIES,
+    RESOLVED_KINDS,
+    PolicyKind,
+    kind_of_devices,
+    kind_of_ranks,
+    kinds_in_words,
+)
 
 FLAT = PolicyKind(
     "my_package.flat_policy:FlatPolicy",
@@ -130,10 +137,17 @@ def test_engines_wait_for_a_policy_that_may_not_start_from_the_base(tiny_folder)
     assert not plan_run(single, str(tiny_folder), machine).engines_need_policy
 
 
-def test_auto_is_one_device_or_copies_or_parts():
-    assert automatic_kind(1, lambda: False) == "single"
-    assert automatic_kind(2, lambda: True) == "replicated"
-    assert automatic_kind(2, lambda: False) == "sharded"
+def test_ranks_have_copies_or_parts():
+    assert kind_of_ranks(1, lambda: False) == "single"
+    assert kind_of_ranks(2, lambda: True) == "replicated"
+    assert kind_of_ranks(2, lambda: False) == "sharded"
+
+
+def test_the_default_on_several_devices_is_the_device_map():
+    assert RLArgs().policy_parallelism == "device_map"
+    assert kind_of_devices("device_map", 1) == "single"
+    assert kind_of_devices("device_map", 2) == "layer_split"
+    assert kind_of_devices("sharded", 2) == "sharded"
 
 
 def test_help_lists_the_table(monkeypatch, capsys):
@@ -146,7 +160,7 @@ def test_help_lists_the_table(monkeypatch, capsys):
     said = " ".join(console.file.getvalue().split())
     for name in ("single", "layer_split", "replicated", "sharded"):
         assert f"{name}: {POLICIES[name].summary}" in said
-    assert "auto: single on one device" in said
+    assert all(f"{name}: {words}" in said for name, words in RESOLVED_KINDS.items())
 
 
 def test_ligers_kernels_refuse_a_kind_that_passes_hidden_states_from_gpu_to_gpu():

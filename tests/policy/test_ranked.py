@@ -63,6 +63,9 @@ def test_rows_are_dealt_largest_group_first():
 @pytest.mark.parametrize(
     ("parallelism", "policy_devices", "bytes_of_each", "kind"),
     [
+        ("device_map", ("cuda:0",), 1.0, "single"),
+        ("device_map", ("cuda:0", "cuda:1"), 1.0, "layer_split"),
+        ("device_map", ("cpu", "cpu"), 1e9, "replicated"),
         ("auto", ("cuda:0",), 1.0, "single"),
         ("auto", ("cuda:0", "cuda:1"), 1e9, "replicated"),
         ("auto", ("cpu", "cpu"), 1.0, "sharded"),
