@@ -341,6 +341,11 @@ def test_what_other_libraries_values_are_told_to_be_exists():
     [
         (["--delta", "3"], "--delta: there is no such flag; write --dual_clip"),
         (["--load_in_4bit"], "there is none, because the sampler would draw"),
+        (["--config", "config.yaml"], "--config: there is no such flag; write --preset and the"),
+        (["--num_pre_Q", "8"], "--num_pre_Q: there is no such flag; write --group_size"),
+        (["--clip_param", "0.2"], "--clip_param: there is no such flag; write --cliprange"),
+        (["--gen_update_steps", "16"], "there is no such flag; write --sync_every, in rollouts"),
+        (["--num_questions_per_batch", "32"], "such flag; write --prompts_per_rollout"),
         (["--loss_type", "grpo"], r"\(grpo of other libraries: write grpo_clip"),
         (["--advantage", "gae"], r"\(gae of other libraries: there is none, because"),
         (["--optimizer", "adamw_torch"], r"\(adamw_torch of other libraries: write adamw\)"),
