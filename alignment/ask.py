@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from alignment.args import AskArgs, parse
-from alignment.builders.base_models import check_chat_template, check_model_path, resolve_model
+from alignment.builders.base_models import check_model_path, check_tokenizer_files, resolve_model
 from alignment.builders.checks import check, check_rules
 from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Problem, Score
@@ -55,7 +55,7 @@ def check_question(args: AskArgs) -> None:
     for model in args.all_models:
         check_model_path(model, "--models" if args.models else "--model")
     for model in args.all_models:
-        check_chat_template(task, model)
+        check_tokenizer_files(task, model)
         resolve_model(model, args.output_dir)
     if args.gold:
         check_rules(args, task, [Problem("question", args.question, "", args.gold)])

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from alignment.args import EvaluateArgs, parse
 from alignment.builders.base_models import (
-    check_chat_template,
     check_model_path,
+    check_tokenizer_files,
     has_chat_template,
     resolve_model,
 )
@@ -101,7 +101,7 @@ def check_evaluation(args: EvaluateArgs, console: Console) -> CheckedEvaluation:
     for task_args in tasks.values():
         task = check(task_args)
         for model in models:
-            check_chat_template(task, model)
+            check_tokenizer_files(task, model)
         problems = check_test_split(task, args.dataset_path, args.max_problems)
         check_rules(task_args, task, problems)
     if args.reward != EvaluateArgs.reward and not (args.audit_base or args.eval_rule):

@@ -11,7 +11,7 @@ from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Completion, Problem
 from alignment.core.text import ResponseReader, response_token_ids
 from alignment.data.prompts import chosen_prompt
-from alignment.data.row_warnings import is_placeholder
+from alignment.data.row_warnings import is_placeholder, why_unmeetable
 from alignment.data.tasks import Task
 from alignment.model.loading import load_end_ids, load_tokenizer
 from alignment.rewards.rules import Reward, find_rule
@@ -65,6 +65,8 @@ def preview_problems(args: RLArgs | EvaluateArgs, model: str) -> None:
                 "  warning: it says that there is none, and a response that says so is paid: leave"
                 " the row out"
             )
+        if reason := why_unmeetable(problem.ground_truth):
+            print(f"  warning: it is {reason}: no response can meet it")
         gold = [shape.format(task.right_answer(problem)) for shape in SHAPES]
         empty = [shape.format("") for shape in SHAPES]
         texts = []

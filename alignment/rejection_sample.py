@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RejectionArgs, parse
-from alignment.builders.base_models import check_chat_template, check_model_path, resolve_model
+from alignment.builders.base_models import check_model_path, check_tokenizer_files, resolve_model
 from alignment.builders.checks import check, check_output, check_rules
 from alignment.builders.data_checks import check_training_split
 from alignment.builders.devices import roles_of
@@ -24,7 +24,7 @@ from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks.own_data import read_examples
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
-from alignment.rollouts.config import training_problems
+from alignment.rollouts.config import training_problems, with_short_prompts
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically, write_jsonl
 from alignment.system.signals import received_signal
@@ -58,7 +58,7 @@ def main() -> None:
     check_output(output.parent, output.name)
     roles_of(args)  # Devices that cannot be are refused before a model loads.
     check_model_path(args.model, "--model")
-    check_chat_template(task, args.model)
+    check_tokenizer_files(task, args.model)
     check_rules(args, task, check_training_split(task, args.dataset_path))
     groups = sample_groups(args, console)
     rows, rejected = select(groups, args.keep, args.min_consistency)
@@ -116,6 +116,7 @@ def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:
         read_system_prompt(args.system_prompt),
         read_examples(args.few_shot),
     )
+    chosen = with_short_prompts(chosen, args.max_prompt_tokens, tokenizer)
     prompts = [problem.prompt for problem in chosen]
     # refuses long ones, before a model loads
     encode_problems(chosen, path, tokenizer, args.max_new_tokens)

@@ -15,6 +15,15 @@ from alignment.system.manifests import MANIFEST, find_damage
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
 HUB_SECONDS = 5.0  # that the hub has for an answer
+# Files of which a tokenizer has one at least.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 # Files of a tokenizer's chat templates; older ones have them in tokenizer_config.json.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -67,9 +76,16 @@ def check_hub(name: str, flag: str) -> None:
         ) from None
 
 
-def check_chat_template(task: Task, model: str, flag: str = "--model") -> None:
-    """Raise `UserError` where the prompt is `chat` and the model's tokenizer is known to have no
-    chat template."""
+def check_tokenizer_files(task: Task, model: str, flag: str = "--model") -> None:
+    """Raise `UserError` where a model's folder has no tokenizer, or the prompt is `chat` and its
+    tokenizer is known to have no chat template."""
+    folder = Path(model).expanduser()
+    is_whole = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if model not in EMBEDDED and (folder / "config.json").is_file() and not is_whole:
+        raise UserError(
+            f"{flag} {model}: its folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)});"
+            " copy these files from the model that it was made of"
+        )
     if task.prompt == CHAT and has_chat_template(model) is False:
         raise UserError(
             f"--prompt chat: the tokenizer of {flag} {model} has no chat template; choose"

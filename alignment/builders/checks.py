@@ -18,7 +18,7 @@ from alignment.args import (
     preset_title,
     refuse_missing_warm_start,
 )
-from alignment.builders.base_models import EMBEDDED, check_chat_template, check_model_path
+from alignment.builders.base_models import EMBEDDED, check_model_path, check_tokenizer_files
 from alignment.builders.data_checks import (
     check_pass_rates,
     check_test_split,
@@ -113,10 +113,10 @@ def check_rl(args: RLArgs) -> None:
         refuse_missing_warm_start(args)
         if args.sft_base:
             check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
-        check_chat_template(task, args.sft_base, "--sft_base")
+        check_tokenizer_files(task, args.sft_base, "--sft_base")
         if not args.sft_base or not Path(args.sft_base).exists():
             check_model_path(args.model, "--model")
-            check_chat_template(task, args.model)
+            check_tokenizer_files(task, args.model)
     check_teacher(args)
     check_test_split(task, args.dataset_path, args.max_problems)
     held_out = check_held_out(args)
@@ -244,7 +244,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
         )
     task = check(args)
     check_model_path(args.model, "--model")
-    check_chat_template(task, args.model)
+    check_tokenizer_files(task, args.model)
     if args.resume:
         resumed_run_name(str(target.parent), args.run_name, f"{target.name}_unfinished")
     if not args.preview:

@@ -12,8 +12,10 @@ from alignment.data.tasks import Task, answer_in_box
 from alignment.data.tasks.own_data import read_examples
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.rewards.rules import find_rule
+from alignment.rollouts.config import with_short_prompts
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
 from alignment.system.errors import UserError
+from alignment.system.terminal import say_once
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,29 @@ def prepare_evaluation(
     examples = read_examples(args.few_shot)
     if isinstance(args, EvaluateArgs) and args.examples:
         examples = worked_examples(task, args)
+    problems = task.with_prompts(
+        problems, tokenizer, read_system_prompt(args.system_prompt), examples
+    )
     return PreparedEvaluation(
-        problems=task.with_prompts(
-            problems, tokenizer, read_system_prompt(args.system_prompt), examples
-        ),
+        problems=_problems_asked(args, problems, tokenizer),
         rule=find_rule(args.evaluation_rule, args.reward_timeout),
         sampling=eval_sampling(args, n),
         rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
     )
+
+
+def _problems_asked(args: Args, problems: Sequence[Problem], tokenizer) -> Sequence[Problem]:
+    """The problems whose prompts --max_prompt_tokens allows; prints how many are left out."""
+    if not isinstance(args, RLArgs | SFTArgs | EvaluateArgs):
+        return problems
+    short_problems = with_short_prompts(problems, args.max_prompt_tokens, tokenizer)
+    number = len(problems) - len(short_problems)
+    if number:
+        say_once(
+            f"--max_prompt_tokens {args.max_prompt_tokens}: {number} of {len(problems)} test"
+            f" problems of --task {args.task} have longer prompts and are not asked"
+        )
+    return short_problems
 
 
 def prepare_evaluations(args: RLArgs | SFTArgs, tokenizer) -> dict[str, PreparedEvaluation]:

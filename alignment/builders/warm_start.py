@@ -237,12 +237,14 @@ def encode_problems(
     problems: Sequence[Problem], base: str, tokenizer, max_new_tokens: int
 ) -> list[list[int]]:
     """Token ids of the problems' prompts, checked against the model `base`. Raises `UserError` for
-    a prompt that leaves no room for `max_new_tokens` in the model's context (`encode_prompts`),
-    and, naming the problem, for a token without an embedding."""
+    a prompt that leaves no room for `max_new_tokens` in the model's context (`encode_prompts`), and
+    for a token without an embedding, naming the problem."""
     config = load_config(base)
     prompts = [problem.prompt for problem in problems]
-    encoded = encode_prompts(tokenizer, prompts, config.max_position_embeddings, max_new_tokens)
     ids = [problem.id for problem in problems]
+    encoded = encode_prompts(
+        tokenizer, prompts, config.max_position_embeddings, max_new_tokens, ids
+    )
     check_token_ids(tokenizer, config.vocab_size, zip(ids, encoded, strict=True))
     return encoded
 

@@ -12,6 +12,7 @@ from alignment.config.data import DataFlags, TrainingDataFlags
 from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
 from alignment.config.evaluation import (
     EvaluationFlags,
+    PromptLengthFlags,
     RLEvaluationFlags,
     TrainingEvaluationFlags,
 )
@@ -205,7 +206,7 @@ class Args(
 
 
 @dataclass(frozen=True)
-class EvaluateArgs(Args):
+class EvaluateArgs(PromptLengthFlags, Args):
     """Sample answers to the test problems, score them, and print the averages with their 95 %
     intervals."""
 
@@ -255,6 +256,10 @@ class EvaluateArgs(Args):
         are_two_models = len(self.compare) == 2 and not self.eval_tasks
         wanted = "two models, on one --task"
         require(self, "compare", not self.compare or are_two_models, wanted)
+        # Two tokenizers, or two formats, would leave out different problems.
+        is_one_format = not (self.compare or self.audit_base)
+        wanted = "0 with --compare and --audit_base, which ask the same problems twice"
+        require(self, "max_prompt_tokens", not self.max_prompt_tokens or is_one_format, wanted)
         if self.eval_greedy and (self.compare or self.audit_base):
             raise UserError(
                 "--eval_greedy: --compare and --audit_base are of one evaluation of each model;"
@@ -269,6 +274,7 @@ class SFTArgs(
     OptimizerFlags,
     SFTStepFlags,
     TrainingEvaluationFlags,
+    PromptLengthFlags,
     Args,
 ):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to
@@ -625,7 +631,7 @@ class PlanArgs(MachineFlags, RLArgs):
 
 
 @dataclass(frozen=True)
-class RejectionArgs(Args):
+class RejectionArgs(PromptLengthFlags, Args):
     """Sample answers to training problems, keep those that are right, readable and in one language,
     and write them as JSONL."""
 

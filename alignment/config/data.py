@@ -62,8 +62,8 @@ class TrainingDataFlags:
     num_problems: int = flag(0, group="data", at_least=0, zero="all")
     """Training problems, the first ones; 0: all."""
     max_prompt_tokens: int = flag(0, group="data", at_least=0, zero="any length")
-    """Longest prompt, in tokens; problems with longer ones are left out of training. 0: any
-    length."""
+    """Longest prompt, in tokens; problems with longer ones are left out of training and of
+    evaluations. 0: any length."""
     pass_rates: str = flag("", group="data")
     """File of training problems' measured pass rates, which `rejection_sample` and `evaluate` write
     with several samples a problem; training takes those in --pass_rate_band. Empty: none."""

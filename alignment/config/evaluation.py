@@ -26,6 +26,15 @@ class EvaluationFlags:
 
 
 @dataclass(frozen=True)
+class PromptLengthFlags:
+    """Which problems are asked, by the length of their prompts. RL has the flag among
+    `TrainingDataFlags`."""
+
+    max_prompt_tokens: int = flag(0, group="data", at_least=0, zero="any length")
+    """Longest prompt, in tokens; problems with longer ones are not asked. 0: any length."""
+
+
+@dataclass(frozen=True)
 class TrainingEvaluationFlags:
     """What a command that trains evaluates."""
 

@@ -1,6 +1,6 @@
 r"""Warnings about the user's own data: LaTeX commands that lost their backslash, placeholders for
-answers, and questions with several answers. Each kind of finding is one line on stderr. The rows
-are used unchanged, since they may be as the user wants them.
+answers, answers that no response can meet, and questions with several answers. Each kind of finding
+is one line on stderr. The rows are used unchanged, since they may be as the user wants them.
 
 In JSON and in Python strings a backslash with a letter may stand for a control character: "\frac"
 with one backslash becomes a form feed and "rac". The LaTeX commands are in latex.toml."""
@@ -38,6 +38,10 @@ PLACEHOLDERS = frozenset(
 )
 
 
+LONGEST_GRADED = 1000  # characters of an answer; the grader reads no longer one
+_LIST_AS_TEXT = re.compile(r"""[\[(]\s*(['"]).*\1\s*,?\s*[\])]""", re.DOTALL)
+
+
 class PlacedText(NamedTuple):
     """A text of the user's data, with its place: the file and line of its row, and its column."""
 
@@ -56,6 +60,15 @@ class MisreadCommand(NamedTuple):
 def is_placeholder(answer: str) -> bool:
     """Whether a text such as "proof" or "n/a" stands where an answer is missing."""
     return plain(answer) in PLACEHOLDERS
+
+
+def why_unmeetable(answer: str) -> str:
+    """Why no response can meet a ground truth; "" where one can, as far as its text shows."""
+    if len(answer) > LONGEST_GRADED:
+        return f"longer than {LONGEST_GRADED} characters"
+    if _LIST_AS_TEXT.fullmatch(answer.strip()):
+        return "a list in a program's spelling"
+    return ""
 
 
 def stripped(text: str) -> str:
@@ -122,8 +135,8 @@ def warn_of_misread_latex(texts: Iterable[PlacedText]) -> None:
 
 
 def warn_of_answers(problems: Sequence[Problem]) -> None:
-    """Warn of answers that are placeholders, and of questions that come with different answers, in
-    a line each."""
+    """Warn of answers that are placeholders, of those that no response can meet, and of questions
+    that come with different answers, in a line each."""
     placeholders = [problem for problem in problems if is_placeholder(problem.ground_truth)]
     if placeholders:
         counts = Counter(problem.ground_truth for problem in placeholders)
@@ -132,6 +145,15 @@ def warn_of_answers(problems: Sequence[Problem]) -> None:
             f"warning: {len(placeholders)} of {len(problems)} answers say that there is none"
             f" ({printable(kinds)}), the first at {placeholders[0].id}: a response that says so is"
             " paid; leave these rows out"
+        )
+    unmeetable = [problem for problem in problems if why_unmeetable(problem.ground_truth)]
+    if unmeetable:
+        reasons = Counter(why_unmeetable(problem.ground_truth) for problem in unmeetable)
+        kinds = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+        say_once(
+            f"warning: {len(unmeetable)} of {len(problems)} answers can be met by no response"
+            f" ({kinds}), the first at {unmeetable[0].id}: write the values alone, 3, 5, or name"
+            " --answer_pattern"
         )
     conflicts = conflicting(problems)
     if conflicts:

@@ -67,6 +67,11 @@ SHAPE_OF_CSV = {
 }
 
 
+# A file is read whole, so its cells may be of any length. The csv module's own limit is 131,072
+# characters.
+csv.field_size_limit(2**31 - 1)
+
+
 class WrittenNumber(float):
     """A number with a point or an exponent, of a JSON file. Its `str` has the digits that the file
     has."""

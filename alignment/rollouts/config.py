@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -171,16 +172,24 @@ def training_problems(
         if not num_problems:
             return problems
         return [problems[index] for index in range(num_problems)]
-    if max_prompt_tokens:
-        encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
-        short_problems = []
-        for problem, ids in zip(problems, encoded, strict=True):
-            if len(ids) <= max_prompt_tokens:
-                short_problems.append(problem)
-        problems = short_problems
-        if not problems:
-            raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")
-    return problems[: num_problems or None]
+    return with_short_prompts(problems, max_prompt_tokens, tokenizer)[: num_problems or None]
+
+
+def with_short_prompts(
+    problems: Sequence[Problem], max_prompt_tokens: int, tokenizer
+) -> Sequence[Problem]:
+    """The problems whose prompts have at most `max_prompt_tokens` tokens (0: all). Raises
+    `UserError` if every prompt is longer."""
+    if not max_prompt_tokens:
+        return problems
+    encoded = prompt_token_ids(tokenizer, [problem.prompt for problem in problems]).ids
+    short_problems = []
+    for problem, ids in zip(problems, encoded, strict=True):
+        if len(ids) <= max_prompt_tokens:
+            short_problems.append(problem)
+    if not short_problems:
+        raise UserError(f"--max_prompt_tokens {max_prompt_tokens}: every prompt is longer")
+    return short_problems
 
 
 # An index into `Endless` problems has a data seed of at most 31 bits and a place of 40.

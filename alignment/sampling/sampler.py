@@ -285,19 +285,29 @@ def _call_with_number(
 
 
 def encode_prompts(
-    tokenizer, prompts: Sequence[str], context: int, max_new_tokens: int
+    tokenizer,
+    prompts: Sequence[str],
+    context: int,
+    max_new_tokens: int,
+    names: Sequence[str] = (),
 ) -> list[list[int]]:
     """Token ids of each prompt (`prompt_token_ids`). Prints what was repaired. Raises `UserError`
-    where prompt and `max_new_tokens` do not fit in `context` tokens."""
+    where prompt and `max_new_tokens` do not fit in `context` tokens, with the prompt's name where
+    `names` has one for each."""
     encoded = prompt_token_ids(tokenizer, prompts)
     for line in encoded.repairs:
         say_once(line)
-    for prompt, ids in zip(prompts, encoded.ids, strict=True):
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded.ids, strict=True)):
         if len(ids) + max_new_tokens > context:
+            place = f"{names[number]}: " if names else ""
+            remedy = "lower --max_new_tokens or drop the problem"
+            if names and max_new_tokens < context:
+                limit = context - max_new_tokens
+                remedy = f"lower it, or leave long prompts out by --max_prompt_tokens {limit}"
             raise UserError(
-                f"a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens} do not fit in"
-                f" the model's context of {context} tokens: lower --max_new_tokens or drop the"
-                f" problem. It begins: {prompt[:60]!r}"
+                f"{place}a prompt of {len(ids)} tokens and --max_new_tokens {max_new_tokens} do not"
+                f" fit in the model's context of {context} tokens: {remedy}. It begins:"
+                f" {prompt[:60]!r}"
             )
         if not ids:
             raise UserError(

@@ -4,6 +4,7 @@ weights that could load."""
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ from small_tokenizers import (
 )
 
 from alignment import evaluate, rejection_sample, sft, train_rl
-from alignment.args import RLArgs, SFTArgs, from_preset
-from alignment.builders.evaluations import PreparedEvaluation
+from alignment.args import EvaluateArgs, RLArgs, SFTArgs, from_preset
+from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluation
 from alignment.builders.run_plan import plan_run
 from alignment.builders.training import longest_row
-from alignment.builders.warm_start import encode_demonstrations
+from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Problem, SamplingConfig
-from alignment.model.loading import load_end_ids, load_model, load_tokenizer
+from alignment.model.loading import load_config, load_end_ids, load_model, load_tokenizer
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import training_problems
 from alignment.rollouts.source import open_source
@@ -149,6 +150,35 @@ def test_the_longest_prompt_is_counted_as_it_is_sampled_from(made):
     evaluations = {"": PreparedEvaluation([], find_rule("r1_zero"), SamplingConfig(), [])}
     assert longest_row(plan_run(args, folder), source, evaluations, tokenizer) == longest + 40
     assert len(training_problems(source.problems, longest, 0, tokenizer)) == 10
+
+
+def test_a_prompt_beyond_the_context_is_named_and_can_be_left_out(made, capsys):
+    folder = made(wrapped(byte_level(), True))
+    room = load_config(folder).max_position_embeddings - 40  # for responses
+    rows = Path("test.jsonl").read_text()
+    long_row = {"question": "long " * 20, "solution": "so", "answer": "1"}
+    Path("long.jsonl").write_text(json.dumps(long_row) + "\n" + rows)
+    tokenizer = load_tokenizer(folder)
+    data = {"task": "file:train.jsonl", "test_split": "long.jsonl", "prompt": "tiny"}
+    args = EvaluateArgs(model=folder, max_new_tokens=room, **data)
+    problems = prepare_evaluation(args, tokenizer).problems
+    with pytest.raises(UserError, match=r"long.jsonl:1: a prompt of .* by --max_prompt_tokens 40"):
+        encode_problems(problems, folder, tokenizer, room)
+    terminal.say_once.cache_clear()
+    short = prepare_evaluation(replace(args, max_prompt_tokens=40), tokenizer).problems
+    assert [problem.id for problem in short] == [problem.id for problem in problems[1:]]
+    assert len(encode_problems(short, folder, tokenizer, room)) == 3
+    assert capsys.readouterr().err.count("1 of 4 test problems of --task file:train.jsonl") == 1
+    rl_args = from_preset(RLArgs, "tiny", max_prompt_tokens=40, **data)
+    assert len(prepare_evaluation(rl_args, tokenizer).problems) == 3
+
+
+def test_a_folder_without_a_tokenizer_is_refused_at_once(made, run):
+    made(wrapped(byte_level(), True))
+    for file in Path("model").glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match="--model model: its folder has no tokenizer .none of toke"):
+        run(evaluate)
 
 
 # --- files of other models ------------------------------------------------------------------------

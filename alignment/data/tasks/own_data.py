@@ -13,6 +13,7 @@ A problem is a question and an answer, in the columns that `DataConfig` names. A
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignment.core.records import Problem
+from alignment.data.answer_cells import (
+    WHOLE_CELL,
+    cell_at,
+    final_answer,
+    is_messages,
+    present_column,
+    read_turns,
+)
 from alignment.data.prompts import fill_prompt
 from alignment.data.questions import Key, question_text, split_of
 from alignment.data.row_warnings import (
@@ -34,7 +43,6 @@ from alignment.data.rows import Row, Rows, cell_text, hub_splits, numbered, read
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
-MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 # one question in 20 belongs to the test split of demonstrations, for the validation loss
 VALIDATION_SHARE = 20
@@ -142,54 +150,109 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
     # A problem has the columns of all rows, None where its own row lacks one.
     all_columns = dict.fromkeys(chain.from_iterable(row for _, row in rows))
     pairs = []
+    worked = []
     for place, row in rows:
-        problem, response = _worked_problem(place, row, data, pattern)
+        one = _worked_problem(place, row, data, pattern)
+        worked.append(one)
         # dates as text: checkpoints are JSON
         columns = json.loads(json.dumps(all_columns | row, default=str))
-        pairs.append((replace(problem, columns=columns), response))
+        pairs.append((replace(one.problem, columns=columns), one.response))
+    _say_sources(worked)
     warn_of_misread_latex(_texts(rows, (data.question_column, data.answer_column, "solution")))
     warn_of_answers([problem for problem, _ in pairs])
     return pairs
 
 
+class _WorkedProblem(NamedTuple):
+    """A row's problem, the response that its worked solution teaches, and where its answer was
+    found."""
+
+    problem: Problem
+    response: str
+    source: str
+    has_system: bool
+
+
 def _worked_problem(
     place: str, row: Row, data: DataConfig, pattern: re.Pattern | None
-) -> Demonstration:
+) -> _WorkedProblem:
     """One row's problem and response, as `worked_problems`."""
-    remedy = ": name --question_column and --answer_column"
-    question = stripped(cell_text(place, row, data.question_column, remedy))
-    cell = stripped(cell_text(place, row, data.answer_column, remedy))
-    before, answer = split_answer(cell, pattern)
-    if not answer:
+    cells = _read_cells(place, row, data)
+    question = stripped(cells.question)
+    final = final_answer(stripped(cells.answer), pattern)
+    if not final.answer:
         where = "after its last ####"
         if pattern:
             where = f"where --answer_pattern {pattern.pattern} looks"
-        raise UserError(f'{place}: "{data.answer_column}" holds no answer {where}')
-    steps = ANNOTATION.sub("", before or str(row.get("solution") or "")).strip()
-    response = f" {steps} </think> <answer> {answer} </answer>" if steps else ""
-    return Problem(place, question, fill_prompt("r1_zero", question), answer), response
+        raise UserError(f'{place}: "{cells.answer_column}" holds no answer {where}')
+    source = final.source
+    if cells.answer_column != data.answer_column:
+        source = f'{final.source}, "{cells.answer_column}"'
+    steps = ANNOTATION.sub("", final.steps or str(row.get("solution") or "")).strip()
+    response = f" {steps} </think> <answer> {final.answer} </answer>" if steps else ""
+    problem = Problem(place, question, fill_prompt("r1_zero", question), final.answer)
+    return _WorkedProblem(problem, response, source, cells.has_system)
 
 
-def split_answer(cell: str, pattern: re.Pattern | None = None) -> tuple[str, str]:
-    """What stands before a cell's final answer, and the answer, "" where there is none.
+class _Cells(NamedTuple):
+    """The texts of a row's question and answer, and the column of the answer."""
 
-    The answer is the line of the last #### (the next line, where nothing else is on its own), and
-    the whole cell where there is no such mark; by a pattern, the first group of its last match in
-    which that is not blank."""
-    if pattern is None:
-        marks = list(MARKER.finditer(cell))
-        if not marks:
-            return "", cell
-        before = cell[: marks[-1].start()]
-        for line in cell[marks[-1].end() :].split("\n"):
-            answer = stripped(line)
-            if answer:
-                return before, answer
-        return before, ""
-    matches = [match for match in pattern.finditer(cell) if (match[1] or "").strip()]
-    if not matches:
-        return "", ""
-    return cell[: matches[-1].start()], stripped(matches[-1][1])
+    question: str
+    answer: str
+    answer_column: str
+    has_system: bool
+
+
+def _read_cells(place: str, row: Row, data: DataConfig) -> _Cells:
+    """A row's question and answer, of the columns that `data` names or, in their absence, of verl's
+    "prompt" and "reward_model" or of "messages"."""
+    remedy = ": name --question_column and --answer_column"
+    others = ("messages", "prompt")
+    question_column = present_column(row, data.question_column, "question", others)
+    others = ("reward_model.ground_truth", "messages")
+    answer_column = present_column(row, data.answer_column, "answer", others)
+    question = cell_at(row, question_column)
+    answer = cell_at(row, answer_column)
+    has_system = False
+    if is_messages(question):
+        turns = read_turns(place, question_column, question)
+        question = turns.question
+        has_system = turns.has_system
+    if is_messages(answer) and answer_column == "messages":
+        answer = read_turns(place, answer_column, answer).answer
+        if not answer:
+            remedy = ": the assistant's turn is missing, which holds the answer"
+    elif isinstance(answer, list) and len(answer) == 1:
+        [answer] = answer
+    return _Cells(
+        cell_text(place, _with_cell(row, question_column, question), question_column, remedy),
+        cell_text(place, _with_cell(row, answer_column, answer), answer_column, remedy),
+        answer_column,
+        has_system,
+    )
+
+
+def _with_cell(row: Row, column: str, value: object) -> Row:
+    """The row with what was read of a nested column, or of messages."""
+    return row if value is None else {**row, column: value}
+
+
+def _say_sources(worked: Sequence[_WorkedProblem]) -> None:
+    """Say in one line how many answers come from what, unless all are whole cells; and that turns
+    of the system are not asked."""
+    first_places = {one.source: one.problem.id for one in reversed(worked)}
+    if set(first_places) - {"", WHOLE_CELL}:
+        counts = Counter(one.source for one in worked)
+        parts = []
+        for source, number in counts.most_common():
+            parts.append(f"{number} {source} (first {first_places[source]})")
+        say_once(f"answers: {', '.join(parts)}")
+    spoken = [one.problem.id for one in worked if one.has_system]
+    if spoken:
+        say_once(
+            f"{spoken[0]}: has a turn of the system, as {len(spoken)} of {len(worked)} rows: it is"
+            " not asked; give --system_prompt"
+        )
 
 
 def _texts(rows: Rows, columns: Sequence[str]) -> Iterator[PlacedText]:
@@ -354,7 +417,10 @@ def _conversation(place: str, messages: Sequence[Any], prompt_messages: int) -> 
         roles.append(str(isinstance(message, dict) and message.get("role")))
     if not re.fullmatch("(system,)?(user,assistant,)+", "".join(f"{role}," for role in roles)):
         wanted = "turns must be of user and assistant in turn, after one of system or none"
-        raise UserError(f"{place}: {wanted}, not {roles}")
+        remedy = ""
+        if roles[-1] == "user":
+            remedy = ": the last turn is missing, the assistant's, which would be trained"
+        raise UserError(f"{place}: {wanted}, not {roles}{remedy}")
     checked = [_checked_message(place, message) for message in messages]
     later = range(prompt_messages, len(messages))
     answers = [number for number in later if roles[number] == "assistant"]
