@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +160,8 @@ def test_a_prompt_beyond_the_context_is_named_and_can_be_left_out(made, capsys):
     long_row = {"question": "long " * 20, "solution": "so", "answer": "1"}
     Path("long.jsonl").write_text(json.dumps(long_row) + "\n" + rows)
     tokenizer = load_tokenizer(folder)
-    data = {"task": "file:train.jsonl", "test_split": "long.jsonl", "prompt": "tiny"}
+    data: dict[str, Any] = {"task": "file:train.jsonl", "prompt": "tiny"}
+    data["test_split"] = "long.jsonl"
     args = EvaluateArgs(model=folder, max_new_tokens=room, **data)
     problems = prepare_evaluation(args, tokenizer).problems
     with pytest.raises(UserError, match=r"long.jsonl:1: a prompt of .* by --max_prompt_tokens 40"):
