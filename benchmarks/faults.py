@@ -30,7 +30,8 @@ from rich.console import Console
 from alignment.system.terminal import make_table
 from benchmarks.commands import Ended, run_command
 from benchmarks.measuring import ROOT
-from benchmarks.plants import PLANTS, Plant
+from benchmarks.plant import Plant
+from benchmarks.plants import PLANTS
 
 NO_FAULT = "none"
 BASE = "base"  # Folder of the model that all runs start from.

@@ -1,40 +1,18 @@
 """Faults to plant in the package, one at a time: mistakes that trainers of this kind have had, or
 could have, between the sampler and the weights. `benchmarks.faults` plants them."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Plant:
-    """A change of a few characters in one file of the package."""
-
-    name: str
-    """What is wrong then."""
-    file: str
-    """Below alignment/."""
-    right: str
-    """The text to replace; it occurs once in the file."""
-    wrong: str
-    flags: tuple[str, ...] = ()
-    """Arguments with which the fault acts, beside those of every plant."""
-    unseen_because: str = ""
-    """Why nothing can see it, where nothing does."""
-
-
-def of_file(file: str, *plants: tuple) -> list[Plant]:
-    """Plants (name, right, wrong, flags) of one file."""
-    return [Plant(name, file, right, wrong, *rest) for name, right, wrong, *rest in plants]
-
-
-# Several updates of one rollout, so that ratios differ from 1.
-SEVERAL_UPDATES = ("--epochs_per_rollout", "2")
-WITH_REFERENCE = ("--beta", "0.1")
-WITH_DECAY = ("--weight_decay", "0.1")
-WITH_ADAPTERS = ("--lora_rank", "4")
-WITH_TOP_P = ("--sampling_top_p", "0.9")
-WITH_TOP_K = ("--sampling_top_k", "5")
-WITH_TEMPERATURE = ("--sampling_temperature", "0.7")
-WITH_BONUS = ("--entropy_coefficient", "0.1")
+from benchmarks.plant import (
+    SEVERAL_UPDATES,
+    WITH_ADAPTERS,
+    WITH_BONUS,
+    WITH_DECAY,
+    WITH_REFERENCE,
+    WITH_TEMPERATURE,
+    WITH_TOP_K,
+    WITH_TOP_P,
+    of_file,
+)
+from benchmarks.plants_of_runs import PLANTS_OF_RUNS
 
 FOUND_AT_LOAD = (
     "when a model is loaded, its packed rows are compared with its own forward pass; where they"
@@ -581,4 +559,5 @@ PLANTS = [
     *MODEL,
     *SAMPLING,
     *DATA_AND_REWARDS,
+    *PLANTS_OF_RUNS,
 ]

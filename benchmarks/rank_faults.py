@@ -34,13 +34,13 @@ import torch
 import tyro
 from rich.console import Console
 
+from alignment.builders.verified_runs import digests
 from alignment.data.embedded import embedded_model
 from alignment.policy.sharded import Shard
 from alignment.runs.run_folder import last_whole_step
 from alignment.system.errors import UserError
 from alignment.system.ranks import Ranks
 from alignment.system.terminal import make_table
-from alignment.verify import digests
 from benchmarks.harmed_runs import first_message, live_processes, read_lines, run_environment
 
 RANK_TIMEOUT = 10  # seconds

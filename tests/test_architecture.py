@@ -73,6 +73,7 @@ MAY_IMPORT = {
         "ablation",
         "config",
         "args",
+        "verification",
     ),
 }
 # Beside the commands: the arguments, what Python programs call, and the names of the field.

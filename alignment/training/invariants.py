@@ -12,6 +12,14 @@ from alignment.policy.policy import MicroBatchResult, Policy, PolicyConfig
 from alignment.rollouts.config import UpdateConfig
 from alignment.training.results import reported_sums
 
+# The names of the warnings of this module.
+INVARIANTS = (
+    "equal_answers",
+    "first_ratio",
+    "gradient_clip",
+    "later_ratio",
+    "step_length",
+)
 # The chance, in each rollout of a sound sampler, of a warning about equal answers.
 FALSE_ALARM = 1e-9
 # How far from 1 the mean ratio of a rollout's first mini-batch may be, with matrix products in

@@ -25,21 +25,28 @@ class PaperResponse(NamedTuple):
         return self.reward - statistics.fmean(self.rewards)
 
 
+def _std(values: Sequence[float]) -> float:
+    """The unbiased standard deviation; 0 of a single value, and of none."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def _group_baseline(response: PaperResponse) -> float:
     """The reward minus the mean reward of its group (GRPO, arXiv:2402.03300, section 4.1.2) or of
     the group's other responses (RLOO, arXiv:2402.14740, eq. 8). This is divided by the std of the
     group's rewards or of all rewards (arXiv:2508.08221), or by nothing (Dr. GRPO, arXiv:2503.20783,
-    section 3.2)."""
+    section 3.2). A response that is the only one of its group to count has no baseline: 0."""
     setting, index, group, _, groups = response
+    if len(group) == 1:
+        return 0.0
     others = [*group[:index], *group[index + 1 :]]
     averaged = {"group_mean": group, "leave_one_out": others}
     centred = group[index] - statistics.fmean(averaged[setting["baseline"]])
     if not setting["normalize_by_std"]:
         return centred
     stds = {
-        "group": statistics.stdev(group),
+        "group": _std(group),
         "group_population": statistics.pstdev(group),
-        "batch": statistics.stdev(itertools.chain.from_iterable(groups)),
+        "batch": _std(list(itertools.chain.from_iterable(groups))),
     }
     return centred / (stds[setting["std_of"]] + setting["advantage_eps"])
 
@@ -49,10 +56,9 @@ def _reinforce_plus_plus(response: PaperResponse) -> float:
     responses."""
     differences = []
     for group in response.groups:
-        mean = statistics.fmean(group)
-        differences += [reward - mean for reward in group]
+        differences += [reward - statistics.fmean(group) for reward in group]
     numerator = response.centred - statistics.fmean(differences)
-    return numerator / (statistics.stdev(differences) + response.setting["advantage_eps"])
+    return numerator / (_std(differences) + response.setting["advantage_eps"])
 
 
 def _opo(response: PaperResponse) -> float:
@@ -82,6 +88,8 @@ def _pass_at_k(response: PaperResponse) -> float:
     k = response.setting["advantage.k"]
     is_right = [reward > response.setting["advantage.threshold"] for reward in response.rewards]
     sets = list(itertools.combinations(range(len(is_right)), k))
+    if not sets:
+        return 0.0
     rewards = [float(any(is_right[member] for member in members)) for members in sets]
     mean = statistics.fmean(rewards)
     std = statistics.pstdev(rewards)

@@ -9,7 +9,7 @@ Each line shows its decimal logarithm."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,21 +182,63 @@ def end_ids_of(model, tokenizer) -> set[int]:
     return {token for token in listed if token is not None}
 
 
-def ends_wrongly(
-    completion: Completion, sampling: SamplingConfig, tokenizer, end_ids: set[int]
-) -> bool:
+@dataclass(frozen=True)
+class Ends:
+    """What ends a response: end tokens, a stop string, or its longest length."""
+
+    token_ids: set[int]
+    stop: Sequence[str]
+    most_tokens: int
+
+
+def ends_wrongly(completion: Completion, ends: Ends, tokenizer) -> bool:
     """Whether a response goes on after its end, or ends before it."""
 
     def is_at_end(token_ids: Sequence[int]) -> bool:
         text = tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return bool(end_ids & set(token_ids)) or any(stop in text for stop in sampling.stop)
+        return bool(ends.token_ids & set(token_ids)) or any(stop in text for stop in ends.stop)
 
     ids = completion.token_ids
     if len(ids) != len(completion.log_probs) or is_at_end(ids[:-1]):
         return True
     if completion.finish_reason == "stop":
         return not is_at_end(ids)
-    return is_at_end(ids) or len(ids) != sampling.max_new_tokens
+    return is_at_end(ids) or len(ids) != ends.most_tokens
+
+
+def has_other_text(completion: Completion, ends: Ends, tokenizer) -> bool:
+    """Whether a response's text is not that of its tokens, without an end token or padding, up to
+    and with the first stop string."""
+    seen = []
+    for token in completion.token_ids:
+        is_stop = tokenizer.decode([token], clean_up_tokenization_spaces=False) in ends.stop
+        if is_stop or token not in ends.token_ids | {tokenizer.pad_token_id}:
+            seen.append(token)
+    text = tokenizer.decode(seen, clean_up_tokenization_spaces=False)
+    ends_of_stops = [text.find(stop) + len(stop) for stop in ends.stop if stop in text]
+    return completion.text != text[: min(ends_of_stops, default=len(text))]
+
+
+def prompt_is_encoded_wrongly(prompt: str, ids: Sequence[int], tokenizer) -> bool:
+    """Whether the tokens of a prompt are not its own, with what the tokenizer puts in front of
+    every text, such as BOS, once; and behind it nothing from an EOS on. False where the tokenizer
+    does not put its tokens around those of the text."""
+    plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(prompt)["input_ids"]
+    starts = [
+        start
+        for start in range(len(whole) - len(plain) + 1)
+        if whole[start : start + len(plain)] == plain
+    ]
+    if not starts or not plain:
+        return False
+    front = whole[: starts[0]]
+    behind = whole[starts[0] + len(plain) :]
+    if tokenizer.eos_token_id in behind:
+        behind = behind[: behind.index(tokenizer.eos_token_id)]
+    if front and plain[: len(front)] == front:
+        front = []  # The prompt spells it out.
+    return list(ids) != [*front, *plain, *behind]
 
 
 def untrained_answers(completions: Sequence[Completion], pad_id: int) -> int:
@@ -216,7 +258,10 @@ class Request:
     """The answers to one request, as rows, and how many of them are faulty."""
 
     rows: list[Row]
+    completions: list[list[Completion]]
     wrong_ends: int
+    other_texts: int
+    wrong_prompts: int
     untrained: int
 
 
@@ -231,6 +276,39 @@ class SampledAnswers:
     tokenizer: Any
     slack: float
     """How far, in nats, the sampler's logits may be from the model's."""
+    flags: Mapping[str, Any]
+    """Flag -> value, of the run."""
+
+    def other_settings(self) -> list[str]:
+        """The settings of a step's samples that are not the flags'."""
+        config = self.source.config.sampling_of_step(self.source.task.stop, 1)
+        wanted = {
+            "n": self.flags["group_size"],
+            "temperature": self.flags["sampling_temperature"],
+            "top_p": self.flags["sampling_top_p"],
+            "top_k": self.flags["sampling_top_k"],
+            "max_new_tokens": self.flags["max_new_tokens"],
+            "stop": self.source.task.stop,
+        }
+        return [name for name, value in wanted.items() if getattr(config, name) != value]
+
+    def same_in_later_piece(self, first: Request, hot: SamplingConfig) -> float:
+        """The share of answers, drawn from a flat distribution, that are the same where prompts are
+        the later ones of a request that is made piece by piece."""
+        later = self.sampler.sample(self.prompts(), replace(hot, first_prompt=PROMPTS))
+        pairs = zip(
+            itertools.chain.from_iterable(first.completions),
+            itertools.chain.from_iterable(later),
+            strict=True,
+        )
+        same = [one.token_ids == other.token_ids for one, other in pairs]
+        return sum(same) / len(same)
+
+    def prompts(self) -> list[str]:
+        """The run's first prompts."""
+        data_seed = self.source.config.data_seed
+        problems = problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
+        return [problem.prompt for problem in problems]
 
     def settings(self) -> list[SamplingConfig]:
         """The run's own settings in its first two steps, and a flat distribution."""
@@ -245,26 +323,39 @@ class SampledAnswers:
 
     def draw(self, sampling: SamplingConfig, noise: torch.Generator) -> Request:
         """Sample answers to the run's first prompts."""
-        data_seed = self.source.config.data_seed
-        problems = problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
-        sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
+        prompts = self.prompts()
+        sampled = self.sampler.sample(prompts, sampling)
         completions = list(itertools.chain.from_iterable(sampled))
         end_ids = end_ids_of(self.model, self.tokenizer)
+        ends = Ends(end_ids, self.source.task.stop, sampling.max_new_tokens)
         rows = []
         wrong_ends = 0
+        other_texts = 0
         for completion in completions:
             rows.append(read_row(self.model, completion, sampling, self.slack, noise))
-            wrong_ends += ends_wrongly(completion, sampling, self.tokenizer, end_ids)
+            wrong_ends += ends_wrongly(completion, ends, self.tokenizer)
+            other_texts += has_other_text(completion, ends, self.tokenizer)
+        wrong_prompts = 0
+        for prompt, group in zip(prompts, sampled, strict=True):
+            ids = group[0].prompt_ids
+            wrong_prompts += prompt_is_encoded_wrongly(prompt, ids, self.tokenizer)
         untrained = untrained_answers(completions, pad_token_id(self.tokenizer))
-        return Request(rows, wrong_ends, untrained)
+        return Request(rows, sampled, wrong_ends, other_texts, wrong_prompts, untrained)
 
     def checks(self) -> Iterator[Check]:
         """Every check of what the sampler draws."""
         noise = torch.Generator().manual_seed(0)
-        requests = [self.draw(sampling, noise) for sampling in self.settings()]
+        settings = self.settings()
+        requests = [self.draw(sampling, noise) for sampling in settings]
         every = []
         for request in requests:
             every += request.rows
+        yield Check("samples: settings that are not the flags'", 0.0, self.other_settings)
+        yield Check(
+            "prompts: special tokens doubled, added or missing",
+            0.0,
+            lambda: sum(request.wrong_prompts for request in requests),
+        )
         yield Check(
             "samples: tokens outside of top-k and top-p",
             0.0,
@@ -276,17 +367,30 @@ class SampledAnswers:
             lambda: sum(request.wrong_ends for request in requests),
         )
         yield Check(
+            "samples: texts that are not their tokens'",
+            0.0,
+            lambda: sum(request.other_texts for request in requests),
+        )
+        yield Check(
             "samples: answers not trained to their end",
             0.0,
             lambda: sum(request.untrained for request in requests),
         )
         yield from checks_of_evidence(*(request.rows for request in requests))
-        config = self.source.config
         yield Check(
-            "steps: seeds of samples that are repeated",
-            0.0,
-            lambda: 100 - len({config.sampling_of_step((), step).seed for step in range(1, 101)}),
+            "prompts of a later piece: share of same answers",
+            0.9,
+            lambda: self.same_in_later_piece(requests[-1], settings[-1]),
         )
+        yield Check("steps, refills: seeds of samples that are repeated", 0.0, self.repeated_seeds)
+
+    def repeated_seeds(self) -> int:
+        """How many of the requests of the first steps, and of two refills of each, draw by a seed
+        that another one has."""
+        seeds = []
+        for step, refill in itertools.product(range(1, 101), range(3)):
+            seeds.append(self.source.config.sampling_of_step((), step, refill).seed)
+        return len(seeds) - len(set(seeds))
 
 
 def checks_of_evidence(

@@ -3,7 +3,9 @@
 Judges the problems that a run's own parts give, by the rows of both splits as the task reads them.
 Two questions are the same where they are but for case and white space."""
 
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from alignment.verification.check import Check
 
 STEPS = 50  # of which the problems are compared, where these have no end
 RESUMED_AT = (1, 7, 20)  # steps after which a run is resumed
+# Two orders by chance of so many problems are the same once in 13! = 6 * 10^9 times.
+SHUFFLED = 13
+ARITHMETIC = re.compile(r"What is (\d+(?: [-+*] \d+)*)\?")
 
 
 def words_of(text: str) -> str:
@@ -63,6 +68,8 @@ class RunData:
         )
         yield Check("data: problems that a pass repeats or skips", 0.0, self.repeated_or_skipped)
         yield Check("data: steps of other problems after resume", 0.0, self.other_steps)
+        yield Check("data: orders that are not by chance", 0.0, self.fixed_orders)
+        yield Check("data: wrong truths of sums", 0.0, self.wrong_truths)
 
     def _reason(self, words: str) -> str:
         """Why a line that needs a list of training problems is not checked."""
@@ -120,12 +127,50 @@ class RunData:
             asked_in_pass += self.of_step(self.trained, step)
         return (Counter(self.trained) - Counter(asked_in_pass[:size])).total()
 
+    def fixed_orders(self) -> list[str]:
+        """Which orders of problems are the same that must not be: that of the split and the first
+        pass's, those of two passes, and those of two values of --data_seed."""
+        problems = self.trained
+        size = STEPS
+        if not isinstance(problems, Endless):
+            size = len(problems)
+        if size < SHUFFLED:
+            return []
+        seed = self.config.data_seed
+        first = problems_of_step(problems, size, seed, 1)
+        faults = []
+        if not isinstance(problems, Endless) and first == list(problems):
+            faults.append("that of the split in the first pass")
+        if first == problems_of_step(problems, size, seed, 2):
+            faults.append("that of the first pass in the second")
+        if first == problems_of_step(problems, size, seed + 1, 1):
+            faults.append("that of another --data_seed")
+        return faults
+
+    def wrong_truths(self) -> int:
+        """How many questions "What is 2 + 3 * 4?" have another truth than the sum's value."""
+        wrong = 0
+        for problem in itertools.chain(self.asked_in_training(), self.evaluated):
+            match = ARITHMETIC.fullmatch(problem.question)
+            if match is not None:
+                wrong += problem.ground_truth != str(value_of_sum(match[1]))
+        return wrong
+
     def other_steps(self) -> int:
         """How many steps of a resumed run ask other problems than they do in a run without a
         break."""
         anew = self.open_anew()
         steps = [done + 1 for done in RESUMED_AT]
         return sum(self.of_step(anew, step) != self.of_step(self.trained, step) for step in steps)
+
+
+def value_of_sum(text: str) -> int:
+    """The value of a sum of products, such as "2 + 3 * 4 - 1"."""
+    total = 0
+    for sign, product in re.findall(r"([-+]) (\d+(?: \* \d+)*)", f"+ {text}"):
+        value = math.prod(map(int, product.split(" * ")))
+        total += value if sign == "+" else -value
+    return total
 
 
 def identity(problem: Problem) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@ what the papers say of the same samples (whole_update.py)."""
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import tempfile
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,6 +40,13 @@ from alignment.verification.whole_update import (
     train,
     with_length_rewards,
 )
+from alignment.verification.whole_warm_start import (
+    WarmStart,
+    faults_of_batches,
+    fine_tuned_batches,
+    fit,
+    supervised_config,
+)
 
 PROMPTS = 3
 STEPS = (1, 2)
@@ -54,6 +63,7 @@ HIGHEST_RATE = 1e-2
 SAMPLER_NOISE = 0.05
 FURTHER_TRIALS = 2
 OPTIMIZER_FILE = "optimizer.safetensors"
+SHUFFLED = 32  # groups, of which two orders by chance are never the same
 
 
 class UpdateLimits(NamedTuple):
@@ -126,6 +136,7 @@ class TwoRollouts:
     teacher: PlainModel | None = None
     not_checked: str = ""
     """Why the papers' updates cannot be computed; empty where they can."""
+    warm_start: WarmStart | None = None
 
     def checks(self) -> Iterator[Check]:
         """The checks of one update a rollout, where the run has that, and of several. They change
@@ -138,6 +149,49 @@ class TwoRollouts:
         if self.has_one_update:
             yield from self._checks_of(several=False)
         yield from self._checks_of(several=True)
+        if self.warm_start is not None:
+            yield from self._checks_of_warm_start(self.warm_start)
+
+    def _checks_of_warm_start(self, warm_start: WarmStart) -> Iterator[Check]:
+        """The checks of the steps of a warm start, by the run's optimiser."""
+        setting = self.choose_setting(several=False)
+        config = supervised_config(
+            warm_start.config, CLIP_SHARE * setting.norm_of_moments, setting.config.learning_rate
+        )
+        start = self._warm_up(setting)
+        taken = fine_tuned_batches(self.policy, warm_start.examples, warm_start.pad_id, config)
+        weights = self.trained_weights()
+        moments = self._read_moments(weights)
+        flags = {
+            **setting.flags,
+            **vars(config),
+            "sampling_temperature": 1.0,
+            "sampling_top_p": 1.0,
+            "sampling_top_k": 0,
+        }
+        expected = functools.cache(functools.partial(fit, self.plain, start, taken, flags))
+        words = f"warm start, {config.num_steps} steps"
+        yield Check(
+            f"{words}, weights: from papers' in float64",
+            self.limits.change,
+            lambda: relative_difference(
+                weights, expected().weights, start.weights, roundings=2 * config.num_steps
+            ),
+        )
+        yield Check(
+            f"{words}, moments: from papers' in float64",
+            self.limits.change,
+            lambda: relative_difference(
+                flat_moments(moments),
+                flat_moments(expected().moments),
+                flat_moments(start.moments),
+            ),
+        )
+        yield Check(
+            f"{words}: faults of batches",
+            0.0,
+            lambda: faults_of_batches(taken, warm_start.examples, config),
+        )
 
     def _checks_of(self, several: bool) -> Iterator[Check]:
         """The checks of two rollouts, of one or several updates each."""
@@ -168,6 +222,11 @@ class TwoRollouts:
         )
         if several:
             yield Check(f"{words}, mini-batches: faults", 0.0, lambda: run().faults())
+            yield Check(
+                "mini-batches: orders that are not by chance",
+                0.0,
+                lambda: fixed_orders(setting.config),
+            )
 
     def choose_setting(self, several: bool) -> UpdateSetting:
         """A setting whose learning rate moves log-probs, so that the ratio is not 1, but not so far
@@ -260,6 +319,9 @@ class TwoRollouts:
             rollout = self.rollout_of(setting, groups, state, step)
             rows = mini_batches(rollout, config, step)
             responses = with_length_rewards(plain_responses(groups), setting.flags)
+            trained = {row for of_update in rows for row in of_update}
+            if any(not responses[row].counts for row in trained):
+                raise RunStopped("an update has rows that do not count, such as ones without score")
             plain_rollouts.append(PlainRollout(responses, rows))
             rollout = references.annotate(rollout, self.policy, step)
             result = update(cast(Policy, first), rollout, config, step)
@@ -383,6 +445,20 @@ class Trial:
                 rollout, config.epochs_per_rollout, size, config.advantage.group_size
             )
         return faults
+
+
+def fixed_orders(config: UpdateConfig) -> int:
+    """How many of the epochs of two steps take the groups of a large rollout in the order of
+    sampling, or in that of another epoch."""
+    rows = list(range(SHUFFLED * config.advantage.group_size))
+    rollout = SimpleNamespace(trained_rows=rows, lengths=[1] * len(rows))
+    orders = [rows]
+    for step in STEPS:
+        parts = mini_batches(cast(Rollout, rollout), config, step)
+        taken = list(itertools.chain.from_iterable(parts))
+        for start in range(0, len(taken), len(rows)):
+            orders.append(taken[start : start + len(rows)])
+    return len(orders) - len(set(map(tuple, orders)))
 
 
 def share_of(difference: float, whole: float) -> float:

@@ -155,6 +155,18 @@ class PlainModel:
                 names_outside.add(f"{module_name}.weight")
         return {name for name in weights if weights[name].ndim == 2} - names_outside
 
+    def linear_layers(self, targets: str) -> set[str]:
+        """The names of linear layers, but the output head: those whose last names `targets` lists,
+        with commas between; all where it is empty."""
+        wanted = [target for target in targets.split(",") if target]
+        names = set()
+        for name, module in self.model.named_modules():
+            is_linear = isinstance(module, torch.nn.Linear | Conv1D)
+            is_target = not wanted or name.rpartition(".")[2] in wanted
+            if is_linear and is_target and module is not self.model.get_output_embeddings():
+                names.add(name)
+        return names
+
     def token_values(
         self, weights: Weights, response: PlainResponse, setting: Mapping
     ) -> TokenValues:
@@ -216,6 +228,14 @@ class Learner:
     """Of the run, so far."""
     first_gradient: dict[str, torch.Tensor] = field(default_factory=dict)
     is_near_edge: bool = False
+    reference: Weights | None = None
+    """The weights of the reference; None: those that the model was loaded with."""
+
+    @property
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The present weights, with what adapters add to them."""
+        weights = self.model.weights_of(self.weights, self.setting)
+        return {name: tensor.detach() for name, tensor in weights.items()}
 
     def train_on(self, rollout: PlainRollout) -> None:
         """Make a rollout's updates."""
@@ -224,7 +244,7 @@ class Learner:
         old = self._old_log_probs(rollout, trained)
         reference = dict.fromkeys(trained)
         if self.setting["beta"]:
-            reference = self._log_probs_by(self.model, rollout, trained)
+            reference = self._log_probs_by(self.model, rollout, trained, self.reference)
         token_advantages = self._token_advantages(rollout, trained, advantages, old)
         for rows in rollout.mini_batches:
             parts = StepInputs(rollout.responses, rows, token_advantages, old, reference)
@@ -257,7 +277,7 @@ class Learner:
         decay = self.setting["advantage.decay"]
         before = dict(self.averages)
         advantages = {}
-        for rows in members:
+        for rows in filter(None, members):
             mean = sum(responses[row].reward for row in rows) / len(rows)
             prompt = responses[rows[0]].prompt
             for row in rows:
@@ -283,8 +303,7 @@ class Learner:
             return {row: list(rollout.responses[row].sampler_log_probs) for row in rows}
         if len(rollout.mini_batches) == 1:
             return dict.fromkeys(rows)
-        weights = self.model.weights_of(self.weights, self.setting)
-        return self._log_probs_by(self.model, rollout, rows, weights)
+        return self._log_probs_by(self.model, rollout, rows, self.whole_weights)
 
     def _log_probs_by(
         self,
@@ -344,7 +363,8 @@ class Learner:
         self.weights = {name: tensor.detach() for name, tensor in leaves.items()}
         if self.updates == 1:
             self.first_gradient = dict(gradient)
-        self._step(clipped(gradient, setting["max_grad_norm"]))
+        rate = learning_rate(self.setting, self.updates)
+        self.take_step(clipped(gradient, setting["max_grad_norm"]), rate)
 
     def _values_of(self, inputs: "StepInputs") -> dict[int, TokenValues]:
         """The values of each row of an update, without a graph."""
@@ -381,10 +401,9 @@ class Learner:
             self.entropy_coefficient = max(0.0, present - self.setting["entropy_delta"])
         return present if entropy <= target else 0.0
 
-    def _step(self, gradient: Weights) -> None:
+    def take_step(self, gradient: Weights, rate: float) -> None:
         """Make one step of the optimiser. Weight decay is for matrices alone."""
         self.steps += 1
-        rate = learning_rate(self.setting, self.updates)
         hidden: set[str] = set()
         if self.setting["optimizer"] == "muon":
             hidden = self.model.hidden_matrices(self.weights)
@@ -531,23 +550,39 @@ def muon_direction(
 
 
 def learning_rate(setting: Mapping, number: int) -> float:
-    """The learning rate of the run's update of this number (from 1): a linear rise to the peak at
-    update --warmup_steps, then --lr_schedule's way to a tenth of it at the run's last update (half
-    a cosine: arXiv:1608.03983, eq. 5)."""
-    peak = setting["learning_rate"]
-    warmup = setting["warmup_steps"]
-    if number <= warmup:
-        return peak * number / warmup
+    """The learning rate of the run's update of this number (from 1)."""
     rows = setting["prompts_per_rollout"] * setting["group_size"]
     in_epoch = math.ceil(rows / (setting["train_mini_batch_size"] or rows))
     updates = setting["num_steps"] * setting["epochs_per_rollout"] * in_epoch
+    peak = setting["learning_rate"]
+    return scheduled_rate(peak, setting["warmup_steps"], setting["lr_schedule"], number, updates)
+
+
+def scheduled_rate(peak: float, warmup: int, schedule: str, number: int, updates: int) -> float:
+    """The learning rate of the update of this number (from 1), of so many: a linear rise to the
+    peak at update `warmup`, then the schedule's way to a tenth of it at the last update (half a
+    cosine: arXiv:1608.03983, eq. 5)."""
+    if number <= warmup:
+        return peak * number / warmup
     progress = (number - warmup) / max(1, updates - warmup)
     shares = {
         "constant": 1.0,
         "linear": 1 - (1 - LAST_SHARE) * progress,
         "cosine": LAST_SHARE + (1 - LAST_SHARE) * (1 + math.cos(math.pi * progress)) / 2,
     }
-    return peak * shares[setting["lr_schedule"]]
+    return peak * shares[schedule]
+
+
+def make_learner(
+    model: PlainModel, start: TrainedState, setting: Mapping, teacher: PlainModel | None = None
+) -> Learner:
+    """A learner at the beginning of a run, with copies of a state in the model's type."""
+    moments = {}
+    for name, of_tensor in start.moments.items():
+        moments[name] = {key: moment.to(model.dtype) for key, moment in of_tensor.items()}
+    weights = {name: tensor.to(model.dtype) for name, tensor in start.weights.items()}
+    coefficient = setting["entropy_coefficient"]
+    return Learner(model, setting, weights, moments, start.steps, teacher, coefficient)
 
 
 def train(
@@ -559,18 +594,7 @@ def train(
 ) -> Outcome:
     """The state after the updates on these rollouts, which follow one another from the run's first
     update on."""
-    learner = Learner(
-        model,
-        setting,
-        {name: tensor.to(model.dtype) for name, tensor in start.weights.items()},
-        {
-            name: {key: moment.to(model.dtype) for key, moment in moments.items()}
-            for name, moments in start.moments.items()
-        },
-        start.steps,
-        teacher,
-        setting["entropy_coefficient"],
-    )
+    learner = make_learner(model, start, setting, teacher)
     for rollout in rollouts:
         learner.train_on(rollout)
     state = TrainedState(learner.weights, learner.moments, learner.steps)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.args import RLArgs, from_preset
+from alignment.builders.verified_runs import TIMINGS, digests
 from alignment.rollouts.config import Schedule
 from alignment.runs.run_folder import last_whole_step
 from alignment.system.files import read_jsonl
-from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 
 pytestmark = pytest.mark.slow

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import evaluate, gradients, rejection_sample, sft, train_rl
+from alignment.builders.verified_runs import TIMINGS
 from alignment.core.losses import LOSSES
 from alignment.data.tasks import arithmetic
 from alignment.rewards.rules import RULES
 from alignment.runs.run_folder import claim_run_folder
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
-from alignment.verify import TIMINGS
 from tests.command_line import exit_code
 
 pytestmark = pytest.mark.slow

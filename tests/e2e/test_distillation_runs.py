@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from alignment.builders.verified_runs import TIMINGS, digests
 from alignment.system.files import read_jsonl
-from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 
 pytestmark = pytest.mark.slow

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from alignment import train_rl
 from alignment.args import RLArgs, from_preset
+from alignment.builders.verified_runs import digests
 from alignment.rewards.rules import CONTROLS, RULES, make_part
 from alignment.runs import run as run_module
 from alignment.runs.run_folder import last_whole_step
@@ -27,7 +28,6 @@ from alignment.system.errors import run_command
 from alignment.system.files import read_jsonl
 from alignment.system.locks import lock_run_folder
 from alignment.system.manifests import find_damage
-from alignment.verify import digests
 from tests.command_line import exit_code
 from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from alignment.builders.verified_runs import digests
 from alignment.system.files import read_jsonl
-from alignment.verify import digests
 from tests.e2e.conftest import NAME, said
 
 pytestmark = pytest.mark.slow

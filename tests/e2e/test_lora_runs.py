@@ -9,10 +9,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from alignment.builders.verified_runs import digests
 from alignment.sampling.transformers import open_transformers
 from alignment.system.files import read_jsonl
 from alignment.system.manifests import find_damage
-from alignment.verify import digests
 from tests.e2e.conftest import NAME, said
 from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run
 

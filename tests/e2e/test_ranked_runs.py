@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment.builders.verified_runs import digests
 from alignment.model.loading import load_model
 from alignment.policy.single_device import read_parts
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
-from alignment.verify import digests
 from tests.e2e.conftest import NAME, SMALL, STEPS
 
 pytestmark = pytest.mark.slow

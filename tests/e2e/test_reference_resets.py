@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
+from alignment.builders.verified_runs import TIMINGS, digests
 from alignment.runs.run_folder import checkpoint_folder
 from alignment.system.files import read_jsonl
-from alignment.verify import TIMINGS, digests
 from tests.e2e.conftest import NAME, said
 from tests.e2e.test_ranked_runs import command, ranks, run
 

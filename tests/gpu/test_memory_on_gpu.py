@@ -15,6 +15,7 @@ from alignment.args import RLArgs, from_preset
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
 from alignment.builders.prediction import step_shape
+from alignment.builders.verified_runs import differing_parts
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.model.shape import ModelShape
@@ -27,7 +28,6 @@ from alignment.runs.state import read_state
 from alignment.system.device_memory import total_bytes
 from alignment.system.files import read_jsonl
 from alignment.train_rl import train
-from alignment.verify import differing_parts
 from tests.model.published_shapes import qwen2
 
 pytestmark = pytest.mark.gpu

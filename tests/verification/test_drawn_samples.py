@@ -9,9 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 from rollout_helpers import ARGS
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
+from alignment.config.settings import flag_values
 from alignment.core.records import SamplingConfig
+from alignment.core.text import ResponseReader, prompt_token_ids
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.rollouts.config import RolloutConfig
 from alignment.rollouts.source import open_source
@@ -28,6 +31,7 @@ from alignment.verification.sampling import (
     log_distribution,
     pairs_of_prompts,
     pairs_of_samples,
+    prompt_is_encoded_wrongly,
 )
 from alignment.verify import report
 
@@ -40,7 +44,11 @@ SAMPLES = "samples of a prompt: evidence of one stream"
 PROMPTS = "prompts: evidence of one stream"
 STEPS = "steps: evidence of one stream"
 SHARPER = 2.0  # so much are the logits
-SEEDS = "steps: seeds of samples that are repeated"
+SEEDS = "steps, refills: seeds of samples that are repeated"
+SETTINGS = "samples: settings that are not the flags'"
+ENCODED = "prompts: special tokens doubled, added or missing"
+TEXTS = "samples: texts that are not their tokens'"
+PIECES = "prompts of a later piece: share of same answers"
 
 
 @pytest.fixture
@@ -54,12 +62,12 @@ def answers(tiny_folder) -> SampledAnswers:
     for one in (model, sampler.model):
         one.get_output_embeddings().weight.data *= SHARPER
     source = open_source(args.rollout_config, tokenizer)
-    return SampledAnswers(sampler, source, model, tokenizer, 0.01)
+    return SampledAnswers(sampler, source, model, tokenizer, 0.01, flag_values(args))
 
 
 def failed(answers: SampledAnswers) -> set[str]:
     records = report(answers.checks(), Console(quiet=True))
-    assert len(records) == 9
+    assert len(records) == 13
     return {record["what"] for record in records if not record["passed"]}
 
 
@@ -151,7 +159,7 @@ def test_a_mask_by_the_pad_token_which_ends_responses(answers, monkeypatch):
 
     answers.tokenizer.pad_token = answers.tokenizer.eos_token
     plant(monkeypatch, sampling, "collate", unpadded)
-    assert failed(answers) == {TRAINED}
+    assert TRAINED in failed(answers)
 
 
 @pytest.mark.slow
@@ -162,7 +170,7 @@ def test_end_tokens_that_end_no_response(answers, monkeypatch):
 
 @pytest.mark.slow
 def test_the_same_seed_in_every_step(answers, monkeypatch):
-    def same(sampling_of_step, config, stop, step):
+    def same(sampling_of_step, config, stop, step, refill=0):
         return sampling_of_step(config, stop, 1)
 
     original = RolloutConfig.sampling_of_step
@@ -202,3 +210,51 @@ def test_no_false_alarm_in_200_seeds():
         )
     # 800 numbers above 10^4 with a probability of 8 percent at most, if at all.
     assert largest < 4 < MOST_EVIDENCE
+
+
+def test_stop_strings_that_no_sampler_gets(answers, monkeypatch):
+    def without_stop(sampling_of_step, config, stop, step, refill=0):
+        return sampling_of_step(config, (), step, refill)
+
+    original = RolloutConfig.sampling_of_step
+    monkeypatch.setattr(
+        RolloutConfig, "sampling_of_step", lambda *rest: without_stop(original, *rest)
+    )
+    assert SETTINGS in failed(answers)
+
+
+def test_a_later_piece_by_the_first_ones_random_numbers(answers, monkeypatch):
+    def of_first(draw, prompts, sampling):
+        return draw(prompts, replace(sampling, first_prompt=0))
+
+    plant(monkeypatch, engine, "draw_uniforms", of_first)
+    assert failed(answers) == {PIECES}
+
+
+def test_texts_without_their_last_letter(answers, monkeypatch):
+    text = ResponseReader.text
+    monkeypatch.setattr(ResponseReader, "text", lambda *rest: text(*rest)[:-1])
+    assert failed(answers) == {TEXTS}
+
+
+def with_beginning(tokenizer):
+    """The tokenizer, which now puts an end token in front of every text, as others a BOS."""
+    token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.eos_token_id)]
+    )
+    return tokenizer
+
+
+def test_a_beginning_that_the_tokenizer_adds(tiny_folder):
+    tokenizer = with_beginning(load_tokenizer(str(tiny_folder)))
+    bos = tokenizer.eos_token_id
+    plain = tokenizer("2 + 2", add_special_tokens=False)["input_ids"]
+    spelled = f"{tokenizer.eos_token}2 + 2"
+    assert tokenizer("2 + 2")["input_ids"] == [bos, *plain]
+    for prompt in ("2 + 2", spelled):
+        (ids,) = prompt_token_ids(tokenizer, [prompt]).ids
+        assert not prompt_is_encoded_wrongly(prompt, ids, tokenizer)
+        assert prompt_is_encoded_wrongly(prompt, plain, tokenizer)
+        assert prompt_is_encoded_wrongly(prompt, [bos, bos, *plain], tokenizer)
+        assert prompt_is_encoded_wrongly(prompt, [bos, *plain, bos], tokenizer)

@@ -16,6 +16,7 @@ from alignment import verify
 from alignment.args import RLArgs, from_preset
 from alignment.builders import training
 from alignment.builders.checks import check_rl
+from alignment.builders.verified_runs import differing_parts, other_state
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts import source
 from alignment.rollouts.config import RolloutConfig
@@ -24,7 +25,7 @@ from alignment.system.files import read_json, read_jsonl, write_json
 from alignment.train_rl import train
 from alignment.verification import checks
 from alignment.verification.checks import Check, promises_bits
-from alignment.verify import differing_parts, other_state, report
+from alignment.verify import report
 from tests.command_line import exit_code
 
 STEPS = 2

@@ -7,7 +7,8 @@ from rollout_helpers import ARGS
 
 from alignment.core.records import Endless, Problem
 from alignment.rollouts import config as rollouts
-from alignment.verification.splits import RunData
+from alignment.verification.splits import RunData, value_of_sum
+from alignment.verify import measured_by
 
 CONFIG = replace(ARGS, prompts_per_rollout=3).rollout_config
 EVALUATED = "data: evaluated beside the test split"
@@ -15,6 +16,8 @@ LEAKED = "data: test questions that are trained"
 ELSEWHERE = "data: trained beside the training split"
 PASS = "data: problems that a pass repeats or skips"
 RESUMED = "data: steps of other problems after resume"
+ORDERS = "data: orders that are not by chance"
+SUMS = "data: wrong truths of sums"
 
 
 def problem(number: int, split: str = "train") -> Problem:
@@ -30,7 +33,7 @@ def failed(**changes) -> set[str]:
     data = RunData(TRAIN, TEST, TEST[:3], TRAIN, CONFIG, lambda: list(TRAIN))
     found = set()
     for check in replace(data, **changes).checks():
-        if not check.not_checked and check.quantity() > check.limit:
+        if not check.not_checked and measured_by(check)[0] > check.limit:
             found.add(check.what)
     return found
 
@@ -74,7 +77,7 @@ def test_the_same_problems_in_every_step(monkeypatch):
     assert failed() == {PASS}
     endless = Endless(lambda index: TRAIN[index % 8])
     same = {"train_rows": endless, "trained": endless, "open_anew": lambda: endless}
-    assert failed(**same) == {PASS}
+    assert failed(**same) == {PASS, ORDERS}
 
 
 def test_an_order_that_depends_on_what_ran_before():
@@ -87,3 +90,27 @@ def test_one_problem_alone(name):
     if name == "trained":
         changes["open_anew"] = lambda: [TRAIN[0]]
     assert failed(**changes) == set()
+
+
+MANY = [problem(number) for number in range(20)]
+
+
+def test_an_order_that_is_the_file_s(monkeypatch):
+    changes = {"train_rows": MANY, "trained": MANY, "open_anew": lambda: MANY}
+    assert failed(**changes) == set()
+    monkeypatch.setattr(rollouts, "_order_of_pass", lambda seed, number, size: list(range(size)))
+    assert failed(**changes) == {ORDERS}
+
+
+def test_a_wrong_truth_of_a_sum():
+    assert value_of_sum("2 + 3 * 4 - 1") == 13
+    assert value_of_sum("6 * 2 * 2 - 20") == 4
+    rows = [
+        Problem("a", "What is 2 + 3 * 4?", "", "14"),
+        Problem("b", "What is 2 * 3 - 4?", "", "2"),
+    ]
+    changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
+    assert failed(**changes) == set()
+    rows = [replace(rows[0], ground_truth="20"), rows[1]]
+    changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
+    assert failed(**changes) == {SUMS}

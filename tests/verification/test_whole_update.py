@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from alignment.args import configuration
 from alignment.builders.run_plan import plan_run
+from alignment.builders.verified_updates import VerifiedParts, plan_updates
 from alignment.core import losses
 from alignment.core.losses import loss_denominator
 from alignment.model.loading import load_model, load_tokenizer
@@ -37,7 +38,7 @@ from alignment.verification.whole_update import (
     mini_batch_faults,
     paper_length_reward,
 )
-from alignment.verify import VerifiedParts, plan_updates, report
+from alignment.verify import report
 
 Planted = contextlib.AbstractContextManager
 
@@ -353,13 +354,13 @@ def test_groups_of_equal_answers_stop_nothing(tiny_folder):
     updates = updates_of(tiny_folder)
     with changed(updates.sampler, "sample", sample):
         records = records_of(updates)
-    assert len(records) == 9
+    assert len(records) == 13
     assert not any(record["error"] for record in records.values()), records
 
 
 def test_one_update_of_a_rollout_is_compared_too(tiny_folder):
     records = records_of(updates_of(tiny_folder))
-    assert [record["verdict"] for record in records.values()] == ["passed"] * 9
+    assert [record["verdict"] for record in records.values()] == ["passed"] * 13
     assert WEIGHTS.replace("8", "2") in records and WEIGHTS in records
     assert "decay 0.5" in records[WEIGHTS]["note"]
 

@@ -1,0 +1,99 @@
+"""The rules, the problems and the worked solutions that `verify` checks, as a run reads them."""
+
+from collections.abc import Iterator
+
+from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
+from alignment.builders.checks import read_demonstrations
+from alignment.builders.evaluations import prepare_evaluations
+from alignment.builders.warm_start import tokenise_demonstrations
+from alignment.core.records import Problems
+from alignment.core.tokens import pad_token_id
+from alignment.data.prompts import read_system_prompt
+from alignment.data.tasks import answer_in_box
+from alignment.data.tasks.own_data import read_examples
+from alignment.model.loading import load_config, load_tokenizer
+from alignment.rewards.rules import RULES, named_parts, resolved_reward
+from alignment.rollouts.config import problems_of_step
+from alignment.rollouts.source import open_source
+from alignment.training.sft import SFTConfig
+from alignment.verification.check import Check
+from alignment.verification.graded_answers import checks_of_rules
+from alignment.verification.scored_groups import PROBLEMS, ScoredGroups
+from alignment.verification.sft_labels import Demonstrations
+from alignment.verification.splits import RunData, number_of_test_questions
+from alignment.verification.whole_warm_start import EXAMPLES, WarmStart
+
+MOST_DEMONSTRATIONS = 64
+
+
+def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
+    """The checks of the rules that ship, those of this run first."""
+    reward = resolved_reward(args.reward, args.task_in_format.rules)
+    names = [name for name, _ in named_parts(reward)]
+    yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
+
+
+def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
+    """The checks of what is trained and evaluated, as the model of the folder `base` reads it."""
+    task = args.task_in_format
+    tokenizer = load_tokenizer(base)
+    config = args.rollout_config
+
+    def training_problems() -> Problems:
+        return open_source(config, tokenizer).problems
+
+    data = RunData(
+        task.problems("train", args.dataset_path),
+        task.test_split(args.dataset_path),
+        prepare_evaluations(args, tokenizer)[""].problems,
+        training_problems(),
+        config,
+        training_problems,
+    )
+    yield from data.checks()
+    source = open_source(config, tokenizer)
+    first = problems_of_step(source.problems, PROBLEMS, config.data_seed, step=1)
+    parts = named_parts(resolved_reward(args.reward, task.rules))
+    yield from ScoredGroups(source.reward, first, parts).checks()
+    if args.sft_base:
+        yield from demonstrations_of(args, base).checks()
+
+
+def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
+    """Some of the worked solutions that a warm start is trained on."""
+    task = args.task_in_format
+    sft_args = as_command(SFTArgs, args)
+    tokenizer = load_tokenizer(base)
+    taught = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
+    shown = taught[:: max(1, len(taught) // MOST_DEMONSTRATIONS)]
+    responses = [response for _, response in shown]
+    if task.wants_box:
+        responses = list(map(answer_in_box, responses))
+    prompted = task.with_prompts(
+        [problem for problem, _ in shown],
+        tokenizer,
+        read_system_prompt(args.system_prompt),
+        read_examples(args.few_shot),
+    )
+    context = load_config(base).max_position_embeddings
+    return Demonstrations(
+        tokenise_demonstrations(sft_args, shown, tokenizer, context),
+        responses,
+        [problem.prompt for problem in prompted],
+        number_of_test_questions(
+            [problem for problem, _ in taught], task.test_split(args.dataset_path)
+        ),
+        tokenizer,
+        pad_token_id(tokenizer),
+    )
+
+
+def warm_start_of(args: VerifyArgs, base: str) -> WarmStart | None:
+    """The shortest of some worked solutions, and how a warm start is trained on them; None without
+    one."""
+    if not args.sft_base:
+        return None
+    shown = demonstrations_of(args, base)
+    shortest = sorted(shown.examples, key=lambda example: len(example[0]) + len(example[1]))
+    config = configuration(SFTConfig, as_command(SFTArgs, args))
+    return WarmStart(shortest[:EXAMPLES], shown.pad_id, config)

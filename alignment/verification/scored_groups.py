@@ -1,0 +1,66 @@
+"""Is each response of a step paid by its own problem's truth, and by the weights of --reward?"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from alignment.core.records import Completion, Problem
+from alignment.rewards.rules import Reward
+from alignment.verification.check import Check
+
+PROBLEMS = 4
+# A response with an answer, as each of the rules that ship wants it.
+RIGHT = "<think> so </think> <answer> {} </answer>"
+FORMS = (RIGHT, r"so \boxed{{{}}}", "The answer is {}.", "<answer> {}")
+
+
+@dataclass(frozen=True)
+class ScoredGroups:
+    """A run's reward, and some problems that it is for. `parts` are the names and weights that
+    --reward gives, of which none is a function of the user's."""
+
+    reward: Reward
+    problems: Sequence[Problem]
+    parts: Sequence[tuple[str, float]]
+
+    def checks(self) -> Iterator[Check]:
+        """The check of what a step's groups are paid."""
+        reason = ""
+        if any(":" in name for name, _ in self.parts):
+            reason = "your own reward"
+        what = "rewards: responses that are paid wrongly"
+        yield Check(what, 0.0, self.wrong, not_checked=reason)
+
+    def wrong(self) -> int:
+        """How many responses of a step get another score than each has when it is alone, or a
+        reward that is not the weighted sum of its parts."""
+        problems = list(self.problems[:PROBLEMS])
+        answers = [problem.ground_truth for problem in problems]
+        completions: list[list[Completion]] = []
+        for number in range(len(problems)):
+            texts = [form.format(answers[number]) for form in FORMS]
+            texts.append(RIGHT.format(answers[(number + 1) % len(answers)]))
+            completions.append([as_completion(text) for text in texts])
+        wrong = 0
+        groups = self.reward.score(problems, completions)
+        for problem, group in zip(problems, groups, strict=True):
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                (alone,) = self.reward.score([problem], [[completion]])
+                wrong += score != alone.scores[0] or not self._is_sum(score)
+        return wrong
+
+    def _is_sum(self, score: dict[str, float]) -> bool:
+        """Whether a reward is the weighted sum of its parts, where it has any that apply."""
+        total = 0.0
+        applied = 0
+        for name, weight in self.parts:
+            part = score.get(f"part_{name}")
+            if part is not None:
+                total += weight * part
+                applied += 1
+        return not applied or math.isclose(score["reward"], total, abs_tol=1e-9)
+
+
+def as_completion(text: str) -> Completion:
+    """A response of this text. Rules see nothing else of it; some parts its length."""
+    return Completion((0,), tuple(range(len(text))), (0.0,) * len(text), text, "stop", 0)
