@@ -500,7 +500,7 @@ WARM_STARTS = [
         "training/sft.py",
         (
             "no clip in the warm start",
-            "grad_norm = policy.clip_gradient(config.max_grad_norm)",
+            "grad_norm = policy.clip_gradient(config.norm_limit)",
             "grad_norm = policy.clip_gradient(1e9)",
         ),
         (

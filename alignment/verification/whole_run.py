@@ -36,7 +36,7 @@ from alignment.verification.whole_update import (
 
 # The norm of the difference of all weights from the papers', as a share of that of their change.
 # Adam's first step has the sign of a gradient, which rounding decides where the gradient is near 0.
-LIMITS = {torch.float32: 0.02, torch.bfloat16: 0.75}
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.75}
 # Rules that leave thoughts out see the tag with which a prompt opens one.
 RULES_OF_TURNS = ("boxed", "flexible")
 MOST_NEAR = 1e-6  # by which figures of a record may differ from those of its answers

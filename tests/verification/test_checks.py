@@ -108,7 +108,7 @@ def test_everything_passes_where_nothing_is_wrong(tiny_folder):
     results = results_of(checked.checks())
     verdicts = [record["verdict"] for record in results]
     assert (verdicts.count("passed"), verdicts.count("measured")) == (18, 2), results
-    assert len(results) == 16
+    assert len(results) == 20
 
 
 def test_updates_by_a_function_of_the_users_own_are_not_checked(tiny_folder):
