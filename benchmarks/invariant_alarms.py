@@ -25,10 +25,13 @@ from pathlib import Path
 import tyro
 
 INVARIANTS = (
+    "cut_short",
     "equal_answers",
+    "first_kl",
     "first_ratio",
     "gradient_clip",
     "later_ratio",
+    "sampled_entropy",
     "step_length",
     "trained_test_questions",
     "zero_moments",

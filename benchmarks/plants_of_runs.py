@@ -65,12 +65,15 @@ GROUPS = [
             "weights that change while the sampler waits for them",
             'copies.append((name, cast.to("cpu", copy=True)))',
             'copies.append((name, cast.to("cpu")))',
-            (*AHEAD, "--max_staleness", "2"),
+            AHEAD,
+            "a sampler that takes the weights before the next update changes them has the right"
+            " ones: the fault is a race, which the trainer wins on few machines",
         ),
         (
             "new weights of which only the version is sent",
             "        load_proven(self.sampler, policy.weights(), version)\n\n    def sampled_ahead",
             "        self.sampler.policy_version = version\n\n    def sampled_ahead",
+            WITH_ADAPTERS,
         ),
     ),
     *of_file(

@@ -133,7 +133,7 @@ def short_run_checks(
             NATS[dtype],
             dtype,
             teacher,
-        ).checks(INVARIANTS)
+        ).checks((*INVARIANTS, "cut_short"))
 
 
 def digests(run: Path) -> dict[str, str]:

@@ -142,6 +142,8 @@ class SampledStep:
     # Of the step's first request, in order; refills depend on the answers.
     problem_ids: tuple[str, ...] = ()
     seed: int = 0  # Of that request's samples.
+    warnings: dict[str, str] = field(default_factory=dict)
+    """Of what must hold of samples: name -> message."""
 
     @property
     def staleness(self) -> int:

@@ -110,6 +110,7 @@ class UpdateConfig:
     teacher: str = ""
     teacher_weight: float = 1.0
     reference_reset_interval: int = 0
+    max_refills: int = 0
     log_probs_of: Literal["sampled", "full"] = "sampled"
 
     @property

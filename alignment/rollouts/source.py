@@ -108,6 +108,7 @@ class RolloutSource:
             clock.seconds,
             problem_ids=tuple(problem.id for problem in first.problems),
             seed=first.sampling.seed,
+            warnings=length_warning(groups, first.sampling.max_new_tokens),
         )
 
 
@@ -173,6 +174,25 @@ def check_version(groups: Sequence[Group], policy_version: int) -> None:
             f"the sampler answered with policy version {sorted(stale)}, not with version"
             f" {policy_version}"
         )
+
+
+def length_warning(groups: Sequence[Group], max_new_tokens: int) -> dict[str, str]:
+    """The warning "cut_short", where responses that are said to be cut off are shorter than the
+    longest one may be, or some are longer."""
+    wrong = 0
+    completions = flatten_completions(groups)
+    for completion in completions:
+        length = len(completion.token_ids)
+        is_cut = completion.finish_reason == "length"
+        wrong += length > max_new_tokens or (is_cut and length < max_new_tokens)
+    if not wrong:
+        return {}
+    return {
+        "cut_short": (
+            f"{wrong} of {len(completions)} responses are longer than --max_new_tokens"
+            f" {max_new_tokens}, or were cut off before: does the sampler have another limit?"
+        )
+    }
 
 
 def rollout_report(

@@ -312,7 +312,7 @@ class Run:
             record["peak_bytes"] = self.clock.meter.take(result.report["largest_micro_batch"])
         self._restarts = restarts
         self._step_seconds += record["seconds"]
-        broken = {**self._broken, **result.warnings}
+        broken = {**self._broken, **sampled.warnings, **result.warnings}
         self._broken = {}
         warnings, record_with_warnings = self.started.health.judge(record, broken)
         for warning in warnings:

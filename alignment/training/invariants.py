@@ -15,9 +15,11 @@ from alignment.training.results import reported_sums
 # The names of the warnings of this module.
 INVARIANTS = (
     "equal_answers",
+    "first_kl",
     "first_ratio",
     "gradient_clip",
     "later_ratio",
+    "sampled_entropy",
     "step_length",
 )
 # The chance, in each rollout of a sound sampler, of a warning about equal answers.
@@ -27,6 +29,8 @@ FALSE_ALARM = 1e-9
 # differently.
 RATIO_LIMIT = 1e-3
 RATIO_LIMIT_OF_16_BITS = 0.05
+# In nats: -log p of a drawn token is larger with a chance of 10^-9 at most, of 150,000 tokens.
+LARGEST_SURPRISE = 37.0
 # A gradient may be so much longer than the limit after it was clipped: sums of squares round.
 CLIP_TOLERANCE = 1.01
 # A step may be so much longer than AdamW's bound, since moments round.
@@ -113,6 +117,71 @@ def ratio_warnings(
             " log-probs computed anew for each update?"
         )
     return warnings
+
+
+def first_kl_warning(
+    mini_batches: Sequence[Sequence[MicroBatchResult]],
+    config: UpdateConfig,
+    dtype: torch.dtype,
+    step: int,
+) -> dict[str, str]:
+    """The warning "first_kl", where the KL penalty of a first mini-batch is not 0 though the
+    reference has the policy's weights: in the first step, and in the step after a reset."""
+    is_policy = step == 1 or (
+        config.reference_reset_interval and (step - 1) % config.reference_reset_interval == 0
+    )
+    if not (is_policy and mini_batches and mini_batches[0]):
+        return {}
+    first = mini_batches[0]
+    if "kl_sum" not in first[0].sums:
+        return {}
+    tokens = sum(reported_sums(first, "response_tokens"))
+    mean = sum(reported_sums(first, "kl_sum")) / max(1, tokens)
+    limit = RATIO_LIMIT if dtype == torch.float32 else RATIO_LIMIT_OF_16_BITS
+    if abs(mean) <= limit:
+        return {}
+    return {
+        "first_kl": (
+            f"the policy is {mean:.3g} nats a token from the reference before the first update"
+            " from it, and must be at 0: has the reference other weights than the run began with,"
+            " or another temperature?"
+        )
+    }
+
+
+def sampled_entropy_warning(
+    mini_batches: Sequence[Sequence[MicroBatchResult]], rollout: Rollout
+) -> dict[str, str]:
+    """The warning "sampled_entropy", where the tokens of a first mini-batch are likelier, or less
+    likely, than tokens that are drawn from the policy.
+
+    The surprise -log p of a drawn token has the entropy H at its place for its mean, whatever was
+    drawn before, and, while it is at most L, L H for a bound of its mean square. The sum of
+    surprises is then further than x from that of entropies with a chance of 2 exp(-x^2 / (2 (V +
+    L x / 3))) at most, V = L times the sum of entropies (Freedman 1975, "On tail probabilities for
+    martingales", theorem 1.6). The rows must not have been chosen by what was drawn."""
+    if not (mini_batches and mini_batches[0]):
+        return {}
+    first = mini_batches[0]
+    if "sampling_entropy_sum" not in first[0].sums:
+        return {}
+    entropy = sum(reported_sums(first, "sampling_entropy_sum"))
+    tokens = sum(reported_sums(first, "response_tokens"))
+    surprise = 0.0
+    for result in first:
+        surprise -= rollout.sampler_log_probs_BT[result.rows].double().sum().item()
+    exponent = math.log(2 / FALSE_ALARM)
+    linear = LARGEST_SURPRISE * exponent / 3
+    bound = linear + math.sqrt(linear**2 + 2 * exponent * LARGEST_SURPRISE * max(entropy, 0.0))
+    if abs(surprise - entropy) <= bound:
+        return {}
+    return {
+        "sampled_entropy": (
+            f"drawn tokens have {surprise / tokens:.3g} nats of surprise on average, where the"
+            f" policy's entropy is {entropy / tokens:.3g}: are they drawn at another temperature,"
+            " or greedily?"
+        )
+    }
 
 
 def _mean_ratio(results: Sequence[MicroBatchResult]) -> float:

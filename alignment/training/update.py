@@ -27,7 +27,9 @@ from alignment.training.invariants import (
     LEAST_MOVING_RATE,
     clip_warning,
     equal_answers_warning,
+    first_kl_warning,
     ratio_warnings,
+    sampled_entropy_warning,
     take_step,
 )
 from alignment.training.preparation import entropy_report, has_entropy_bonus, prepare_update
@@ -122,6 +124,11 @@ def update(
     report |= comparison | entropy_report(config, coefficient) | teacher_report(rollout)
     trainer_BT = trainer_log_probs(computed, rollout, config)
     broken |= broken_invariants(rollout, config, policy.dtype, computed, norms, clipped_norms)
+    broken |= first_kl_warning(computed, config, policy.dtype, step)
+    # Neither may the rows have been chosen by their rewards, nor the sampler's weights be others.
+    are_all = trains_every_row(config) and rollout.counted_B1.all()
+    if are_all and not config.max_refills and not steps_old:
+        broken |= sampled_entropy_warning(computed, rollout)
     return UpdateResult(report, trainer_BT, informative, config, bad, broken)
 
 
@@ -154,15 +161,21 @@ def broken_invariants(
     }
 
 
+def trains_every_row(config: UpdateConfig) -> bool:
+    """Whether each trained row has a gradient, whatever its reward: by a KL penalty, a teacher, an
+    entropy bonus, or a selection that gives it one."""
+    selection = SELECTIONS.get(config.loss.token_selection)
+    selection_adds = selection is not None and selection.adds_gradient
+    is_penalised = config.loss.beta or selection_adds or has_entropy_bonus(config)
+    return bool(is_penalised or config.teacher)
+
+
 def rows_with_gradient(rollout: Rollout, config: UpdateConfig) -> list[int]:
     """The trained rows whose loss may have a gradient: those with a non-zero advantage or reward,
     whichever weighs the loss. With a KL penalty, a teacher, an entropy bonus, a selection that
     gives them one, or an unknown weight, these are all."""
     weight = config.loss.loss.weight
-    selection = SELECTIONS.get(config.loss.token_selection)
-    selection_adds = selection is not None and selection.adds_gradient
-    is_penalised = config.loss.beta or selection_adds or has_entropy_bonus(config)
-    if is_penalised or config.teacher or weight is None:
+    if weight is None or trains_every_row(config):
         return rollout.trained_rows
     weights_B1 = getattr(rollout, f"{weight}_B1")
     return [row for row in rollout.trained_rows if weights_B1[row].item() != 0]

@@ -10,19 +10,22 @@ from rollout_helpers import ARGS, parity_reward, problems_of, rollout_of
 from safetensors.torch import save_file
 
 from alignment.builders.data_checks import trained_test_questions
-from alignment.core.records import Endless, Problem, SamplingConfig
+from alignment.core.records import Completion, Endless, Group, Problem, SamplingConfig
 from alignment.core.tokens import collate
 from alignment.model.loading import load_tokenizer
 from alignment.policy.policy import MicroBatchResult, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rewards.rules import score_groups
+from alignment.rollouts.source import length_warning
 from alignment.runs.moments import zero_moments
 from alignment.sampling.transformers import TransformersSampler
 from alignment.training import invariants
 from alignment.training.invariants import (
     clip_warning,
     equal_answers_warning,
+    first_kl_warning,
     ratio_warnings,
+    sampled_entropy_warning,
     step_warning,
 )
 from alignment.training.update import update
@@ -196,3 +199,43 @@ def test_questions_that_are_trained():
     )
     endless = Endless(lambda index: train[index % 4])
     assert trained_test_questions(endless, train[:1]).startswith("128 of 512 training")
+
+
+def test_a_first_kl_by_hand():
+    """Of 10 tokens at 0.002 nats: more than rounding in float32, and not in 16 bits."""
+    config = dataclasses.replace(POLICY_RATIO, reference_reset_interval=2)
+    sums = {"kl_sum": 0.02, "response_tokens": 10}
+    apart = [[MicroBatchResult([0], torch.zeros(1, 1), sums)]]
+
+    def names(step, mini_batches=apart, dtype=torch.float32):
+        return list(first_kl_warning(mini_batches, config, dtype, step))
+
+    assert names(1) == names(3) == ["first_kl"]  # The reference is reset after step 2.
+    assert names(2) == names(1, dtype=torch.bfloat16) == names(1, [[], apart[0]]) == []
+    together = [[MicroBatchResult([0], torch.zeros(1, 1), sums | {"kl_sum": 1e-4})]]
+    assert names(1, together) == []
+
+
+@pytest.mark.parametrize(("surprise", "is_seen"), [(0.5, False), (0.45, False), (0.1, True)])
+def test_a_surprise_below_the_entropy(surprise, is_seen):
+    """20,000 tokens of an entropy of 0.5 nats: 10,000 nats in all, which draws miss by 4,240 with a
+    chance of 10^-9 at most."""
+    rows = 200
+    rollout = answers_of([[5] * 100] * rows, log_prob=-surprise)
+    sums = {"sampling_entropy_sum": 10_000.0, "response_tokens": 100 * rows}
+    results = [MicroBatchResult(list(range(rows)), torch.zeros(1, 1), sums)]
+    found = sampled_entropy_warning([results], rollout)
+    assert list(found) == ["sampled_entropy"] * is_seen
+
+
+def test_responses_that_are_cut_short():
+    def group(lengths):
+        completions = tuple(
+            Completion((1,), (5,) * length, (-1.0,) * length, "", reason, 0)
+            for length, reason in lengths
+        )
+        return Group(Problem("a", "", "", ""), completions, ())
+
+    assert length_warning([group([(8, "length"), (3, "stop")])], 8) == {}
+    assert list(length_warning([group([(7, "length"), (3, "stop")])], 8)) == ["cut_short"]
+    assert list(length_warning([group([(9, "stop")])], 8)) == ["cut_short"]
