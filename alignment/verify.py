@@ -34,9 +34,10 @@ PAGE = "verification.html"
 WORDS = ("statistical", "to rounding")
 
 
-def report(checks: Iterable[Check], console: Console) -> list[dict]:
-    """Measure and print one check after another. Returns a record of each; one where a run would
-    stop has failed. "passed" is None where there was nothing to fail."""
+def report(checks: Iterable[Check], console: Console, part: str = "") -> list[dict]:
+    """Measure and print one check after another, which are a `part` of all. Returns a record of
+    each; one where a run would stop has failed. "passed" is None where there was nothing to
+    fail."""
     records = []
     start = time.monotonic()
     for check in checks:
@@ -63,6 +64,7 @@ def report(checks: Iterable[Check], console: Console) -> list[dict]:
         records.append(
             {
                 "what": check.what,
+                "part": part,
                 **numbers,
                 "passed": PASSED_BY_VERDICT.get(verdict),
                 "verdict": verdict,
@@ -180,19 +182,22 @@ def main() -> None:
     from alignment.verification.checks import checks_without_model, promises_bits
 
     console = make_console(args.quiet)
-    records = report(checks_without_model(args.update_config), console)
-    records += report(checks_of_rewards(args), console)
+    records = report(checks_without_model(args.update_config), console, "Formulas")
+    records += report(checks_of_rewards(args), console, "Rules")
     base = prepare_warm_start(args, console)
     plan = plan_run(with_fastest_kind(args), base)
-    records += report(checks_of_data(args, plan.base), console)
-    records += report(training_checks(args, plan), console)
+    records += report(checks_of_data(args, plan.base), console, "Data and rewards")
+    records += report(training_checks(args, plan), console, "Policy, sampler and updates")
     if not PROCESSES:
-        records += report(short_run_checks(args, plan, first_weights(args, plan), console), console)
+        checks = short_run_checks(args, plan, first_weights(args, plan), console)
+        records += report(checks, console, "A short run, from outside")
     if args.kill_after and not PROCESSES:
         roles = plan.roles
         devices = (*roles.trainer, *roles.sample, roles.eval)
         exact = promises_bits(devices, args.deterministic)
-        records += report(run_checks(args, console, exact), console)
+        records += report(
+            run_checks(args, console, exact), console, "A run that is killed and resumed"
+        )
     folder = claim_run_folder(
         args.output_dir,
         args.run_name,

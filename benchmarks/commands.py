@@ -14,6 +14,8 @@ from benchmarks.measuring import ROOT
 PACKAGE = "alignment"
 LIBRARIES = ["torch", "transformers", "safetensors.torch", "peft", "tyro", "rich.console"]
 LOG = "command.log"
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BEHIND = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,26 @@ class Ended:
     printed: str
 
 
-def run_command(folder: Path, command: str, flags: Sequence[str]) -> Ended:
-    """Run a command of the package that is in `folder`, there, with one thread."""
+def run_command(
+    folder: Path, command: str, flags: Sequence[str], ends_behind: str | None = None
+) -> Ended:
+    """Run a command of the package that is in `folder`, there, with one thread. It is ended
+    `SECONDS_BEHIND` after it has printed the word `ends_behind`, if it ever does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = str(folder)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
     process = context.Process(target=_run_module, args=(folder, command, flags))
+    (folder / LOG).touch()
     process.start()
-    process.join()
+    if ends_behind is None:
+        process.join()
+    while process.is_alive():
+        process.join(SECONDS_BETWEEN_LOOKS)
+        if ends_behind is not None and ends_behind in (folder / LOG).read_text():
+            process.join(SECONDS_BEHIND)
+            process.terminate()
+            process.join()
     return Ended(process.exitcode or 0, (folder / LOG).read_text())
 
 

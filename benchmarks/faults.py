@@ -6,15 +6,17 @@ uv run -m benchmarks.faults --only "other betas" "decay added to the gradient"
 uv run -m benchmarks.faults --outcomes /tmp/faults.jsonl --page docs/verify_faults.md
 
 Plants each fault of `benchmarks.plants` in a copy of the package, one at a time, and runs `verify`
-there as a user would, on the embedded tiny model; where every line passes, three steps of
-`train_rl`. First it runs both without a fault. Prints which line saw the fault, and the seconds of
-both commands. `--outcomes` keeps what became of each plant, so that a stopped table goes on where
-it was; `--page` writes the table to a page. Exit code 1 where a fault passes unseen, unless its
-plant says why it cannot be seen, or where a line fails without a fault.
+there as a user would, on the embedded tiny model, until some lines have failed; where every line
+passes, three steps of `train_rl` follow. First it runs both without a fault. Prints which line saw
+the fault, and the seconds of both commands. `--outcomes` keeps what became of each plant, so that a
+stopped table goes on where it was; `--page` writes the table to a page. Exit code 1 where a fault
+passes unseen, unless its plant says why it cannot be seen, or where a line fails without a
+fault.
 """
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -36,6 +38,9 @@ from benchmarks.plants import PLANTS
 NO_FAULT = "none"
 BASE = "base"  # Folder of the model that all runs start from.
 RUN = "run"
+FAILED = "  FAILED"
+# A line's name stands before the spaces that lead to what was measured.
+FAILED_LINE = re.compile(rf"^(\S.*?) {{2,}}.*{FAILED}", re.MULTILINE)
 COMMON = [
     "--preset",
     "tiny",
@@ -99,16 +104,14 @@ def try_plant(plant: Plant | None, base: Path) -> Outcome:
 
 
 def seen_by_verify(folder: Path, flags: Sequence[str]) -> list[str]:
-    """The lines of `verify` that fail there, of those that need no run to be killed and resumed."""
+    """The lines of `verify` that fail there, of those that need no run to be killed and resumed. It
+    is ended soon after the first one."""
     own = ["--run_name", RUN, "--kill_after", "0"]
-    verified = run_command(folder, "verify", [*COMMON, *own, *flags])
+    verified = run_command(folder, "verify", [*COMMON, *own, *flags], ends_behind=FAILED)
     if verified.code == 0:
         return []
-    summary = folder / "output" / RUN / "summary.json"
-    if not summary.exists():  # It stopped before its end.
-        return [f"verify: {message_of(verified)}"]
-    checks = json.loads(summary.read_text())["checks"]
-    return [check["what"] for check in checks if check["passed"] is False]
+    failed = [match[1] for match in FAILED_LINE.finditer(verified.printed)]
+    return failed or [f"verify: {message_of(verified)}"]
 
 
 def seen_by_run(folder: Path, flags: Sequence[str]) -> list[str]:
@@ -184,7 +187,7 @@ This page is written by
     uv run -m benchmarks.faults --outcomes /tmp/faults.jsonl --page docs/verify_faults.md
 
 It plants one fault after another in a copy of the package, and runs `alignment.verify` there, as a
-user would, with `--preset tiny --kill_after 0`.
+user would, with `--preset tiny --kill_after 0`, until some lines have failed.
 Where every line passes, three steps of `alignment.train_rl` follow. The flags are those without
 which the fault would not act. [What each line measures](verify.md#the-checks).
 """
