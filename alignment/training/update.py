@@ -117,18 +117,13 @@ def update(
         broken |= take_step(policy, rate, norm, step <= TESTED_STEPS and not norms)
         norms.append(norm)
         stepped += results
-    padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
     report = update_report(stepped, norms, rate)
     report |= {"rows_with_gradient": len(informative), "bad_updates": len(bad)}
-    report["update_token_share"] = computed_tokens(stepped) / padded_tokens
+    report["update_token_share"] = computed_share(stepped, rollout, config)
     report |= comparison | entropy_report(config, coefficient) | teacher_report(rollout)
     trainer_BT = trainer_log_probs(computed, rollout, config)
     broken |= broken_invariants(rollout, config, policy.dtype, computed, norms, clipped_norms)
-    broken |= first_kl_warning(computed, config, policy.dtype, step)
-    # Neither may the rows have been chosen by their rewards, nor the sampler's weights be others.
-    are_all = trains_every_row(config) and rollout.counted_B1.all()
-    if are_all and not config.max_refills and not steps_old:
-        broken |= sampled_entropy_warning(computed, rollout)
+    broken |= first_warnings(rollout, config, policy.dtype, computed, step, steps_old)
     return UpdateResult(report, trainer_BT, informative, config, bad, broken)
 
 
@@ -159,6 +154,32 @@ def broken_invariants(
         **clip_warning(clipped_norms, config.norm_limit),
         **ratio_warnings(computed, config, dtype, has_moved),
     }
+
+
+def computed_share(
+    results: Sequence[MicroBatchResult], rollout: Rollout, config: UpdateConfig
+) -> float:
+    """The computed tokens, as a share of those of all epochs' padded batches."""
+    padded_tokens = rollout.batch.labels.numel() * config.epochs_per_rollout
+    return computed_tokens(results) / padded_tokens
+
+
+def first_warnings(
+    rollout: Rollout,
+    config: UpdateConfig,
+    dtype: torch.dtype,
+    computed: Sequence[Sequence[MicroBatchResult]],
+    step: int,
+    steps_old: int,
+) -> dict[str, str]:
+    """The warnings of a rollout's first mini-batch, which the policy computes with the weights
+    before the update."""
+    broken = first_kl_warning(computed, config, dtype, step)
+    # Neither may the rows have been chosen by their rewards, nor the sampler's weights be others.
+    are_all = trains_every_row(config) and bool(rollout.counted_B1.all())
+    if are_all and not config.max_refills and not steps_old:
+        broken |= sampled_entropy_warning(computed, rollout)
+    return broken
 
 
 def trains_every_row(config: UpdateConfig) -> bool:
