@@ -67,8 +67,9 @@ COMPILED = {
     "gated": CompiledFunction(),
     # Output and log-sum-exp are of two sizes: a kernel each.
     "join": CompiledFunction(launches=2, written=2),
-    # The highest logit, the sum, the entropy; the label's, and what puts the three together.
-    "label_scores": CompiledFunction(launches=5, passes=3),
+    # Passes for the highest logit, the sum and the entropy. Its kernels, most of them of single
+    # numbers a row, are as many as the compiler makes of it for CPUs.
+    "label_scores": CompiledFunction(launches=10, passes=3),
     "logit_gradient": CompiledFunction(),
 }
 """Function of `alignment.model.kernels` -> the kernels that torch's compiler makes of it. No GPU

@@ -202,9 +202,10 @@ class FlashAttention(torch.autograd.Function):
                 layout.to_prefix,
                 ctx.scaling,
             )
-            sums.q[start:] += added.q
-            sums.k[:start] += added.k
-            sums.v[:start] += added.v
+            # Not +=, which would copy each part onto itself after it.
+            sums.q[start:].add_(added.q)
+            sums.k[:start].add_(added.k)
+            sums.v[:start].add_(added.v)
         return *sums, None, None
 
 

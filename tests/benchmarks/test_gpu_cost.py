@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from alignment.model import kernels
 from benchmarks import gpu_cost
 from benchmarks.gpu_cost import MEASURED, Rates, Setting, cost_of
+from benchmarks.gpu_fused import compiled_functions
 from benchmarks.gpu_trace import (
     CARD,
     COPIES,
     EFFICIENT_FORWARD,
     ELEMENTWISE,
+    FUSED,
     INDEX_ADD,
     PRODUCTS,
     READ,
@@ -127,6 +130,27 @@ def test_a_gradient_is_counted_with_the_sum_that_takes_it():
         Kernel("mm", PRODUCTS, operations=120, bytes=4 * 47),
         Kernel("add_", ELEMENTWISE, bytes=240),
     ]
+
+
+def test_a_compiled_function_reads_its_inputs_and_writes_its_outputs_once():
+    with traced_card() as trace, compiled_functions(trace):
+        gate, up = (on_card(3, 4, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        product = kernels.fused(kernels.gated)(torch.nn.functional.silu, gate, up)
+        product.backward(on_card(3, 4, dtype=torch.bfloat16))
+    # Two of 24 bytes in and one out; then both again, the output's gradient, and two of inputs.
+    assert trace.kernels == [
+        Kernel("gated", FUSED, bytes=3 * 24),
+        Kernel("gated, backward", FUSED, bytes=5 * 24),
+    ]
+
+
+def test_what_a_compiled_function_writes_in_place_is_read_and_written():
+    with traced_card() as trace, compiled_functions(trace):
+        out, other = (on_card(5, 2, 4, dtype=torch.bfloat16) for _ in range(2))
+        log_sum, other_log_sum = (on_card(2, 5) for _ in range(2))
+        kernels.fused(kernels.join)(out, log_sum, other, other_log_sum)
+    # 80 bytes of outputs and 40 of sums: two of each are read, one of each is written.
+    assert trace.kernels == [Kernel("join", FUSED, bytes=3 * 120 / 2)] * 2
 
 
 def test_the_host_waits_where_it_reads():
