@@ -4,7 +4,7 @@ accuracy after each.
 uv run -m alignment.pipeline --file r1_tiny
 
 A stage is a command with its flags; `{name}` in a flag is the result of the stage of that name (a
-model, or a file):
+model, or a file), or else the file NAME.jsonl beside the pipeline's own:
 
     preset = "tiny"
 
@@ -107,7 +107,7 @@ def read_stages(file: Path, folder: Path) -> list[Stage]:
     if not isinstance(tables, dict) or not tables:
         raise UserError(f"--file {file}: has no [stages.NAME]")
     stages: list[Stage] = []
-    results: dict[str, str] = {}
+    results = {path.stem: str(path) for path in file.parent.glob("*.jsonl")}
     for name, table in tables.items():
         place = f"--file {file}: stage {name}"
         command = _checked_command(name, table, place)

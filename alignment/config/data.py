@@ -23,9 +23,9 @@ class DataFlags:
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, cosine_length, signed_format, signed_accuracy, parts as published
     elsewhere (open_r1_format, simple_grpo_format, grpo_zero_answer, soft_format; docs/rewards.md
-    has all), the negative controls random, format_only and inverted, and functions of your own, as
-    package.module:function, which are called with a response and its ground truth, or as TRL calls
-    them."""
+    has all), a judge (judge:MODEL@RUBRIC), the negative controls random, format_only and inverted,
+    and functions of your own, as package.module:function, which are called with a response and its
+    ground truth, or as TRL calls them."""
     reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
     """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = flag("", group="data")

@@ -10,14 +10,12 @@ import hashlib
 import itertools
 import math
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from alignment.core.flag import flag
 from alignment.core.records import Completion, Group, Problem, Score
@@ -29,6 +27,8 @@ from alignment.rewards.boxed import (
 )
 from alignment.rewards.countdown import countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
+from alignment.rewards.judge import JudgeSettings, find_judge, judge_name
+from alignment.rewards.language import share_in_language
 from alignment.rewards.published import (
     correct_in_text,
     grpo_zero_answer,
@@ -90,7 +90,10 @@ def settings_of_reward(name: str) -> list[type | None]:
     classes = []
     for part, _ in named_parts(name):
         function = {**RULES, **CONTROLS, **PARTS}.get(part)
-        if function is None and ":" in part:
+        judge = judge_name(part)
+        if judge is not None:
+            function = find_judge(judge)
+        elif function is None and ":" in part:
             function = cast(Callable, import_object("--reward", part))
         classes.append(None if function is None else settings_class(function))
     return classes
@@ -151,7 +154,6 @@ TURN = re.compile(
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
 NUMBER = re.compile(r"[-\u2212]?\d[\d,]*(?:\.\d+|/\d+)?")
-JAPANESE_SCRIPTS = ("CJK", "HIRAGANA", "KATAKANA")
 
 
 def whole_turn(problem: Problem, response: str) -> str:
@@ -167,37 +169,9 @@ def signed_accuracy(response: str, ground_truth: str) -> float:
 
 
 def language_consistency(problem: Problem, response: str) -> float:
-    """Share of the response's words in the script of the question.
-
-    The script of the prompt counts if the question has no words; a response without words has 1
-    (DeepSeek-AI 2025, arXiv:2501.12948, section 2.3.2). The script stands for the language: it
-    counts words of Latin, Cyrillic and so on, and single characters of Chinese, but not tags and
-    LaTeX commands.
-    """
-    expected = _count_scripts(problem.question) or _count_scripts(problem.prompt)
-    used = _count_scripts(response)
-    if not expected or not used:
-        return 1.0
-    script, _ = expected.most_common(1)[0]
-    return used[script] / used.total()
-
-
-def _count_scripts(text: str) -> Counter[str]:
-    """The number of words in each script."""
-    scripts: Counter[str] = Counter()
-    text = re.sub(r"</?\w+>|\\[A-Za-z]+", " ", text)
-    for word in re.findall(r"[^\W\d_]+", text):
-        # The first word of a letter's Unicode name is its script: LATIN SMALL LETTER A.
-        letters = []
-        for letter in word:
-            script, *_ = unicodedata.name(letter, "OTHER").split()
-            letters.append(script)
-        ideographs = [script for script in letters if script in JAPANESE_SCRIPTS]
-        scripts.update(ideographs or letters[:1])
-    if scripts["HIRAGANA"] or scripts["KATAKANA"]:
-        # Japanese mixes three scripts, in any shares.
-        scripts["JAPANESE"] = sum(scripts.pop(script, 0) for script in JAPANESE_SCRIPTS)
-    return +scripts
+    """Share of the words of the reasoning in the language of the question
+    (`share_in_language`)."""
+    return share_in_language(problem.question, problem.prompt, response)
 
 
 def tag_count(problem: Problem, response: str) -> float:
@@ -437,7 +411,9 @@ def find_reward(
     parts = []
     for part, weight in named_parts(name):
         function = _find_part(part, rules, seconds, settings)
-        parts.append(WeightedPart(part.replace(":", "."), weight, function))
+        judge = judge_name(part)
+        metric = part.replace(":", ".") if judge is None else judge.metric
+        parts.append(WeightedPart(metric, weight, function))
     if len({part.name for part in parts}) < len(parts):
         raise UserError(f"--reward {name}: a part is named twice")
     return Reward(rule, tuple(parts))
@@ -492,6 +468,10 @@ def _find_part(
     for rule in rules:
         if (name, rule) in UNFIT:
             raise UserError(f"--reward {name}: {UNFIT[name, rule]}")
+    judge = judge_name(name)
+    if judge is not None:
+        fields: dict[str, Any] = fields_among(JudgeSettings, settings)
+        return partial(find_judge(judge), settings=JudgeSettings(**fields))
     rules_as_parts = {key: make_rule_part(rule) for key, rule in RULES.items()}
     table = {**rules_as_parts, **CONTROLS, **PARTS}
     part: Callable = find(
@@ -504,7 +484,7 @@ def _find_part(
 
 
 def try_reward(reward: Reward, problem: Problem) -> None:
-    """Score two made-up responses to a problem.
+    """Score two made-up responses to a problem, but not by judges, whose models load later.
 
     Raises `UserError` where a function of the user's own cannot score them.
     """
@@ -513,8 +493,9 @@ def try_reward(reward: Reward, problem: Problem) -> None:
         f"It is {problem.ground_truth}. </think> <answer> {problem.ground_truth} </answer>",
     )
     completions = [Completion((0,), (0,), (0.0,), text, "stop", 0) for text in texts]
+    parts = tuple(part for part in reward.parts if not part.name.startswith("judge."))
     try:
-        reward.score([problem], [completions])
+        Reward(reward.rule, parts).score([problem], [completions])
     except RunStopped as stopped:
         raise UserError(
             f"{stopped}. This was a made-up response; docs/extending_rewards.md says how a reward"

@@ -231,6 +231,39 @@ def test_the_language_is_the_questions_own():
     assert rewarded("language_consistency", "こたえは五です", japanese)["reward"] == 1
 
 
+SPANISH = "Primero sumamos los dos números y luego tenemos el resultado."
+ENGLISH = "First we add the two numbers and then we have the result."
+
+
+@pytest.mark.parametrize(
+    ("question", "reasoning", "share"),
+    [
+        ("What is 2 + 3?", ENGLISH, 1),
+        # No word of the ten is one of English: "no" and the like would be.
+        ("What is 2 + 3?", SPANISH, 0),
+        ("¿Cuántos son 2 y 3 en total?", SPANISH, 1),
+        # Twelve English words and ten Spanish ones.
+        ("What is 2 + 3?", f"{ENGLISH} {SPANISH}", 12 / 22),
+        ("Wie viele sind es, wenn er 2 und 3 hat?", ENGLISH, 0),
+        # In an English sentence "und" alone is not: 4 of 5.
+        ("What is 2 + 3?", "the two und the three", 4 / 5),
+        # The answer, behind the reasoning, does not count.
+        ("What is 2 + 3?", f"{ENGLISH} </think> {SPANISH}", 1),
+        ("What is 2 + 3?", f"{SPANISH} </think> {ENGLISH}", 0),
+        ("Сколько будет 2 и 3?", "Сначала это было 2 и 3", 1),
+        ("Сколько будет 2 и 3?", "Спочатку це було 2 і 3", 0),
+        ("2 + 3 = ?", SPANISH, 0),  # the prompt is English
+        ("x + y", "x + y = z, x = 5", 1),
+        ("What is 2 + 3?", "", 1),
+    ],
+)
+def test_languages_of_one_script_are_told_apart(question, reasoning, share):
+    prompt = f"Answer the question that is given.\nUser: {question}\nAssistant: <think>"
+    problem = Problem("a", question, prompt, "5")
+    scored = rewarded("language_consistency", reasoning, problem)
+    assert scored["reward"] == pytest.approx(share)
+
+
 def test_a_weighted_sum_and_its_parts():
     score = rewarded("format:0.5,tag_count:0.5,accuracy:2", "</think> <answer> 6 </answer>")
     assert (
