@@ -40,6 +40,7 @@ OTHER_COLUMNS = {
     ("coming_from.md", "verl"),
     ("coming_from.md", "open-instruct (`grpo_fast`)"),
     ("coming_from.md", "what differs"),
+    ("coming_from_code.md", "theirs"),
     ("extending_rewards.md", "TRL"),
     ("files.md", "in TRL"),
 }
