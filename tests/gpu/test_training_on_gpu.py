@@ -47,6 +47,9 @@ RUNS = {
     "muon": ["--optimizer", "muon"],
     "compile": ["--compile"],
     "liger": ["--use_liger_kernel"],
+    "eager kernels": ["--kernels", "eager"],
+    "compiled kernels": ["--kernels", "compiled", *BF16],
+    "liger and compiled kernels": ["--kernels", "liger"],
     "asynchronous": ["--rollouts", "async", "--max_staleness", "1"],
     "deterministic, truncated": [
         "--deterministic",
@@ -55,7 +58,14 @@ RUNS = {
         "--sampling_top_k",
         "50",
     ],
-    "reference on the host": ["--reference_model_device", "cpu", "--train_mini_batch_size", "32"],
+    "reference on the host": [
+        "--reference_model_device",
+        "cpu",
+        "--train_mini_batch_size",
+        "32",
+        "--kernels",  # Other kernels have no copy as old policy.
+        "eager",
+    ],
     "policy on the host": [
         "--policy_devices",
         "cpu",
@@ -122,7 +132,16 @@ def test_it_trains_for_three_steps(name, runs, figures):
 
 
 @pytest.mark.parametrize(
-    "name", ["sharded, one rank", "replicated, one rank", "adamw_cpu_offload", "compile", "liger"]
+    "name",
+    [
+        "sharded, one rank",
+        "replicated, one rank",
+        "adamw_cpu_offload",
+        "compile",
+        "liger",
+        "eager kernels",
+        "liger and compiled kernels",
+    ],
 )
 def test_its_first_update_is_that_of_the_plain_policy(name, runs):
     """The same weights sample the same responses, and the gradient is the same but for rounding."""
