@@ -391,13 +391,16 @@ class Comparison:
         return self.compare_values(("/", top.value, bottom.value), number.value)
 
     def _is_one_value(self, parts: Sequence[Answer]) -> bool:
-        """Whether all parts are the same quantity in different forms."""
+        """Whether all parts are the same quantity in different forms, as 60 seconds and 1 minute
+        are."""
         if not are_quantities(parts):
             return False
         first, *others = parts
-        if any(part.unit != first.unit for part in others):
-            return False
-        return all(self.compare_values(part.value, first.value) is True for part in others)
+        for part in others:
+            has_units = bool(part.unit) == bool(first.unit)
+            if not has_units or self._compare_quantities(part, first) is not True:
+                return False
+        return True
 
     def _compare_listings(self, answer: Listing, truth: Listing) -> bool | None:
         kinds = {answer.kind, truth.kind}
