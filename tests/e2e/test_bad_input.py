@@ -488,7 +488,7 @@ CASES = [
         ["--compare", "{world}/a_run", "tiny"],
         "--model {world}/a_run: is a run's folder; name the model in it",
     ),
-    ("evaluate", ["--model", "{world}/a_run"], "{world}/a_run/final: cannot be loaded"),
+    ("evaluate", ["--model", "{world}/a_run"], "{world}/a_run/final: its folder has no tokenizer"),
     (
         "evaluate",
         ["--eval_tasks", "math5000"],
