@@ -19,7 +19,8 @@ FOUND_AT_LOAD = (
     " differ, the program says so and pads rows instead, so that nothing wrong is computed"
 )
 NOTHING_ADDED = (
-    "the tokenizer of the tiny model puts nothing before a text, so that nothing is doubled"
+    "the tokenizer of the tiny model puts nothing before a text, so that nothing is doubled; of one"
+    " that does, tests/verification/test_drawn_samples.py shows that the line of prompts sees it"
 )
 DECODING_FOUND_AT_LOAD = (
     "before a sampler draws, its decoding is compared with the model's own forward pass; where they"

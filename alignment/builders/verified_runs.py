@@ -69,7 +69,7 @@ def short_run(args: VerifyArgs, plan: RunPlan, folder: str) -> RLArgs:
         "learning_rate": max(args.learning_rate, LEAST_RATE),
         "warmup_steps": min(args.warmup_steps, SHORT_RUN),
         "max_sampler_mismatch": MOST_MISMATCH,
-        "save_interval": SHORT_RUN,
+        "save_interval": 1,
         "eval_interval": SHORT_RUN,
         "max_problems": 2 * PROMPTS,
         "eval_samples": min(args.eval_samples, short.group_size),

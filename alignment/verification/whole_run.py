@@ -137,6 +137,9 @@ class TrainedRun:
             weights = of_version.get(rows[0]["policy_version"])
             sampled = {**self.setting, "log_probs_of": "sampled"}
             nats.append(math.inf if weights is None else self._nats(rows, weights, sampled))
+            # A step whose responses leave fewer mini-batches has its place in the schedule all the
+            # same.
+            learner.updates = (step - 1) * self._updates_of_step
             learner.train_on(self._rollout(step, rows))
             of_version[step] = learner.whole_weights
             of_version.pop(step - 1 - self.most_staleness, None)
@@ -155,6 +158,13 @@ class TrainedRun:
             return 0
         staleness = self.setting["max_staleness"]
         return 1 if staleness is None else staleness
+
+    @property
+    def _updates_of_step(self) -> int:
+        """The updates of a step all of whose responses count."""
+        rows = self.setting["prompts_per_rollout"] * self.setting["group_size"]
+        in_epoch = math.ceil(rows / (self.setting["train_mini_batch_size"] or rows))
+        return self.setting["epochs_per_rollout"] * in_epoch
 
     @property
     def _of_evaluations(self) -> Mapping[str, Any]:
