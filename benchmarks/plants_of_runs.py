@@ -358,6 +358,8 @@ POLICIES = [
             "self.model.set_requires_all_reduce(number == most)",
             "self.model.set_requires_all_reduce(number == 1)",
             REPLICATED,
+            "each rank had one micro-batch, of 256 tokens; verify now has ones of 64, with which it"
+            " was not planted again",
         ),
         (
             "log-probs of a rank's own rows alone",
@@ -389,6 +391,7 @@ POLICIES = [
             'is_signed = moment == "exp_avg"',
             "is_signed = True",
             ("--optimizer", "adamw_8bit"),
+            "torchao reads a moment's own table of values, whatever its sign is said to be",
         ),
     ),
 ]
