@@ -294,8 +294,17 @@ def test_what_cannot_be_is_said_before_anything_loads(kind, monkeypatch):
             "--compile needs no-compiler and triton: install that, or leave the",
         ),
         ({"use_liger_kernel": True}, 1, {}, ""),
-        ({"use_liger_kernel": True}, 8, {}, ""),
-        ({"use_liger_kernel": True}, 8, {"kind": "sharded"}, ""),
+        ({"use_liger_kernel": True, "policy_parallelism": "replicated"}, 8, {}, ""),
+        ({"use_liger_kernel": True, "policy_parallelism": "sharded"}, 8, {}, ""),
+        (
+            {"use_liger_kernel": True},
+            8,
+            {},
+            (
+                "--use_liger_kernel needs a GPU for each process of the policy, not cuda:0 cuda:1"
+                " cuda:2 cuda:3 cuda:4: choose --policy_parallelism replicated or sharded"
+            ),
+        ),
         (
             {"use_liger_kernel": True},
             0,
