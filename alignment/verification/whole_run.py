@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import math
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,6 +282,9 @@ class TrainedRun:
         wrong = sum(not self._is_scored_rightly(row) for row in rows)
         if wrong:
             faults.append(f"{wrong} wrong rewards")
+        strangers = sum(not self._asks_its_question(row) for row in rows)
+        if strangers:
+            faults.append(f"{strangers} responses with another prompt's question and truth")
         if step > 1:
             before = [row["token_ids"] for row in self.rows("rollout", step - 1)]
             if before == [row["token_ids"] for row in rows]:
@@ -294,6 +298,11 @@ class TrainedRun:
             return True
         text = f"{row['ground_truth']}\0{row['text']}".encode("utf-8", "surrogatepass")
         return row["score"]["reward"] == hashlib.sha256(text).digest()[0] % 2
+
+    def _asks_its_question(self, row: Row) -> bool:
+        """Whether a row's prompt holds the question that its truth is of."""
+        prompt = self.tokenizer.decode(row["prompt_ids"], clean_up_tokenization_spaces=False)
+        return letters_of(row["question"]) in letters_of(prompt)
 
     def faults_of_evaluations(self) -> list[str]:
         """What is wrong with the evaluations before the first step and after the last."""
@@ -367,6 +376,12 @@ class TrainedRun:
         for record in read_jsonl(self.folder / "metrics.jsonl"):
             names |= dict.fromkeys(name for name in record["warnings"] if name in invariants)
         return list(names)
+
+
+def letters_of(text: str) -> str:
+    """A text but for white space, case, and the forms of characters that a tokenizer may write
+    otherwise (Unicode's NFKC)."""
+    return "".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
 def is_near(value: float, expected: float) -> bool:

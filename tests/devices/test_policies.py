@@ -105,6 +105,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", CASES)
 def test_every_placement_trains_as_a_cpu_does(placement, tiny_folder, on_the_cpu, tmp_path):
     with simulated_gpus(3):

@@ -139,6 +139,7 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
     assert chosen(unused) < 256
 
 
+@pytest.mark.slow
 def test_layers_are_computed_twice_where_a_flag_says_so(folder, monkeypatch):
     """With a given number of tokens, and with what fits; the gradient keeps its bits."""
     gradients = []

@@ -44,6 +44,7 @@ def test_every_pair_is_graded_as_it_is_labelled(kind):
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_accepted_for_no_other_ground_truth(kind):
     # A missing unit may be added, so that 5 米 is 500 cm and 5, which are not the same.
