@@ -38,31 +38,32 @@ from alignment.system.errors import run_command
 def loaded():
     return sorted({HEAVY} & set(sys.modules))
 
-command, mistakes = sys.argv[1], literal_eval(sys.argv[2])
-main = importlib.import_module(command).main
-print("imported", loaded())
-for flags in mistakes:
-    sys.argv = [command, *flags]
-    try:
-        run_command(main)
-    except SystemExit as stop:
-        print("exit code", stop.code, loaded())
+for command, mistakes in literal_eval(sys.argv[1]):
+    main = importlib.import_module(command).main
+    print("imported", command, loaded())
+    for flags in mistakes:
+        sys.argv = [command, *flags]
+        try:
+            run_command(main)
+        except SystemExit as stop:
+            print("exit code", stop.code, loaded())
 """
 
 
-@pytest.mark.parametrize("command", MAIN)
-def test_a_mistake_is_said_before_anything_heavy_is_loaded(command, tmp_path):
-    """In a fresh interpreter: nothing heavy after the import of the command, nor after any of its
-    mistakes."""
-    mistakes = [(flags, message) for name, flags, message in NEEDS_NO_FILE if name == command]
-    assert mistakes
-    arguments = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        MAIN[command].__module__,
-        repr([flags for flags, _ in mistakes]),
-    ]
+def test_a_mistake_is_said_before_anything_heavy_is_loaded(tmp_path):
+    """All commands in one fresh interpreter: nothing heavy after the import of any, nor after any
+    of its mistakes."""
+    commands = []
+    reports_expected = []
+    messages = []
+    for command, main in MAIN.items():
+        mistakes = [case for case in NEEDS_NO_FILE if case[0] == command]
+        assert mistakes, command
+        commands.append((main.__module__, [flags for _, flags, _ in mistakes]))
+        reports_expected.append(f"imported {main.__module__} []")
+        reports_expected += ["exit code 2 []"] * len(mistakes)
+        messages += [message for _, _, message in mistakes]
+    arguments = [sys.executable, "-c", SCRIPT, repr(commands)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -74,8 +75,8 @@ def test_a_mistake_is_said_before_anything_heavy_is_loaded(command, tmp_path):
     reports = [
         line for line in done.stdout.splitlines() if line.startswith(("imported", "exit code"))
     ]
-    assert reports == ["imported []"] + ["exit code 2 []"] * len(mistakes)
-    for line, (_, message) in zip(done.stderr.splitlines(), mistakes, strict=True):
+    assert reports == reports_expected
+    for line, message in zip(done.stderr.splitlines(), messages, strict=True):
         assert message in line
 
 

@@ -46,6 +46,7 @@ from benchmarks.families import (
     rows_of,
     training_differences,
 )
+from tests.some_families import by_speed
 
 PLAIN = {"stablelm", "gptj", "bloom", "falcon", "mpt", "codegen"}
 
@@ -55,7 +56,7 @@ def forget_lines():
     terminal.say_once.cache_clear()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_speed(FAMILIES))
 def test_log_probs_gradients_and_decoding_are_those_of_the_models_own_forward_pass(family):
     model = family_model(family)
     choose_path(model)
@@ -391,7 +392,7 @@ def test_memory_that_runs_out_in_a_check_is_not_the_families_fault():
         choose_path(model)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_bigcode"}))
+@pytest.mark.parametrize("family", by_speed(FAMILIES.keys() - {"gpt_bigcode"}))
 def test_a_split_model_computes_what_the_whole_one_does(family):
     """Two names for the CPU stand for two devices: all moves are made."""
     model = family_model(family)

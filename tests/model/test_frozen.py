@@ -8,6 +8,7 @@ from alignment.model.frozen import FrozenModel, MicroBatchedModel
 from alignment.model.loading import load_model
 from alignment.model.shape import ModelShape
 from benchmarks.families import FAMILIES, family_model, rows_of
+from tests.some_families import by_speed
 
 EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss"}
 
@@ -20,7 +21,7 @@ def saved(request, tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("saved", sorted([*FAMILIES, "rwkv"]), indirect=True)
+@pytest.mark.parametrize("saved", by_speed([*FAMILIES, "rwkv"]), indirect=True)
 def test_a_frozen_model_computes_what_the_policy_does_under_autocast(saved):
     policy, frozen = (
         load_model(saved, ("cpu",), torch.float32),

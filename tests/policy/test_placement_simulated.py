@@ -41,6 +41,7 @@ from alignment.training.update import update
 from benchmarks.families import FAMILIES, family_config
 from tests.model.published_shapes import llama_1b, qwen2_1_5b, qwen3_0_6b
 from tests.policy.test_layer_split import ARGS, made_up_rollout
+from tests.some_families import by_speed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -220,7 +221,7 @@ NOT_SIMULATED = {"qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_t
 NOT_PLACED = {"gpt_bigcode"}  # its decoder has a buffer of its own, which no device would get
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NOT_SIMULATED - NOT_PLACED))
+@pytest.mark.parametrize("family", by_speed(FAMILIES.keys() - NOT_SIMULATED - NOT_PLACED))
 def test_every_family_runs_over_simulated_gpus(family: str):
     check(family_config(family), ("cuda:0", "cuda:1", "cuda:2"))
 
