@@ -153,7 +153,10 @@ def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Response
     model.eval()
     try:
         with torch.enable_grad(), autocast(first_device(model), dtype):
-            log_probs_BT, entropies_BT = run(forward)
+            values_2BT = run(forward)
+        # Not unpacked: backward would make zeros of entropies' gradient, and copy all.
+        log_probs_BT = values_2BT[0]
+        entropies_BT = values_2BT[1]
         generator = torch.Generator().manual_seed(1)
         weights_BT = torch.randn(log_probs_BT.shape, generator=generator).to(log_probs_BT.device)
         (gradient,) = torch.autograd.grad((weights_BT * log_probs_BT).sum(), embedded)

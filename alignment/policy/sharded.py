@@ -69,6 +69,7 @@ class Shard(SingleDevicePolicy):
     gathered in fp32, layer by layer; gradients are sums over ranks."""
 
     model: Any  # what FSDP2 makes of a model has further methods
+    gathers_weights = True
 
     def __init__(self, ranks: Ranks, config: PolicyConfig, replicated: bool):
         self.ranks = ranks

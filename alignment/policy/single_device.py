@@ -3,6 +3,7 @@ micro-batches."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -124,9 +125,16 @@ class SingleDevicePolicy(MicroBatchedModel):
             use_liger_kernel(self.model)
         self.kernels = "eager"
         if not config.compile and not config.use_liger_kernel:
-            self.kernels = use_kernels(self.model, config.kernels, self.dtype, self.run)
+            kernels = config.kernels
+            if kernels == "auto" and self.gathers_weights:
+                # Kernels that fail their check would leave gathered weights behind.
+                kernels = "eager"
+            self.kernels = use_kernels(self.model, kernels, self.dtype, self.run)
         if config.gradient_checkpointing:
             recompute_layers(self.model)
+
+    gathers_weights = False
+    """Whether each pass gathers the weights anew, so that no cast of them may outlive it."""
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
@@ -149,7 +157,7 @@ class SingleDevicePolicy(MicroBatchedModel):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
-        with kept_casts():
+        with nullcontext() if self.gathers_weights else kept_casts():
             for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
                 tokens = packed_tokens([split[i] for i in piece])
                 yield MicroBatchResult(

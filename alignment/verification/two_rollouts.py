@@ -154,7 +154,8 @@ class TwoRollouts:
 
     def _checks_of_warm_start(self, warm_start: WarmStart) -> Iterator[Check]:
         """The checks of the steps of a warm start, by the run's optimiser."""
-        setting = self.choose_setting(several=False)
+        # As the run has it: some flags are refused with one update a rollout.
+        setting = self.choose_setting(several=not self.has_one_update)
         config = supervised_config(
             warm_start.config, CLIP_SHARE * setting.norm_of_moments, setting.config.learning_rate
         )

@@ -137,7 +137,7 @@ def test_responses_without_their_last_token(answers, monkeypatch):
         ]
 
     plant(monkeypatch, answers.sampler, "sample", shorter)
-    assert failed(answers) == {ENDS}
+    assert failed(answers) == {ENDS, TEXTS}
 
 
 @pytest.mark.slow

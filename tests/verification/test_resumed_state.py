@@ -14,7 +14,7 @@ from rich.console import Console
 
 from alignment import verify
 from alignment.args import RLArgs, from_preset
-from alignment.builders import training
+from alignment.builders import training, verified_data, verified_runs, verified_updates
 from alignment.builders.checks import check_rl
 from alignment.builders.verified_runs import differing_parts, other_state
 from alignment.policy.single_device import SingleDevicePolicy
@@ -225,10 +225,12 @@ def test_the_command_fails_for_other_bits_where_they_are_promised(
 
     monkeypatch.setattr(checks, "SAME_BITS", kinds)
     monkeypatch.setattr(checks, "checks_without_model", lambda config: [])
-    monkeypatch.setattr(verify, "checks_of_rewards", lambda args: [])
-    monkeypatch.setattr(verify, "checks_of_data", lambda args, base: [])
-    monkeypatch.setattr(verify, "training_checks", lambda args, base: [])
-    monkeypatch.setattr(verify, "train_and_resume", trained_before)
+    monkeypatch.setattr(verified_data, "checks_of_rewards", lambda args: [])
+    monkeypatch.setattr(verified_data, "checks_of_data", lambda args, base: [])
+    monkeypatch.setattr(verified_updates, "training_checks", lambda args, base: [])
+    monkeypatch.setattr(verified_updates, "first_weights", lambda args, plan: {})
+    monkeypatch.setattr(verified_runs, "short_run_checks", lambda *arguments: [])
+    monkeypatch.setattr(verified_runs, "train_and_resume", trained_before)
     base = ("--sft_base", "", "--output_dir", str(tmp_path), "--run_name", "verified")
     assert (
         exit_code(monkeypatch, verify.main, "verify", *base, "--max_new_tokens", "8", *flags)

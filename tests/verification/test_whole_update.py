@@ -23,6 +23,7 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts.source import open_source
 from alignment.sampling.transformers import TransformersSampler
+from alignment.system.errors import RunStopped
 from alignment.training import update
 from alignment.training.update import References, RolloutLoss
 from alignment.verification import two_rollouts
@@ -270,7 +271,6 @@ SEEN_BY = {
     swapped_divergence: {MOMENTS},
     swapped_log_probs: STATE,
     samplers_log_probs: STATE,
-    moments_that_are_not_loaded: ALL_BUT_ROWS,
     advantages_of_other_rows: ALL_BUT_ROWS,
     denominator_of_micro_batch: ALL_BUT_ROWS,
     denominator_of_some_rows: ALL_BUT_ROWS,
@@ -295,6 +295,16 @@ def test_a_planted_fault_is_seen(tiny_folder, planted):
         records = records_of(updates)
     failed = {what for what, record in records.items() if record["passed"] is False}
     assert failed >= SEEN_BY[planted], records
+
+
+@pytest.mark.slow
+def test_moments_that_are_not_loaded_end_the_check(tiny_folder):
+    updates = updates_of(tiny_folder, epochs_per_rollout=2, beta=0.05)
+    with (
+        moments_that_are_not_loaded(updates.policy),
+        pytest.raises(RunStopped, match="the optimiser does not hold the moments of the file"),
+    ):
+        records_of(updates)
 
 
 @pytest.mark.slow
@@ -338,10 +348,8 @@ def test_no_false_alarm(tiny_folder):
     """Of several updates of a rollout, for losses, estimators, optimisers and adapters."""
     for settings in HEALTHY:
         records = records_of(updates_of(tiny_folder, epochs_per_rollout=2, **settings))
-        assert [record["verdict"] for record in records.values()] == ["passed"] * 5, (
-            settings,
-            records,
-        )
+        others = {name: one for name, one in records.items() if one["verdict"] != "passed"}
+        assert len(records) >= 5 and not others, (settings, others)
 
 
 @pytest.mark.slow
