@@ -107,7 +107,7 @@ def test_a_process_runs_on_the_machine_in_its_environment_with_what_rank_0_chang
     wait_for_end(*[psutil.Process(pid)] if psutil.pid_exists(pid) else [])
 
 
-@pytest.mark.parametrize("number", [0, 1, 2**20 + 1, 2**26])
+@pytest.mark.parametrize("number", [0, 1, 2**20 + 1, 2**24])
 def test_what_is_sent_arrives_whole(number, engine):
     assert engine.ask(60, "receive", number, send=partial(send_parts, number))
 
