@@ -2,19 +2,16 @@
 
 from pathlib import Path
 
-import httpx
-import huggingface_hub
-
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import Task
 from alignment.system.errors import UserError
 from alignment.system.files import read_json
+from alignment.system.hub import wait_for_hub
 from alignment.system.manifests import MANIFEST, find_damage
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
-HUB_SECONDS = 5.0  # that the hub has for an answer
 # Files of which a tokenizer has one at least.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,6 +55,8 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
 def check_hub(name: str, flag: str) -> None:
     """Raise `UserError` where a model of the hub is not on this machine, and the hub does not
     answer. Libraries would try again for half a minute."""
+    import huggingface_hub  # Here, because most commands need no hub.
+
     if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         return
     wanted = "give a model's folder"
@@ -68,11 +67,12 @@ def check_hub(name: str, flag: str) -> None:
         )
     endpoint = huggingface_hub.constants.ENDPOINT
     try:
-        httpx.head(endpoint, timeout=HUB_SECONDS)
-    except httpx.TransportError as error:
+        wait_for_hub(endpoint)
+    except Exception as error:  # of the network: each of another class
+        reason = str(error) or "no answer"
         raise UserError(
             f"{flag} {name}: is not on this machine, and the hub does not answer ({endpoint}:"
-            f" {error}); mend the connection, or {wanted}"
+            f" {reason}); mend the connection, or {wanted}"
         ) from None
 
 

@@ -20,11 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
+from alignment.system.hub import wait_for_hub
 
 Row = dict[str, Any]  # column -> cell
 PlacedRow = tuple[str, Row]  # ("file:line", row), or ("file: row number", row) without lines
@@ -347,7 +345,7 @@ def hub_splits(
         if is_on_the_hub and is_offline:
             name = _cached_folder(name)
         elif is_on_the_hub:
-            _wait_for_the_hub(constants.ENDPOINT)
+            wait_for_hub(constants.ENDPOINT)
         return _load_splits(name, subset, data_files)
     # of the network, of the files, or of a missing subset: each of another class
     except Exception as error:
@@ -355,14 +353,6 @@ def hub_splits(
         raise UserError(
             f"{flag}: cannot be loaded ({type(error).__name__}: {reason}){remedy}"
         ) from None
-
-
-def _wait_for_the_hub(address: str) -> None:
-    """Return once the hub answers, whatever it answers; raise an error after 5 seconds. `datasets`
-    would wait for half a minute."""
-    # in a thread, because looking up the address obeys no timeout
-    answer = start_in_background(lambda: httpx.head(address, timeout=9, verify=False))
-    answer.result(5)
 
 
 def _cached_folder(name: str) -> str:

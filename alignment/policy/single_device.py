@@ -157,7 +157,8 @@ class SingleDevicePolicy(MicroBatchedModel):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
-        with nullcontext() if self.gathers_weights else kept_casts():
+        casts = nullcontext() if self.gathers_weights else kept_casts()
+        with casts:
             for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
                 tokens = packed_tokens([split[i] for i in piece])
                 yield MicroBatchResult(
