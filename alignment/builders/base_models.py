@@ -55,17 +55,18 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
 def check_hub(name: str, flag: str) -> None:
     """Raise `UserError` where a model of the hub is not on this machine, and the hub does not
     answer. Libraries would try again for half a minute."""
-    import huggingface_hub  # Here, because most commands need no hub.
+    # Here, because most commands need no hub.
+    from huggingface_hub import constants, try_to_load_from_cache
 
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     wanted = "give a model's folder"
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{flag} {name}: is not on this machine, and HF_HUB_OFFLINE is set; unset it, or"
             f" {wanted}"
         )
-    endpoint = huggingface_hub.constants.ENDPOINT
+    endpoint = constants.ENDPOINT
     try:
         wait_for_hub(endpoint)
     except Exception as error:  # of the network: each of another class

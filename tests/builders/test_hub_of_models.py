@@ -2,6 +2,7 @@
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from alignment.builders import base_models
 from alignment.system.errors import UserError
@@ -12,7 +13,7 @@ NAME = "nobody/nothing"
 @pytest.fixture
 def hub(monkeypatch):
     """A function that says how the hub answers: with an error, or None."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
     def answers(error: Exception | None) -> None:
         def wait(address: str) -> None:
@@ -40,7 +41,7 @@ def test_a_hub_that_does_not_answer_is_named(hub, error, reason):
 
 def test_without_the_hub_by_choice_the_variable_is_named(hub, monkeypatch):
     hub(AssertionError("it is not asked"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=f"--model {NAME}: is not on .* HF_HUB_OFFLINE is set"):
         base_models.check_hub(NAME, "--model")
 
