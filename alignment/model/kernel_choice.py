@@ -28,6 +28,8 @@ fp32; a part left out, tenths."""
 ROUNDING = 2.0
 """In 16 bits, the error of kernels against the model's own code in fp32 may be so many times that
 of the model's own code in 16 bits."""
+LEAST_SHARE = 1e-3
+"""Of the largest gradient's norm: the error of a smaller gradient is relative to so much."""
 
 Run = Callable[[Callable[[PreTrainedModel], torch.Tensor]], torch.Tensor]
 """Calls a function of the model, as `MicroBatchedModel.run`."""
@@ -118,23 +120,54 @@ class Responses:
     """What a model computes of a few random rows."""
 
     values: Sequence[torch.Tensor]
-    """Log-probs, entropies, and the gradient of a random sum of them by the embeddings."""
+    """Log-probs and entropies."""
+    gradients: Sequence[torch.Tensor]
+    """Of a random sum of log-probs by the embeddings, and by each weight of `trained_weights`."""
 
     @property
     def is_finite(self) -> bool:
         """Whether all are numbers."""
-        return all(bool(value.isfinite().all()) for value in self.values)
+        tensors = [*self.values, *self.gradients]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def distance(self, other: "Responses") -> float:
-        """The largest of: mean nats of log-probs and entropies, relative error of gradients."""
-        *pairs, (gradient, others) = zip(self.values, other.values, strict=True)
-        errors = [(own - its).abs().mean() for own, its in pairs]
-        errors.append((gradient - others).norm() / others.norm().clamp(min=1e-30))
-        return float(torch.stack(errors).max())
+        """The largest of: mean nats of log-probs and entropies, relative error of each gradient."""
+        errors = []
+        for own, its in zip(self.values, other.values, strict=True):
+            errors.append(float((own - its).abs().mean()))
+        norms = [float(gradient.norm()) for gradient in other.gradients]
+        for own, its, norm in zip(self.gradients, other.gradients, norms, strict=True):
+            # A gradient that is 0 but for rounding has no digits to compare.
+            scale = max(norm, LEAST_SHARE * max(norms), 1e-30)
+            errors.append(float((own - its).norm()) / scale)
+        # Not `max`, which may leave out an error that is no number.
+        return float(torch.tensor(errors).max())
+
+
+def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The weights of a model's first and last layer and those outside of layers, as far as they are
+    trained and whole. Where there are several kinds of layers, these two are seldom of one kind."""
+    numbers = []
+    for name, _ in model.named_parameters():
+        numbers += layer_number(name)
+    ends = {min(numbers, default=0), max(numbers, default=0)}
+    weights = []
+    for name, parameter in model.named_parameters():
+        is_counted = not layer_number(name) or ends & set(layer_number(name))
+        # Those of a sharded model are put together from parts for a pass, and are others there.
+        is_whole = not hasattr(parameter, "to_local")
+        if is_counted and is_whole and parameter.requires_grad:
+            weights.append(parameter)
+    return weights
+
+
+def layer_number(name: str) -> list[int]:
+    """The number of the layer that a weight's name has, if it has one: that of the first list."""
+    return [int(part) for part in name.split(".") if part.isdigit()][:1]
 
 
 def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Responses:
-    """A model's `Responses`, with products in `dtype`; its weights get no gradient."""
+    """A model's `Responses`, with products in `dtype`; its weights keep no gradient."""
     prompts = random_pieces(model, (5, 3))
     responses = random_pieces(model, (9, 6, 4))
     batch = collate([prompts[0], prompts[0], prompts[1]], responses, pad_token_id=0)
@@ -159,9 +192,16 @@ def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Response
         entropies_BT = values_2BT[1]
         generator = torch.Generator().manual_seed(1)
         weights_BT = torch.randn(log_probs_BT.shape, generator=generator).to(log_probs_BT.device)
-        (gradient,) = torch.autograd.grad((weights_BT * log_probs_BT).sum(), embedded)
+        inputs = [*embedded, *trained_weights(model)]
+        total = (weights_BT * log_probs_BT).sum()
+        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
     finally:
         hook.remove()
         model.train(was_training)
-    values = (log_probs_BT, entropies_BT, gradient)
-    return Responses([value.detach().float().cpu() for value in values])
+    values = [value.detach().float().cpu() for value in (log_probs_BT, entropies_BT)]
+    zero = torch.zeros(())
+    of_inputs = []
+    for gradient in gradients:
+        # An embedding that is no head's, too, has none: what it gives stands among the inputs.
+        of_inputs.append(zero if gradient is None else gradient.float())
+    return Responses(values, of_inputs)

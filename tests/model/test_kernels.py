@@ -191,6 +191,39 @@ def test_a_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch):
         use_kernels(model, "compiled", torch.bfloat16, call(model))
 
 
+@pytest.mark.parametrize("scale", [1.01, float("nan")])
+def test_a_weights_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch, scale):
+    """It changes neither log-probs nor the gradients that reach the layers before."""
+
+    class ScaledGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return gradients[0] * scale
+
+    def cast_norm(own, module, hidden, dtype):
+        weights = {"weight": ScaledGradient.apply(module.weight)}
+        return torch.func.functional_call(OwnNorm(own, module), weights, (hidden,))
+
+    class OwnNorm(torch.nn.Module):
+        def __init__(self, own, module):
+            super().__init__()
+            self.weight = module.weight
+            self.variance_epsilon = module.variance_epsilon
+            self.own = own
+
+        def forward(self, hidden):
+            return self.own(self, hidden)
+
+    model = family_model("qwen2")
+    monkeypatch.setattr(kernels, "cast_norm", cast_norm)
+    with pytest.raises(UserError, match="log-probs or gradients differ by"):
+        use_kernels(model, "compiled", torch.float32, call(model))
+
+
 def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, capsys):
     model = family_model("qwen2")
     assert use_kernels(model, "auto", torch.float32, call(model)) == "eager"
