@@ -396,10 +396,16 @@ COLUMNS = (
     "false of all runs",
     "the same, firm",
     "two places",
+    "false, by signs too",
+    "false, if mean plus noise",
+    "decided by signs too",
 )
 """False tables have a verdict that is false as it stands: one in runs like these of the outcomes
 that were seen, another of all runs. False of all runs are those with a verdict that is false of all
-runs, whatever its words."""
+runs, whatever its words. The last three: tables with a winner that is false of all runs, and that
+the exact test of seeds' signs supports; with a false verdict that it does not support, whose words
+are "if a run is its mean plus noise"; and the share of comparisons with a winner that it
+supports."""
 
 
 def rates(setting: Setting, tables: int, seed: int) -> list[float]:
@@ -428,6 +434,7 @@ def rates(setting: Setting, tables: int, seed: int) -> list[float]:
                 *bootstrap_cells(low_C, high_C, np.array(true_C)),
                 *all_runs_cells(look.compared, true_C),
                 any("two places" in comparison.verdict for comparison in look.compared),
+                *exact_cells(look.compared, true_C),
             ]
         )
     values = np.array(rows, dtype=float)
@@ -510,6 +517,19 @@ def all_runs_cells(compared: Sequence[Comparison], true_C: Sequence[float]) -> l
     return [any(is_false), any(is_false_and_firm)]
 
 
+def exact_cells(compared: Sequence[Comparison], true_C: Sequence[float]) -> list[float]:
+    """Whether a verdict is false of all runs that the exact test supports; whether one is that it
+    does not; and the share of comparisons with a winner that it supports."""
+    is_false_and_exact = []
+    is_false_by_noise = []
+    for comparison, true in zip(compared, true_C, strict=True):
+        is_false = false_verdict(comparison, true) != ""
+        is_false_and_exact.append(is_false and comparison.exact)
+        is_false_by_noise.append(is_false and not comparison.exact)
+    is_exact = [comparison.exact for comparison in compared]
+    return [any(is_false_and_exact), any(is_false_by_noise), mean_or_nan(is_exact)]
+
+
 # --- settings -------------------------------------------------------------------------------------
 
 BASE = 0.01  # standard deviation of a quiet arm between seeds
@@ -580,6 +600,8 @@ def settings() -> Iterator[Setting]:
         yield replace(plain, outcomes=(RARE,), questions=2048)
     for seeds in (5, 10):
         yield from outcome_settings(seeds)
+    for seeds in (6, 7, 10):
+        yield from exact_settings(seeds)
     # of the arms that go on; the last one stops early
     for noise in (2 * BASE, 8 * BASE):
         name = f"until decided, 4 arms, 3 to 8 seeds, one 0.3 worse, noise {noise:g}"
@@ -670,6 +692,35 @@ def outcome_settings(seeds: int) -> Iterator[Setting]:
     for shape in ("heavy tails", "skew", "drift"):
         plain = equal_arms(f"places: none, {shape}, 4 arms, {seeds} seeds", 4, seeds)
         yield replace(plain, shape=shape)
+
+
+def exact_settings(seeds: int) -> Iterator[Setting]:
+    """Settings in which the exact test can have a say: equal arms whose runs are no mean plus
+    normal noise, some of which are not the same all the same, and arms that differ."""
+    for arms in (2, 3):
+
+        def plain(what: str, arms: int = arms) -> Setting:
+            return equal_arms(f"signs: {what}, {arms} arms, {seeds} seeds", arms, seeds)
+
+        for shape in ("normal", "heavy tails", "skew", "drift", "a seed in ten collapses"):
+            yield replace(plain(shape), shape=shape)
+        yield replace(plain("coin in all"), outcomes=(COIN,) * arms)
+        yield replace(plain("coin in one"), outcomes=(COIN,))
+        yield replace(plain(".3 lost in 1 of 10, all"), outcomes=(RARE,) * arms)
+        # the same mean, by fewer runs that lose
+        one_loses = (0.53,) + (0.5,) * (arms - 1)
+        yield replace(plain(".3 lost in 1 of 10, one"), accuracies=one_loses, outcomes=(RARE,))
+        yield replace(plain("no taste for questions"), taste=0)
+        one_better = (0.6,) + (0.5,) * (arms - 1)
+        yield replace(plain("one 0.1 better"), accuracies=one_better)
+    plain_grid = replace(equal_arms(f"signs: grid 2 x 2, {seeds} seeds", 4, seeds), grid=(2, 2))
+    yield plain_grid
+    # what the last factor adds has another sign at each level of the first
+    crossed = (0.54, 0.5, 0.5, 0.54)
+    name = f"signs: crossed grid 2 x 2, {seeds} seeds"
+    yield replace(plain_grid, name=name, accuracies=crossed)
+    name = f"signs: crossed grid 2 x 2, one coin, {seeds} seeds"
+    yield replace(plain_grid, name=name, accuracies=crossed, outcomes=(COIN,))
 
 
 @dataclass(frozen=True)

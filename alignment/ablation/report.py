@@ -21,6 +21,7 @@ from alignment.ablation import verdicts
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.summary import (
+    IF_NOISE,
     caution,
     detectable_words,
     interval_words,
@@ -39,6 +40,7 @@ from alignment.system.terminal import printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
+TIE_ASSUMPTION = f" ({IF_NOISE})"  # that the exact test of seeds' signs cannot support
 HERE = Path(__file__).parent  # of the templates
 PAGES = ("report.html", "report.md", "report.tex", "comparisons.csv", "arms.csv", "curves.csv")
 INK = "#010101"  # of text and axes; the SVGs take the page's colour instead, light or dark
@@ -183,7 +185,7 @@ def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Compar
 def _summarise(comparisons: Sequence[Comparison]) -> str:
     """The headline of some comparisons."""
     decided = [comparison for comparison in ranked(comparisons) if comparison.kind == "greater"]
-    parts = [f"{c.verdict} ({abs(c.difference):.3f})" for c in decided[:WINNERS]]
+    parts = [f"{c.verdict} ({abs(c.difference):.3f}{_noise_words(c)})" for c in decided[:WINNERS]]
     if not decided:
         parts.append("no difference shown")
     if len(decided) > WINNERS:
@@ -191,8 +193,17 @@ def _summarise(comparisons: Sequence[Comparison]) -> str:
     numbers = Counter(comparison.kind for comparison in comparisons)
     for kind in ("tie", "undecided"):
         if numbers[kind]:
-            parts.append(f"{numbers[kind]} of {len(comparisons)} pairs {kind}")
+            words = f"{numbers[kind]} of {len(comparisons)} pairs {kind}"
+            parts.append(words + TIE_ASSUMPTION * (kind == "tie"))
     return "; ".join(parts)
+
+
+def _noise_words(comparison: Comparison) -> str:
+    """What a winner assumes where the exact test does not support it, and about how many seeds
+    would do without; "" where it does."""
+    if comparison.exact:
+        return ""
+    return f"; {IF_NOISE}, without that about {comparison.exact_seeds} seeds"
 
 
 def sample_of(runs: Mapping[int, Run]) -> dict[str, str] | None:

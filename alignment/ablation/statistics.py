@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from scipy import optimize, stats
 from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
+from alignment.ablation.flips import seeds_for_exact, sign_flip_p
 from alignment.ablation.places import Places, arms_in_two_places, hidden_shift
 from alignment.core.power import POWER
 
@@ -47,7 +48,12 @@ class Comparison:
     chance of POWER, by variances that were measured between seeds and between questions (Cohen
     1988); NaN without a second seed. `hidden` is the largest shift of the difference that so few
     seeds may hide (`hidden_shift`): where it could undo the verdict, this is one of runs like
-    these, `firm` is False, and the verdict's words say so."""
+    these, `firm` is False, and the verdict's words say so. `p_exact` is the p value of the exact
+    test by the signs of the seeds' differences (`sign_flip_p`), adjusted for the number of
+    comparisons; `exact` says that it supports a winner too. Where it does not, the verdict assumes
+    that a run is its arm's mean plus noise, and `exact_seeds` is about the number of seeds that
+    would do without: None for a tie, which no number shows without it, and for an undecided
+    comparison."""
 
     a: str
     b: str
@@ -63,6 +69,9 @@ class Comparison:
     detectable: float = math.nan
     hidden: float = math.nan
     firm: bool = False
+    p_exact: float = math.nan
+    exact: bool = False
+    exact_seeds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,13 @@ class _Estimate:
 
     Of one seed's difference: `own_variance` by the contrast's own seeds, with `seeds` - 1 degrees
     of freedom, and `sides_variance` by all arms', with `dof`. Of the mean: `question_variance`, by
-    the choice of questions. `unstable` names its arms that vary more than the others."""
+    the choice of questions. `unstable` names its arms that vary more than the others. The mean is
+    that of `differences_S`, one of each seed."""
 
     contrast: Contrast
     seeds: int
     mean: float
+    differences_S: np.ndarray
     own_variance: float
     sides_variance: float
     dof: int
@@ -143,7 +154,13 @@ def compare(
     its comparisons are undecided, and where those of two arms do, so is every comparison that a
     place as far away, unseen, could undo. What no seed has shown is bounded by `hidden_shift`: a
     verdict that this could undo is one "in runs like these". A verdict that the bend of a curve
-    could undo is undecided."""
+    could undo is undecided.
+
+    Beside these tests, which take a run for its arm's mean plus normal noise, stands one by the
+    signs of the seeds' differences (`sign_flip_p`, Holm's correction over the table). If two arms
+    are the same, it errs with a chance of `alpha` at most, whatever their runs' noise; two values
+    of an argument, if exchanging them changes no run's chances. It changes no verdict:
+    `Comparison.exact` says whether it supports a winner."""
     _refuse_different_questions(arms)
     if contrasts is None:
         contrasts = pairs(list(arms))
@@ -155,17 +172,43 @@ def compare(
     alpha_of_each = alpha / 2 if both_kinds else alpha
     rule = _rule(arms, tie, alpha_of_each, family, bends or {})
 
-    p_no_difference = _p_values(known, [abs(estimate.mean) for estimate in known], family)
-    p_no_tie = _p_values(known, [tie - abs(estimate.mean) for estimate in known], family)
-    p_values = zip(p_no_difference, p_no_tie, strict=True)  # Of the known estimates, in order.
+    decided = iter(_decide_all(known, rule, alpha))
     comparisons = []
     for estimate in estimates:
-        if isinstance(estimate, Comparison):
-            comparisons.append(estimate)
-        else:
-            p, p_tie = next(p_values)
-            comparisons.append(_decide(estimate, p, p_tie, rule))
+        is_undecided = isinstance(estimate, Comparison)
+        comparisons.append(estimate if is_undecided else next(decided))
     return comparisons
+
+
+def _decide_all(estimates: Sequence[_Estimate], rule: _Rule, alpha: float) -> list[Comparison]:
+    """The comparisons of a table's estimates, in order. `alpha` is the table's chance of a false
+    verdict, whatever share of it `rule` has."""
+    distances = [abs(estimate.mean) for estimate in estimates]
+    p_no_difference = _p_values(estimates, distances, rule.family)
+    p_no_tie = _p_values(estimates, [rule.tie - distance for distance in distances], rule.family)
+    p_exact = holm([sign_flip_p(estimate.differences_S) for estimate in estimates])
+    comparisons = []
+    for place, estimate in enumerate(estimates):
+        comparison = _decide(estimate, p_no_difference[place], p_no_tie[place], rule)
+        comparisons.append(
+            _with_exact_test(comparison, estimate, p_exact[place], alpha, rule.family)
+        )
+    return comparisons
+
+
+def _with_exact_test(
+    comparison: Comparison, estimate: _Estimate, p_exact: float, alpha: float, family: int
+) -> Comparison:
+    """The comparison with what the exact test says of it. `p_exact` is adjusted for the family. It
+    is held against the whole `alpha`: all comparisons of the table have one exact test each, of
+    unstable arms too."""
+    exact = comparison.kind == "greater" and p_exact < alpha
+    exact_seeds = None
+    if comparison.kind == "greater" and not exact:
+        exact_seeds = seeds_for_exact(
+            estimate.mean, estimate.own_variance, estimate.seeds, alpha, family
+        )
+    return replace(comparison, p_exact=p_exact, exact=exact, exact_seeds=exact_seeds)
 
 
 def _refuse_different_questions(arms: Mapping[str, Scores]) -> None:
@@ -272,6 +315,7 @@ def _estimate(
         contrast,
         seeds,
         mean=float(weights_A @ moments.mean_A),
+        differences_S=weights_A @ moments.by_seed_AS,
         own_variance=own_variance,
         sides_variance=variance_of_sides(variances, contrast.weights),
         dof=variances.dof,
@@ -387,11 +431,12 @@ def variance_of_sides(variances: SeedVariances, weights: Mapping[str, float]) ->
 @dataclass(frozen=True)
 class _Moments:
     """Means and covariances of the arms that have certain seeds: the means over seeds and questions
-    [A]; the covariance of one seed's means between seeds [A, A]; and what the choice of questions
-    adds to the covariance of the means [A, A]."""
+    [A], and of each seed [A, S]; the covariance of one seed's means between seeds [A, A]; and what
+    the choice of questions adds to the covariance of the means [A, A]."""
 
     arms: Sequence[str]
     mean_A: np.ndarray
+    by_seed_AS: np.ndarray
     between_seeds_AA: np.ndarray
     between_questions_AA: np.ndarray
 
@@ -428,7 +473,7 @@ def _moments(
     question_dof = max(1, n_questions - 1)
     noise_AA = noise_AN @ noise_AN.T / ((n_seeds - 1) * question_dof)
     question_AA = centred_AQ @ centred_AQ.T / question_dof - noise_AA / n_seeds
-    return _Moments(names, mean_A, between_seeds_AA, question_AA / n_questions)
+    return _Moments(names, mean_A, by_seed_AS, between_seeds_AA, question_AA / n_questions)
 
 
 def _list_scores(by_seed: Scores, seeds: Sequence[int]) -> list[np.ndarray]:

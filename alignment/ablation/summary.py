@@ -30,6 +30,9 @@ class Verdicts:
     """With another `match` than steps, what the verdicts are on; else empty."""
     unfinished: tuple[str, ...]
     """Names of runs that are in no verdict because they have not finished."""
+    assumption: str = ""
+    """What verdicts assume that the exact test of seeds' signs does not support; empty where it
+    supports all."""
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -66,7 +69,12 @@ def verdicts_of(study: Study) -> Verdicts:
     if study.match != "steps":
         basis = outcome.description
     return Verdicts(
-        tables, caution(study, every_comparison), tuple(study.warnings), basis, study.missing
+        tables,
+        caution(study, every_comparison),
+        tuple(study.warnings),
+        basis,
+        study.missing,
+        assumption(every_comparison),
     )
 
 
@@ -77,6 +85,8 @@ def print_verdicts(of_study: Verdicts, console: Console) -> None:
         console.print(make_table(title, columns, [_cells(c) for c in comparisons]))
     if of_study.caution:
         console.print(of_study.caution, markup=False, soft_wrap=True)
+    if of_study.assumption:
+        console.print(of_study.assumption, markup=False, soft_wrap=True)
     for warning in of_study.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if of_study.basis:
@@ -139,3 +149,27 @@ def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
         f" end elsewhere (they learn or they do not), which could shift a difference by {size}; a"
         " verdict without these words allows for that"
     )
+
+
+IF_NOISE = "if a run is its mean plus noise"
+
+
+def assumption(comparisons: Sequence[Comparison]) -> str:
+    """What verdicts assume that the exact test of seeds' signs does not support, and about how many
+    seeds would do without; "" where it supports all of them, and where there are none."""
+    winners = [c for c in comparisons if c.kind == "greater" and not c.exact]
+    parts = []
+    if winners:
+        seeds = max(comparison.exact_seeds or 0 for comparison in winners)
+        plural = "s" if len(winners) > 1 else ""
+        parts.append(
+            f"{len(winners)} difference{plural}, which the signs of so few seeds cannot show;"
+            f" without that about {seeds} seeds would do"
+        )
+    ties = sum(comparison.kind == "tie" for comparison in comparisons)
+    if ties:
+        plural = "s" if ties > 1 else ""
+        parts.append(f"{ties} tie{plural}, which no number of seeds shows without that")
+    if not parts:
+        return ""
+    return f"{IF_NOISE}: {'; '.join(parts)}"
