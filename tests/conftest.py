@@ -21,7 +21,7 @@ import alignment  # noqa: F401
 from alignment.rewards import users
 from alignment.system import signals, terminal
 from tests.leaks import State, faults_since, files_of_the_repository
-from tests.other_interpreter import OtherModule, ask_or_serve
+from tests.other_interpreter import QUICK, OtherModule, ask_or_serve
 
 # Tests start some hundred interpreters; where none may keep what it has compiled, half of each
 # start is compiling torch again.
@@ -34,22 +34,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
-# The files that take longest.
+# The files that take longest, the longest first.
 LONGEST = (
-    "test_vllm_server.py",
-    "test_vllm_pool.py",
-    "test_vllm_sampler.py",
-    "test_vllm_worker.py",
-    "test_vllm_weights.py",
-    "test_vllm_commands.py",
-    "test_faults.py",
+    "test_ranked.py",
+    "test_api.py",
     "test_sweep.py",
-    "test_whole_commands.py",
+    "test_vllm_pool.py",
     "test_ranked_runs.py",
-    "test_lora_runs.py",
-    "test_async.py",
-    "test_pipeline.py",
+    "test_engines.py",
+    "test_faults.py",
+    "test_vllm_commands.py",
+    "test_rates.py",
+    "test_pool.py",
     "test_commands.py",
+    "test_whole_update.py",
+    "test_compile.py",
+    "test_advantage.py",
+    "test_verify.py",
+    "test_async.py",
+    "test_held_out_runs.py",
+    "test_sft_resume.py",
+    "test_vllm_server.py",
+    "test_phases.py",
+    "test_pipeline.py",
+    "test_lora_runs.py",
+    "test_reference_model.py",
+    "test_vllm_sampler.py",
+    "test_reference_resets.py",
+    "test_policies.py",
+    "test_vllm_weights.py",
+    "test_objectives.py",
+    "test_vllm_worker.py",
+    "test_ranks.py",
+    "test_settings.py",
+    "test_whole_commands.py",
 )
 
 
@@ -88,10 +106,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
     return None
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: a third of the time a test waits for processes that it has
-    started."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """More processes than cores: a test waits for processes that it has started, a quick one for a
+    few per cent of its time, a slow one for a quarter."""
+    cores = os.cpu_count() or 1
+    return cores + 1 if config.option.markexpr == QUICK else cores + 2
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor.async_compile import AsyncCompile
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from alignment.args import RLArgs, SFTArgs, from_preset
@@ -58,6 +57,13 @@ def folder(tmp_path_factory) -> str:
     return str(made)
 
 
+def close_pool(pool) -> None:
+    """End the compiler's processes, where it has started any. `pool` is a cached function."""
+    if pool.cache_info().currsize:
+        pool().shutdown()
+        pool.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch):
     """Forgets what was compiled, and afterwards has attention and limits as they were."""
@@ -66,9 +72,8 @@ def compiler(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # to which the compiler adds its cache
     with mock.patch.dict(os.environ):
         yield
-    if AsyncCompile.pool.cache_info().currsize:
-        AsyncCompile.pool().shutdown()
-        AsyncCompile.pool.cache_clear()
+    if compiler := sys.modules.get("torch._inductor.async_compile"):
+        close_pool(compiler.AsyncCompile.pool)
     AttentionInterface.register(packing.ATTENTION, packing.attention)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.reset()

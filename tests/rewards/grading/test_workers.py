@@ -56,10 +56,10 @@ def math_verify_that(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("body", "failure"),
     [
-        ("time.sleep(60)", "time-out"),
+        pytest.param("time.sleep(60)", "time-out", marks=pytest.mark.slow),
         ("signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)", "time-out"),
         ("bytearray(1 << 40)", "memory"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "died"),
+        pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", "died", marks=pytest.mark.slow),
     ],
 )
 def test_each_failure_is_an_outcome_of_its_own(math_verify_that, body, failure):
@@ -160,7 +160,12 @@ def test_a_forked_child_starts_workers_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "ending", ["return", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"]
+    "ending",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        pytest.param("return", marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", marks=pytest.mark.slow),
+    ],
 )
 def test_no_worker_outlives_its_process(ending, tmp_path):
     script = f"""
