@@ -304,8 +304,11 @@ def main(
     Args:
         ends: Which ends.
         python: The interpreter of the environments, as `uv venv` takes it.
-        folder: Where the temporary folders are made, outside of the checkout.
+        folder: Where the temporary folders are made, outside of the checkout. It is made if it is
+            not there.
     """
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     versions: dict[str, dict[str, str]] = {}
     outcomes: dict[str, list[Outcome]] = {}

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +31,8 @@ from tests.with_vllm.test_vllm_sampler import (
     flat,
 )
 
+# a test that comes after the one that kills the server starts it again, for its whole file
+pytestmark = pytest.mark.replaces_processes
 KEY = "the key"
 # three processes, each of which takes ten seconds or more of a core to import what it needs
 READY_SECONDS = 400
@@ -45,51 +48,80 @@ def compiled(tmp_path_factory) -> dict[str, str]:
     }
 
 
+class Server:
+    """A vLLM server with a model of its own weights, which starts again after a test has killed
+    it."""
+
+    def __init__(self, folder: Path, settings: dict[str, str]):
+        self.folder = folder
+        self.settings = settings
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.process = self.start()
+
+    def start(self) -> psutil.Popen:
+        options = f"""
+            --model {self.folder} --dtype float32 --max-model-len {CONTEXT}
+            --logprobs-mode processed_logprobs --host 127.0.0.1 --port {self.port}
+            --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
+            --middleware alignment.sampling.vllm_server.Guard
+            --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
+        with (self.folder / "log").open("ab") as log:
+            return psutil.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
+                env={**os.environ, **self.settings},
+                cwd=ROOT,  # where -m finds this package
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def answers(self) -> bool:
+        return status(self.port, "GET", "/health", KEY) == 200
+
+    def wait(self) -> None:
+        """Until it answers. Where it has ended, it is started again."""
+        if not self.process.is_running():
+            self.process = self.start()
+        assert happens_within(
+            READY_SECONDS, lambda: self.process.poll() is not None or self.answers()
+        )
+        assert self.process.is_running()
+
+    def processes(self) -> list[psutil.Process]:
+        """Its own at last."""
+        if not self.process.is_running():
+            return []
+        return [*self.process.children(recursive=True), self.process]
+
+    def kill(self) -> None:
+        left = self.processes()
+        for each in left:
+            each.kill()
+        psutil.wait_procs(left, 10)
+
+
 @pytest.fixture(scope="module")
 def starting(tmp_path_factory, tokenizer, compiled):
-    """(process, port) of a server that is on its way, with a model of its own weights."""
+    """A server that is on its way."""
     folder = tmp_path_factory.mktemp("server")
     tiny_llama(seed=9).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = f"""
-        --model {folder} --dtype float32 --max-model-len {CONTEXT}
-        --logprobs-mode processed_logprobs --host 127.0.0.1 --port {port}
-        --worker-extension-cls alignment.sampling.vllm_server.SamplerWorker
-        --middleware alignment.sampling.vllm_server.Guard
-        --no-enable-chunked-prefill --max-num-batched-tokens {CONTEXT} --enforce-eager"""
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     settings |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1"}
-    with (folder / "log").open("wb") as log:
-        process = psutil.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
-            env={**os.environ, **settings, **compiled},
-            cwd=ROOT,  # where -m finds this package
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    yield process, port
-    left = processes(process)
-    for each in left:
-        each.kill()
-    psutil.wait_procs(left, 10)
+    server = Server(folder, settings | compiled)
+    yield server
+    server.kill()
     # which pytest shows where a test failed
     print((folder / "log").read_text(errors="replace")[-5000:])
 
 
-@pytest.fixture(scope="module")
-def server(starting, restarting):
-    """The port of the server once it answers; the engine of this process starts meanwhile."""
-    process, port = starting
-    assert happens_within(
-        READY_SECONDS,
-        lambda: process.poll() is not None or status(port, "GET", "/health", KEY) == 200,
-    )
-    assert process.is_running()
-    return port
+@pytest.fixture
+def server(starting, restarting) -> Server:
+    """The server once it answers; the engine of this process starts meanwhile."""
+    starting.wait()
+    return starting
 
 
 @pytest.fixture
@@ -97,7 +129,7 @@ def connect(server, model_path, tokenizer, tmp_path, monkeypatch):
     def connecting(
         model_path: str = model_path, context: int = CONTEXT, token: str = KEY, **options
     ) -> VLLMServerSampler:
-        url, folder = f"http://127.0.0.1:{server}", str(tmp_path / "weights")
+        url, folder = f"http://127.0.0.1:{server.port}", str(tmp_path / "weights")
         options = {"timeout": 120.0, "url": url, "weights_folder": folder} | options
         monkeypatch.setenv("ALIGNMENT_SAMPLER_TOKEN", token or "")
         return VLLMServerSampler(
@@ -105,10 +137,6 @@ def connect(server, model_path, tokenizer, tmp_path, monkeypatch):
         )
 
     return connecting
-
-
-def processes(parent: psutil.Process) -> list[psutil.Process]:
-    return [*parent.children(recursive=True), parent] if parent.is_running() else []
 
 
 def status(port: int, method: str, path: str, key: str) -> int | None:
@@ -191,7 +219,7 @@ def test_without_the_key_nothing_is_answered(connect, server):
         ("POST", "/reset_prefix_cache"),
         ("GET", "/server_info"),
     ]:
-        assert status(server, method, path, "another") == 401
+        assert status(server.port, method, path, "another") == 401
 
 
 def test_a_server_that_does_not_fit_says_how_to_start_it(
@@ -229,11 +257,11 @@ def test_a_folder_that_the_server_does_not_see(connect, monkeypatch):
         connect()
 
 
-def test_a_server_that_hangs_is_given_up_in_time_and_serves_again_after(connect, starting):
+def test_a_server_that_hangs_is_given_up_in_time_and_serves_again_after(connect, server):
     sampler = connect()
     expected = sampler.sample(PROMPTS, OPEN_END)
     sampler._timeout = 2.0
-    everyone = processes(starting[0])
+    everyone = server.processes()
     for each in everyone:
         each.send_signal(signal.SIGSTOP)
     try:
@@ -256,20 +284,16 @@ def test_what_is_interrupted_is_dropped_by_the_server(connect):
     assert sampler.sample(PROMPTS, OPEN_END) == expected
 
 
-def test_a_server_that_is_killed_loses_the_sampler(connect, starting):
-    """The last test: it kills the server."""
+def test_a_server_that_is_killed_loses_the_sampler(connect, server):
     sampler = SamplerPool({"engine": connect}, torch.float32, len(VOCABULARY))
     # what is left is the process that listens, which then ends itself
-    engine = processes(starting[0])[:-1]
+    engine = server.processes()[:-1]
     threading.Timer(0.5, lambda: [each.kill() for each in engine]).start()
     with pytest.raises(
         RunStopped,
         match="the sampler was lost .*, and once more after it was started again: --sampler_url: ",
     ):
         sampler.sample(PROMPTS * 20, SamplingConfig(n=32, max_new_tokens=480, stop=()))
-    left = processes(starting[0])
-    for each in left:
-        each.kill()
-    psutil.wait_procs(left, 10)
+    server.kill()
     with pytest.raises(UserError, match="--sampler_url: .* cannot be reached"):
         connect()

@@ -1,5 +1,4 @@
-"""What becomes of the process of vLLM: it is killed, hangs, cannot start, or loses its parent. The
-last test ends the engine."""
+"""What becomes of the process of vLLM: it is killed, hangs, cannot start, or loses its parent."""
 
 from __future__ import annotations
 
@@ -93,16 +92,18 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
     assert len(new_processes(before)) == 1
 
 
-def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(restarting):
+def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_sampler):
     """It waits for an answer without a limit, so that it would hang here if it did not see that the
     worker is gone."""
-    victim = restarting._engines["engine"]
-    before = set(psutil.Process().children(recursive=True)) - {worker_of(victim)}
-    victim.sample(PROMPTS, OPEN_END)
-    worker_of(victim).kill()
-    with pytest.raises(SamplerLost, match="killed by SIGKILL"):
+    before = set(psutil.Process().children(recursive=True))
+    victim = start_sampler()
+    try:
         victim.sample(PROMPTS, OPEN_END)
-    with pytest.raises(RuntimeError, match="closed"):
-        victim.sample(PROMPTS, OPEN_END)
-    victim.close()
+        worker_of(victim).kill()
+        with pytest.raises(SamplerLost, match="killed by SIGKILL"):
+            victim.sample(PROMPTS, OPEN_END)
+        with pytest.raises(RuntimeError, match="closed"):
+            victim.sample(PROMPTS, OPEN_END)
+    finally:
+        victim.close()
     assert not new_processes(before)
