@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 import alignment  # noqa: F401
 from alignment.rewards import users
@@ -34,16 +36,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
-# The files that take longest, the longest first.
+# The files that take longest: those of one process, then the longest first.
 LONGEST = (
+    "test_vllm_pool.py",
+    "test_vllm_commands.py",
+    "test_vllm_server.py",
+    "test_vllm_sampler.py",
+    "test_vllm_weights.py",
+    "test_vllm_worker.py",
     "test_ranked.py",
     "test_api.py",
     "test_sweep.py",
-    "test_vllm_pool.py",
     "test_ranked_runs.py",
     "test_engines.py",
     "test_faults.py",
-    "test_vllm_commands.py",
     "test_rates.py",
     "test_pool.py",
     "test_commands.py",
@@ -54,17 +60,13 @@ LONGEST = (
     "test_async.py",
     "test_held_out_runs.py",
     "test_sft_resume.py",
-    "test_vllm_server.py",
     "test_phases.py",
     "test_pipeline.py",
     "test_lora_runs.py",
     "test_reference_model.py",
-    "test_vllm_sampler.py",
     "test_reference_resets.py",
     "test_policies.py",
-    "test_vllm_weights.py",
     "test_objectives.py",
-    "test_vllm_worker.py",
     "test_ranks.py",
     "test_settings.py",
     "test_whole_commands.py",
@@ -111,6 +113,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     few per cent of its time, a slow one for a quarter."""
     cores = os.cpu_count() or 1
     return cores + 1 if config.option.markexpr == QUICK else cores + 2
+
+
+class FilesOfOneEngine(LoadFileScheduling):
+    """Gives a process of the tests a file at a time, and all files of vLLM to one of them, since
+    they share an engine, which takes half a minute of a core to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/with_vllm" if nodeid.startswith("tests/with_vllm/") else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOfOneEngine:
+    return FilesOfOneEngine(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
