@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from alignment.model import kernels
 from alignment.model.huggingface import PreTrainedModel
-from benchmarks.gpu_trace import FUSED, Kernel, Trace, bytes_of
+from benchmarks.gpu_trace import CARD, FUSED, Kernel, Trace, bytes_of
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ COMPILED = {
     "gated": CompiledFunction(),
     # Output and log-sum-exp are of two sizes: a kernel each.
     "join": CompiledFunction(launches=2, written=2),
-    # Passes for the highest logit, the sum and the entropy. Its kernels, most of them of single
+    # Reads the gradient, gate and up; writes the product and two gradients. It has no gradient.
+    "gated_gradients": CompiledFunction(),
+    # Passes for the highest logit, and for the two sums. Its kernels, most of them of single
     # numbers a row, are as many as the compiler makes of it for CPUs.
-    "label_scores": CompiledFunction(launches=10, passes=3),
+    "label_scores": CompiledFunction(launches=10, passes=2),
     "logit_gradient": CompiledFunction(),
 }
 """Function of `alignment.model.kernels` -> the kernels that torch's compiler makes of it. No GPU
@@ -126,7 +128,10 @@ class CompiledCall(torch.autograd.Function):
         written += tensors[: entry.written]
         moved = read + sum(map(bytes_of, written))
         add_kernels(trace, function.__name__, moved, entry.launches)
-        ctx.save_for_backward(*tensors)
+        # The card does not hold what backward needs no more than the size of.
+        ctx.sizes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if entry.keeps_inputs:
+            ctx.save_for_backward(*tensors)
         ctx.trace = trace
         ctx.function = function
         ctx.structure = structure
@@ -138,6 +143,10 @@ class CompiledCall(torch.autograd.Function):
         tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         with ctx.trace.paused(), torch.enable_grad():
+            if not tensors:
+                tensors = [
+                    torch.empty(shape, dtype=dtype, device=CARD) for shape, dtype in ctx.sizes
+                ]
             copies = [
                 tensor.detach().requires_grad_(is_wanted)
                 for tensor, is_wanted in zip(tensors, wanted, strict=True)
@@ -155,28 +164,31 @@ class CompiledCall(torch.autograd.Function):
         return None, None, None, *by_tensors
 
 
+TENSOR = object()
+"""Stands for a tensor in a `Structure`."""
+
+
 @dataclass(frozen=True)
 class Structure:
-    """The arguments of a call without their tensors: those among them, and the weights of
-    modules."""
+    """The arguments of a call without their tensors: those among them, in whose places `TENSOR`
+    stands, and the weights of modules."""
 
     leaves: Sequence[Any]
     spec: TreeSpec
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, arguments: Sequence[Any], options: Mapping[str, Any]) -> Structure:
-        """The structure of positional arguments."""
+    def of(
+        cls, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[Structure, list[torch.Tensor]]:
+        """The structure of positional arguments, and their tensors in order."""
         leaves, spec = tree_flatten(tuple(arguments))
-        return cls(leaves, spec, options)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors, in order."""
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        for module in self.modules:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        rest = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        structure = cls(rest, spec, options)
+        for module in structure.modules:
             tensors += module.parameters()
-        return tensors
+        return structure, tensors
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -186,7 +198,7 @@ class Structure:
     def call(self, function: Callable, tensors: Sequence[torch.Tensor]):
         """What the function returns of these tensors."""
         rest = iter(tensors)
-        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        leaves = [next(rest) if leaf is TENSOR else leaf for leaf in self.leaves]
         arguments = tree_unflatten(leaves, self.spec)
         with ExitStack() as stack:
             for module in self.modules:
@@ -201,8 +213,8 @@ def compiled_functions(trace: Trace) -> Iterator[None]:
 
     def compiled(function: Callable) -> Callable:
         def call(*arguments, **options):
-            structure = Structure.of(arguments, options)
-            return CompiledCall.apply(trace, function, structure, *structure.tensors)
+            structure, tensors = Structure.of(arguments, options)
+            return CompiledCall.apply(trace, function, structure, *tensors)
 
         return call
 

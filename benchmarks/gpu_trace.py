@@ -9,6 +9,8 @@ host reads them.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -331,14 +333,47 @@ def is_on_card(tensor: torch.Tensor) -> bool:
     return tensor.device == CARD
 
 
+class CardMemory:
+    """Bytes of the tensors on the card, of those that live at a time."""
+
+    def __init__(self):
+        self.live: Counter[str] = Counter()
+        """What made tensors -> their bytes."""
+        self.peak: Counter[str] = Counter()
+        """The same at the instant of most bytes."""
+        self._storages: dict[int, weakref.ref] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count a tensor that `name` made, as long as it lives; a view has its base's bytes."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._storages:
+            return
+        label = f"{name}, {str(tensor.dtype).removeprefix('torch.')}"
+        size = storage.nbytes()
+
+        def forget(reference: weakref.ref) -> None:
+            del self._storages[number]
+            self.live[label] -= size
+
+        self._storages[number] = weakref.ref(storage, forget)
+        self.live[label] += size
+
+    def note_peak(self) -> None:
+        """Keep what lives, if it has more bytes than ever."""
+        if self.live.total() > self.peak.total():
+            self.peak = Counter(self.live)
+
+
 class Trace(TorchDispatchMode):
     """Makes tensors of floating point fake, wherever they are, and every tensor on `CARD`; keeps
-    the kernels of each operator that has one there."""
+    the kernels of each operator that has one there, and the bytes of what lives."""
 
     def __init__(self, fake_mode: FakeTensorMode):
         super().__init__()
         self.fake_mode = fake_mode
         self.kernels: list[Kernel] = []
+        self.memory = CardMemory()
         self.is_paused = False
         self.sources = WeakIdKeyDictionary()
 
@@ -367,7 +402,17 @@ class Trace(TorchDispatchMode):
             # Whole numbers, or a mask, go from the host to the card.
             self.sources[result] = args[0]
         self._count(function, args, kwargs, result)
+        self._hold(function, result)
         return result
+
+    def _hold(self, function, result) -> None:
+        """Count the memory of an operator's results. What a fused function makes on its way is not
+        in the card's memory."""
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and is_on_card(tensor):
+                self.memory.add(function._schema.name.partition("::")[2], tensor)
+        if not self.is_paused:
+            self.memory.note_peak()
 
     def _count(self, function, args, kwargs, result) -> None:
         """Keep the kernels of an operator on the card."""

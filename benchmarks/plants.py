@@ -369,9 +369,9 @@ MODEL = [
         ),
         (
             "no gradient of the output head",
-            "                if for_weight:\n                    to_weight = _added_product(\n",
+            "                if for_weight:\n                    to_weight = added_product(\n",
             "                if to_weight is not None:\n"
-            "                    to_weight = _added_product(\n",
+            "                    to_weight = added_product(\n",
         ),
         (
             "an entropy's gradient with the wrong sign",

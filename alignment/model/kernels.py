@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from alignment.model.huggingface import PreTrainedModel
+from alignment.model.products import cast_weight, dtype_of_products, weight_gradient
 
 VARIANTS = 64
 """Of compiled code, at most: by device, gradient mode, window, adapters."""
@@ -63,6 +64,25 @@ def gated(activation: Callable, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     return activation(gate) * up
 
 
+class GatedGradients(NamedTuple):
+    """What the backward pass of an MLP needs of `gated`."""
+
+    product: torch.Tensor
+    """Its output, again."""
+    to_gate: torch.Tensor
+    to_up: torch.Tensor
+
+
+def gated_gradients(
+    activation: Callable, gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> GatedGradients:
+    """The output of `gated` and the gradients by its inputs, from the gradient by its output."""
+    # It returns a third only where it is told so.
+    activated, backward = torch.func.vjp(activation, gate)  # pyright: ignore[reportAssignmentType]
+    (to_gate,) = backward(gradient * up)
+    return GatedGradients(activated * up, to_gate, gradient * activated)
+
+
 def join(
     out_RHD: torch.Tensor,
     log_sum_HR: torch.Tensor,
@@ -96,14 +116,18 @@ def label_scores(
     """[3, N] of the tempered distribution: the labels' log-probs, entropies in nats, and the
     logarithm of the sum by which probabilities are normalised."""
     z_NV = tempering.apply(logits_NV)
+    # Two passes over the logits: one for the highest, one for both sums. With d = z - max z and
+    # s = sum exp d, the entropy is log s - sum(d exp d) / s, whose terms are of one sign.
     highest_N1 = z_NV.amax(dim=-1, keepdim=True)
-    sum_N1 = (z_NV - highest_N1).exp().sum(dim=-1, keepdim=True)
+    below_NV = z_NV - highest_N1
+    parts_NV = below_NV.exp()
+    sum_N1 = parts_NV.sum(dim=-1, keepdim=True)
+    weighted_N1 = (parts_NV * below_NV).sum(dim=-1, keepdim=True)
+    entropy_N1 = sum_N1.log() - weighted_N1 / sum_N1
     log_sum_N1 = highest_N1 + sum_N1.log()
-    log_p_NV = z_NV - log_sum_N1
-    entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=-1)
     # Of the label's logit alone: what is gathered from all log-probs would be written first.
     chosen_N1 = tempering.apply(logits_NV.gather(-1, labels_N[:, None]))
-    return torch.stack([(chosen_N1 - log_sum_N1).squeeze(1), entropy_N, log_sum_N1.squeeze(1)])
+    return torch.cat([chosen_N1 - log_sum_N1, entropy_N1, log_sum_N1], dim=1).T
 
 
 class RowGradients(NamedTuple):
@@ -221,15 +245,75 @@ def _fuse_norm(module: torch.nn.Module, is_cast: bool) -> None:
     module.forward = forward
 
 
+class GatedMLP(torch.autograd.Function):
+    """(hidden [..., H], weights of gate and up [M, H] and down [H, M], activation, whether gate and
+    up are kept) -> down(act(gate x) * up x) [..., H], in the type of products. What down reads is
+    made again in backward, by the kernel that reads gate and up there anyway; gate and up are where
+    they are not kept (as Chen et al. 2016, arXiv:1604.06174, of a part of a layer). Gradients by
+    weights are added up in fp32, which a product of 16 bits would be rounded and cast for."""
+
+    @staticmethod
+    def forward(ctx, hidden, gate_MH, up_MH, down_HM, activation, keeps_inner):
+        dtype = dtype_of_products(gate_MH)
+        with torch.autocast(hidden.device.type, enabled=False):
+            x_NH = hidden.to(dtype).flatten(0, -2)
+            casts = [cast_weight(weight, dtype) for weight in (gate_MH, up_MH, down_HM)]
+            gate_NM = x_NH @ casts[0].T
+            up_NM = x_NH @ casts[1].T
+            out_NH = fused(gated)(activation, gate_NM, up_NM) @ casts[2].T
+        inner = (gate_NM, up_NM) if keeps_inner else ()
+        ctx.save_for_backward(x_NH, gate_MH, up_MH, down_HM, *casts, *inner)
+        ctx.activation = activation
+        ctx.hidden_dtype = hidden.dtype
+        return out_NH.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x_NH, *weights_and_casts = ctx.saved_tensors
+        gate_MH, up_MH, down_HM, gate_cast, up_cast, down_cast, *inner = weights_and_casts
+        wants_hidden, wants_gate, wants_up, wants_down, *_ = ctx.needs_input_grad
+        with torch.autocast(x_NH.device.type, enabled=False):
+            if not inner:
+                inner = [x_NH @ gate_cast.T, x_NH @ up_cast.T]
+            gate_NM, up_NM = inner
+            by_out_NH = gradient.to(x_NH.dtype).flatten(0, -2)
+            by_product_NM = by_out_NH @ down_cast
+            product_NM, to_gate_NM, to_up_NM = fused(gated_gradients)(
+                ctx.activation, by_product_NM, gate_NM, up_NM
+            )
+            to_down = to_gate = to_up = to_hidden = None
+            if wants_down:
+                to_down = weight_gradient(down_HM, by_out_NH.T, product_NM)
+            if wants_gate:
+                to_gate = weight_gradient(gate_MH, to_gate_NM.T, x_NH)
+            if wants_up:
+                to_up = weight_gradient(up_MH, to_up_NM.T, x_NH)
+            if wants_hidden:
+                to_hidden_NH = (to_gate_NM @ gate_cast).addmm_(to_up_NM, up_cast)
+                to_hidden = to_hidden_NH.view(*gradient.shape[:-1], -1).to(ctx.hidden_dtype)
+        return to_hidden, to_gate, to_up, to_down, None, None
+
+
 def _fuse_mlp(module: Any) -> None:
-    """Bind a forward pass to an MLP, whose activation and product are one kernel."""
+    """Bind a forward pass to an MLP: `GatedMLP` where its projections are matrices alone; else only
+    activation and product are one kernel."""
+    projections = (module.gate_proj, module.up_proj, module.down_proj)
+    are_matrices = all(type(linear) is torch.nn.Linear for linear in projections)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
+        weights = [linear.weight for linear in projections]
+        keeps_inner = not getattr(module, "recomputes_inner", False)
+        return GatedMLP.apply(hidden, *weights, module.act_fn, keeps_inner)
+
+    def forward_in_parts(hidden: torch.Tensor) -> torch.Tensor:
         gate = module.gate_proj(hidden)
         up = module.up_proj(hidden)
         return module.down_proj(fused(gated)(module.act_fn, gate, up))
 
-    module.forward = forward
+    if are_matrices and all(linear.bias is None for linear in projections):
+        module.forward = forward
+    else:
+        module.forward = forward_in_parts
 
 
 def _fuse_rotation(module: torch.nn.Module) -> None:

@@ -524,15 +524,3 @@ def first_device(model: PreTrainedModel) -> torch.device:
 def autocast(device: torch.device | str, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Matrix products in `dtype` while the weights stay in float32."""
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-@contextlib.contextmanager
-def kept_casts() -> Iterator[None]:
-    """A block in which autocast casts each trained weight once, however many passes there are.
-    Weights must not change in it, and each pass that reads them must keep a gradient."""
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()

@@ -19,6 +19,12 @@ from alignment.model.kernels import (
     logit_gradient,
 )
 from alignment.model.packing import attention_by_layout, pack, send, takes_plain_path
+from alignment.model.products import (
+    added_product,
+    dtype_of_products,
+    fp32_product,
+    gradient_to_add_to,
+)
 
 LOGITS_IN_MEMORY = 2**26  # logits computed at a time (fp32: 256 MiB)
 # The same for fused kernels (fp32: 512 MiB): a piece's product for a large head's gradient takes as
@@ -332,7 +338,7 @@ class LabelLogProbs(torch.autograd.Function):
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
                 if for_weight:
-                    to_weight = _added_product(
+                    to_weight = added_product(
                         to_weight, by_logits.T, hidden[piece], weight_VH.dtype
                     )
         if to_hidden is not None:
@@ -349,7 +355,7 @@ class FusedLabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, labels_N, tempering):
         ctx.dtype = dtype_of_products(weight_VH)
-        ctx.types = hidden_NH.dtype, weight_VH.dtype
+        ctx.hidden_dtype = hidden_NH.dtype
         ctx.tempering = tempering
         ctx.logits = None
         ctx.set_materialize_grads(False)
@@ -363,16 +369,18 @@ class FusedLabelLogProbs(torch.autograd.Function):
                 scores_3N[:, piece] = fused(label_scores)(logits, labels_N[piece], tempering)
                 if len(pieces) == 1 and any(ctx.needs_input_grad[:2]):
                     ctx.logits = logits
-        ctx.save_for_backward(hidden, weight, labels_N, scores_3N)
+        ctx.save_for_backward(hidden, weight_VH, weight, labels_N, scores_3N)
         return scores_3N[0].clone(), scores_3N[1].clone()
 
     @staticmethod
     def backward(ctx, gradient_N, entropy_gradient_N):
-        hidden, weight, labels_N, scores_3N = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.types
+        hidden, weight_VH, weight, labels_N, scores_3N = ctx.saved_tensors
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty_like(hidden) if for_hidden else None
-        to_weight = None
+        # Several passes' gradients of a large head are one matrix.
+        total = gradient_to_add_to(weight_VH)
+        to_weight = total
+        dtype = weight_VH.dtype
         if gradient_N is None:
             gradient_N = torch.zeros_like(scores_3N[0])
         with torch.autocast(hidden.device.type, enabled=False):
@@ -394,18 +402,11 @@ class FusedLabelLogProbs(torch.autograd.Function):
                 if to_hidden is not None:
                     to_hidden[piece] = by_logits @ weight
                 if for_weight:
-                    to_weight = _added_product(to_weight, by_logits.T, hidden[piece], weight_dtype)
+                    to_weight = added_product(to_weight, by_logits.T, hidden[piece], dtype)
         ctx.logits = None
         if to_hidden is not None:
-            to_hidden = to_hidden.to(hidden_dtype)
-        return to_hidden, to_weight, None, None
-
-
-def dtype_of_products(weight: torch.Tensor) -> torch.dtype:
-    """The type of matrix products with a weight: autocast's, or its own."""
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
+            to_hidden = to_hidden.to(ctx.hidden_dtype)
+        return to_hidden, None if to_weight is total else to_weight, None, None
 
 
 def entropy_slope(probabilities_NV: torch.Tensor, entropies_N: torch.Tensor) -> torch.Tensor:
@@ -418,29 +419,6 @@ def entropy_slope(probabilities_NV: torch.Tensor, entropies_N: torch.Tensor) -> 
 def truncates(distribution: Distribution) -> bool:
     """Whether a distribution leaves tokens out."""
     return distribution.top_p < 1 or distribution.top_k > 0
-
-
-def _added_product(
-    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """`total`, to which a matrix product has been added in place; the product, in `dtype`, where
-    there is no total yet."""
-    adds_in_product = left.is_cuda and left.itemsize == 2 and dtype == torch.float32
-    if total is None:
-        return fp32_product(left, right) if adds_in_product else (left @ right).to(dtype)
-    if total.dtype == left.dtype:
-        return total.addmm_(left, right)  # without a second [V, H]
-    if adds_in_product:
-        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    return total.add_(left @ right)
-
-
-def fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product in fp32: 16 bits would move a logit of 20 by up to 0.06. A CPU has no such
-    kernel, and rounds."""
-    if left.is_cuda and left.itemsize == 2:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
 
 
 def row_pieces(rows: int, vocabulary: int, most: int | None = None) -> list[slice]:

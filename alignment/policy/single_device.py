@@ -21,11 +21,11 @@ from alignment.model.loading import (
     autocast,
     devices_of,
     first_device,
-    kept_casts,
     use_liger_kernel,
 )
 from alignment.model.log_probs import EntropyKind, head_log_probs, hidden_states
 from alignment.model.packing import compile_layers, send
+from alignment.model.products import one_gradient
 from alignment.model.saving import save_model
 from alignment.policy import lora
 from alignment.policy.micro_batches import choose_micro_batch_tokens
@@ -157,7 +157,7 @@ class SingleDevicePolicy(MicroBatchedModel):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
-        casts = nullcontext() if self.gathers_weights else kept_casts()
+        casts = nullcontext() if self.gathers_weights else one_gradient()
         with casts:
             for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
                 tokens = packed_tokens([split[i] for i in piece])

@@ -144,6 +144,20 @@ def test_a_compiled_function_reads_its_inputs_and_writes_its_outputs_once():
     ]
 
 
+def test_the_card_holds_what_lives_and_not_what_a_fused_function_makes_on_its_way():
+    with traced_card() as trace, compiled_functions(trace):
+        gate, up = (on_card(3, 4, dtype=torch.bfloat16) for _ in range(2))
+        with torch.no_grad():
+            product = kernels.fused(kernels.gated)(torch.nn.functional.silu, gate, up)
+        view = product[0]
+        del gate, up, product
+        assert trace.memory.live.total() == 24
+        del view
+    # Three tensors of 12 numbers of 2 bytes at a time.
+    assert trace.memory.live.total() == 0
+    assert trace.memory.peak.total() == 72
+
+
 def test_what_a_compiled_function_writes_in_place_is_read_and_written():
     with traced_card() as trace, compiled_functions(trace):
         out, other = (on_card(5, 2, 4, dtype=torch.bfloat16) for _ in range(2))

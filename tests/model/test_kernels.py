@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from alignment.args import RLArgs, SFTArgs, from_preset
 from alignment.builders.devices import check_kernels
@@ -16,6 +17,7 @@ from alignment.core.tokens import collate
 from alignment.model import kernel_choice, kernels
 from alignment.model.kernel_choice import use_kernels
 from alignment.model.kernels import (
+    GatedMLP,
     RowGradients,
     Tempering,
     fuse_layers,
@@ -26,6 +28,7 @@ from alignment.model.kernels import (
     use_fused_kernels,
 )
 from alignment.model.log_probs import get_response_log_probs, head_log_probs
+from alignment.model.products import cast_weight, one_gradient
 from alignment.model.self_check import choose_path
 from alignment.planning.placement import Roles
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
@@ -83,6 +86,46 @@ def test_two_halves_of_a_softmax_are_joined_to_the_whole():
     join(out, log_sum, torch.tensor([[[5.0]]]), torch.tensor([[2.0]]).log())
     assert out.item() == pytest.approx(17 / 6, rel=1e-6)
     assert log_sum.exp().item() == pytest.approx(6, rel=1e-6)
+
+
+@pytest.mark.parametrize("keeps_inner", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_a_gated_mlp_has_the_gradients_of_autograd(name, keeps_inner, uncompiled):
+    torch.manual_seed(0)
+    activation = ACT2FN[name]
+    shapes = [(2, 5, 3), (7, 3), (7, 3), (3, 7)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    hidden, gate, up, down = inputs
+    expected = (activation(hidden @ gate.T) * (hidden @ up.T)) @ down.T
+    output = GatedMLP.apply(*inputs, activation, keeps_inner)
+    gradient = torch.randn_like(expected)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    of_output = torch.autograd.grad(output, inputs, gradient)
+    of_expected = torch.autograd.grad(expected, inputs, gradient)
+    for own, its in zip(of_output, of_expected, strict=True):
+        torch.testing.assert_close(own, its, rtol=0, atol=1e-12)
+
+
+def test_passes_of_one_gradient_add_to_it_and_cast_a_weight_once(uncompiled):
+    """Twice the gradient of a pass, by autograd alone and within a block; at its end casts are
+    made anew."""
+    torch.manual_seed(0)
+    shapes = [(4, 3), (7, 3), (7, 3), (3, 7)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def add_gradient() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            GatedMLP.apply(*inputs, torch.nn.functional.silu, True).sum().backward()
+
+    add_gradient()
+    once = [tensor.grad.clone() for tensor in inputs]
+    with one_gradient():
+        add_gradient()
+        cast = cast_weight(inputs[1], torch.bfloat16)
+        assert cast_weight(inputs[1], torch.bfloat16) is cast
+    assert cast_weight(inputs[1], torch.bfloat16) is not cast
+    for tensor, gradient in zip(inputs, once, strict=True):
+        assert torch.equal(tensor.grad, 2 * gradient)
 
 
 def check_family(family: str) -> None:
@@ -183,10 +226,12 @@ def test_a_kernel_that_computes_something_else_is_refused_and_leaves_the_model(
 def test_a_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch):
     model = family_model("qwen2")
 
-    def gated(activation, gate, up):
-        return activation(gate.detach()) * up
+    def gated_gradients(activation, gradient, gate, up):
+        product, to_gate, to_up = own(activation, gradient, gate, up)
+        return product, torch.zeros_like(to_gate), to_up
 
-    monkeypatch.setattr(kernels, "gated", gated)
+    own = kernels.gated_gradients
+    monkeypatch.setattr(kernels, "gated_gradients", gated_gradients)
     with pytest.raises(UserError, match="choose --kernels eager$"):
         use_kernels(model, "compiled", torch.bfloat16, call(model))
 
