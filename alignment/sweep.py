@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from alignment.ablation import schedule
+from alignment.ablation import schedule, tuning
 from alignment.ablation.design import (
     ALPHA,
     Design,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from alignment.ablation.statistics import Contrast, Power
+    from alignment.core.records import Problem
 
 # assumed standard deviation of an arm's accuracy between seeds, for the design's power
 SEED_STD = 0.02
@@ -64,19 +65,75 @@ def main() -> None:
     console = make_console(args.quiet)
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
-    print_design(design, args, console)
+    tuning = make_tuning_design(design, args)
+    print_design(design, args, console, tuning)
     if args.dry_run:
         return
     refuse_other_folder(design.folder)
     check_output(design.folder)
     with schedule.open_executor(design.folder, args.resources, console) as executor:
+        if tuning is not None:
+            design = tune(design, tuning, executor, args, console)
         schedule.claim_folder(design, sys.argv)
         train(design, executor, args, console)
+
+
+def make_tuning_design(design: Design, args: SweepOptions) -> Design | None:
+    """The runs of --tune; None without it. Raises `UserError` where a value or a seed cannot be
+    tried."""
+    if not args.tune:
+        return None
+    last_seeds = max(args.max_seeds, len(design.seeds)) if args.until_decided else 0
+    tuning.refuse_shared_seeds(args.tune_seeds, design.seeds, last_seeds)
+    seeds = tuple(dict.fromkeys(args.tune_seeds))
+    runs = tuning.tuning_design(design, tuning.read_grid(args.tune), seeds)
+    refuse_faulty_arms(runs.arms, seeds)
+    return runs
+
+
+def tune(
+    design: Design,
+    runs: Design,
+    executor: schedule.Executor,
+    args: SweepOptions,
+    console: Console,
+) -> Design:
+    """Train the runs of --tune, and return the design with the values that each arm takes. Raises
+    `UserError` where an arm cannot choose."""
+    from alignment.ablation.study import amounts_of, read_study
+    from alignment.ablation.verdicts import final_scores
+
+    runs.folder.mkdir(exist_ok=True)
+    schedule.claim_folder(runs, sys.argv)
+    states = []
+    for seed in runs.seeds:
+        states += [schedule.State(arm, seed) for arm in runs.arms]
+    schedule.warm_up(runs, executor, args.output_dir, console)
+    console.print(f"tuning: {len(states)} runs")
+    schedule.run_all(runs, executor, states, console)
+    study = read_study([runs.folder])
+    accuracies = {}
+    for name, by_seed in final_scores(study).items():
+        accuracies[name] = {seed: float(scores.mean()) for seed, scores in by_seed.items()}
+    choices = tuning.choose(design.arms, tuning.read_grid(args.tune), accuracies, runs.seeds)
+    questions = max((len(run.scores.questions) for run in study.runs), default=0)
+    chosen = tuning.Tuning(choices, runs.seeds, questions, amounts_of(study.runs))
+    tuning.write_tuning(design.folder, chosen)
+    for arm, choice in choices.items():
+        taken = choice.candidate
+        console.print(
+            f"{arm}: {taken.words}, validation accuracy {taken.mean:.3f}",
+            markup=False,
+            soft_wrap=True,
+        )
+    return tuning.with_choices(design, choices)
 
 
 def refuse_other_folder(folder: Path) -> None:
     """Raise `UserError` where the folder has files, and they are no sweep's."""
     names = {file.name for file in folder.glob("*")}
+    if (folder / tuning.FOLDER / "sweep.json").exists():
+        return
     if names and names.isdisjoint(("sweep.json", LOCK)):
         raise UserError(f"{folder} exists and is no sweep's folder; give another --run_name")
 
@@ -93,12 +150,14 @@ def make_design(args: SweepOptions) -> Design:
         arms = with_controls(arms)
     name = args.run_name or default_name(args, values)
     folder = Path(args.output_dir) / name
+    validation_share = args.validation_share if args.tune else 0.0
     for arm, rl in arms.items():
         arms[arm] = dataclasses.replace(
             rl,
             output_dir=str(folder),
             trackers=args.trackers,
             eval_tasks=args.eval_tasks or rl.eval_tasks,
+            validation_share=validation_share or rl.validation_share,
         )
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     refuse_faulty_arms(arms, seeds)
@@ -174,8 +233,11 @@ def count_looks(seeds: int, args: SweepOptions) -> int:
     return max(0, args.max_seeds - seeds) + 1
 
 
-def print_design(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print the arms, the runs, what the seeds would show, what that costs, and the warnings."""
+def print_design(
+    design: Design, args: SweepOptions, console: Console, tuning_runs: Design | None = None
+) -> None:
+    """Print the arms, the runs, those that tune, what the seeds would show, what that costs, and
+    the warnings."""
     arms = design.arms
     seeds = len(design.seeds)
     varied = design.varied
@@ -192,9 +254,11 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
             f"--hold rollouts: --prompts_per_rollout is {prompts}; --hold prompts keeps it",
             soft_wrap=True,
         )
+    if tuning_runs is not None:
+        print_tuning(design, tuning_runs, args, console)
     print_power(design, args, console)
     if args.hardware or args.calibrate or args.price or args.show_difference:
-        print_cost(design, args, console)
+        print_cost(design, args, console, tuning_runs)
     else:
         console.print(
             "time: --calibrate FOLDER, of a finished run, or --hardware adds it", soft_wrap=True
@@ -203,12 +267,34 @@ def print_design(design: Design, args: SweepOptions, console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
+def print_tuning(design: Design, runs: Design, args: SweepOptions, console: Console) -> None:
+    """Print what is tuned, by how many runs and questions, and the number of all runs."""
+    grid = tuning.read_grid(args.tune)
+    values = " x ".join(f"{len(tried)} values of {name}" for name, tried in grid.items())
+    number = len(runs.arms) * len(runs.seeds)
+    tuned = len(tuning.tuned_arms(design.arms))
+    in_all = number + len(design.arms) * len(design.seeds)
+    questions = len(held_out_problems(next(iter(runs.arms.values()))))
+    console.print(
+        f"tuning first: {tuned} arms x {values} x {len(runs.seeds)} seeds = {number} runs, by"
+        f" {questions} validation questions that no verdict asks; {in_all} runs in all",
+        soft_wrap=True,
+    )
+
+
+def held_out_problems(arm: RLArgs, max_problems: int | None = None) -> list[Problem]:
+    """The questions of an arm's evaluation, or up to another number of them (0: all)."""
+    most = arm.max_problems if max_problems is None else max_problems
+    task = find_task(arm.task, arm.data)
+    return task.test_problems(arm.dataset_path, most, arm.eval_split, arm.validation_share)
+
+
 def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     """Print the smallest differences that the seeds would show, and whether they could show a
     tie."""
     seeds = len(design.seeds)
     arm = next(iter(design.arms.values()))
-    questions = len(find_task(arm.task, arm.data).test_problems(arm.dataset_path, arm.max_problems))
+    questions = len(held_out_problems(arm))
     looks = range(seeds, seeds + count_looks(seeds, args))
     if looks[-1] < 2:
         console.print(
@@ -312,18 +398,28 @@ def size_of(design: Design, cost: SeedCost, seeds: int, questions: int) -> Size:
     return Size(seeds, questions, difference, cost.scaled(seeds, questions))
 
 
-def print_cost(design: Design, args: SweepOptions, console: Console) -> None:
-    """Print what every arm takes, what numbers of seeds show for what, and the cheapest design with
-    --show_difference."""
+def print_cost(
+    design: Design, args: SweepOptions, console: Console, tuning_runs: Design | None = None
+) -> None:
+    """Print what every arm takes, what numbers of seeds show for what, what tuning takes before,
+    and the cheapest design with --show_difference."""
+    from alignment.builders.prediction import span
+
     cost = print_seed_cost(design, args, console)
     arm = next(iter(design.arms.values()))
-    task = find_task(arm.task, arm.data)
-    questions = len(task.test_problems(arm.dataset_path, arm.max_problems))
+    questions = len(held_out_problems(arm))
+    if tuning_runs is not None:
+        # A tuning run takes what a run of its arm takes, but for the number of its questions.
+        seeds = (
+            len(tuning_runs.seeds) * len(tuning_runs.arms) // len(tuning.tuned_arms(design.arms))
+        )
+        asked = len(held_out_problems(next(iter(tuning_runs.arms.values()))))
+        console.print(f"tuning before: {span(cost.scaled(seeds, asked))} GPU-hours")
     seeds = max(2, len(design.seeds))
     sizes = [size_of(design, cost, number, questions) for number in (seeds, 2 * seeds)]
     console.print("; ".join(size.describe(args.price) for size in sizes), soft_wrap=True)
     if args.show_difference:
-        all_questions = len(task.test_problems(arm.dataset_path, 0))
+        all_questions = len(held_out_problems(arm, 0))
         numbers = {questions, *(all_questions >> halvings for halvings in range(4))} - {0}
         cheapest = cheapest_size(design, cost, numbers, args.show_difference)
         words = f"no design of up to {MOST_SEEDS} seeds does"

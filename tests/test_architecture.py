@@ -90,7 +90,8 @@ TOP_LEVEL = {
 }
 ARGUMENT_CLASSES = {"RLArgs", "SFTArgs", "Args", "EvaluateArgs", "SweepOptions"}
 KINDS = "alignment.policy.policy"  # the table of kinds of policy
-TAKES_ARGUMENTS = {"alignment.ablation.design"}  # a design consists of arguments
+# a design consists of arguments, and so does one that tunes them
+TAKES_ARGUMENTS = {"alignment.ablation.design", "alignment.ablation.tuning"}
 MOST_PARAMETERS = 6
 # Names of the field, whose signatures are older than this code; and `attention`, which transformers
 # calls.

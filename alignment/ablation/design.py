@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -49,26 +51,41 @@ class Design:
     warnings: tuple[str, ...]
     # Arms are compared after equal "steps", "samples", "tokens" or "seconds".
     match: str = "steps"
+    # Arguments of which each arm chose its own value: part of what an arm is, not of what varies.
+    tuned: tuple[str, ...] = ()
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
-        return varied_values({name: args.recorded_values for name, args in self.arms.items()})
+        recorded = {name: args.recorded_values for name, args in self.arms.items()}
+        return varied_values(recorded, self.tuned)
 
     def facts(self) -> dict[str, object]:
         """What sweep.json keeps of the design and must not change when the sweep is continued:
         everything but the seeds. As JSON gives it back, so that it can be compared to the file."""
         arms = {name: args.recorded_values for name, args in self.arms.items()}
-        settings = {"hold": self.hold, "match": self.match, "tie": self.tie, "alpha": self.alpha}
+        settings: dict[str, object] = {
+            "hold": self.hold,
+            "match": self.match,
+            "tie": self.tie,
+            "alpha": self.alpha,
+        }
+        if self.tuned:
+            settings["tuned"] = self.tuned
         return json.loads(json.dumps({**settings, "arms": arms}))
 
 
-def varied_values(arms: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """The arguments in which arms differ: by arm, {name: value}."""
+def varied_values(
+    arms: Mapping[str, Mapping[str, object]], tuned: Collection[str] = ()
+) -> dict[str, dict[str, object]]:
+    """The arguments in which arms differ, without those that each arm has tuned: by arm, {name:
+    value}."""
     every_name: dict[str, None] = {}
     for values in arms.values():
         every_name |= dict.fromkeys(values)
     names = []
     for name in every_name:
+        if name in tuned:
+            continue
         values_of_arms = {json.dumps(arm.get(name)) for arm in arms.values()}
         if len(values_of_arms) > 1:
             names.append(name)
@@ -102,7 +119,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
-        arm = _with_known_settings(base, chosen)
+        arm = with_settings(base, chosen)
         if holds_rollouts:
             arm = _hold_rollouts(arm, base.rollout_size)
         facts = flag_values(arm)
@@ -110,8 +127,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
         for key, values_of_key in varied.items():
             # A setting that this arm does not have is not in its facts.
             if key in facts and len(values_of_key) > 1:
-                labels.append(_label(key, facts[key]))
-        name = "_".join(labels) or _label("loss_type", base.loss_type)
+                labels.append(label_of(key, facts[key]))
+        name = "_".join(labels) or label_of("loss_type", base.loss_type)
         # Values of a setting that an arm has not make it no other arm.
         if arms.get(name, arm) != arm:
             raise UserError(
@@ -122,7 +139,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     return arms
 
 
-def _with_known_settings(arm: RLArgs, values: Mapping[str, Any]) -> RLArgs:
+def with_settings(arm: RLArgs, values: Mapping[str, Any]) -> RLArgs:
     """The arm with other values, but for settings that its loss, advantage, reward and sampler do
     not have."""
     chosen = replaced(arm, **{name: value for name, value in values.items() if not is_own(name)})
@@ -180,7 +197,7 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
     made: dict[str, RLArgs] = {}
     for name, own in arms.items():
         arm = _arm(preset, {**shared, **own}, f"{file}: arm {name}: ")
-        made[name] = _with_known_settings(
+        made[name] = with_settings(
             arm, {key: value for key, value in shared_settings.items() if key not in own}
         )
     refuse_unknown_settings(shared_settings, made.values())
@@ -206,6 +223,27 @@ def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
         if objection:
             raise UserError(f"{place}{name} = {value!r}: {objection}")
     return from_preset(RLArgs, preset, **values)
+
+
+def given_value(name: str, text: str, place: str) -> Any:
+    """The value of an arm's argument that stands as text on a command line. Raises `UserError` for
+    an unknown argument or a bad value; its message begins with `place`."""
+    if is_own(name):
+        return text
+    hints = hints_of_flags(RLArgs)
+    if name not in hints or name in NOT_SWEPT | {"seed"}:
+        raise UserError(f"{place}{name}: is no argument of an arm")
+    value: Any = text
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+    objection = _type_objection(name, value, hints[name])
+    if objection and not _type_objection(name, text, hints[name]):
+        return text
+    if objection:
+        raise UserError(f"{place}{name}={text}: {objection}")
+    if float in (hints[name], *get_args(hints[name])) and type(value) is int:
+        return float(value)
+    return value
 
 
 def _type_objection(name: str, value: object, hint: Any) -> str:
@@ -235,7 +273,7 @@ def _type_objection(name: str, value: object, hint: Any) -> str:
     return ""
 
 
-def _label(key: str, value: object) -> str:
+def label_of(key: str, value: object) -> str:
     """The part of an arm's name for one argument, fit for the name of a folder: `grpo_clip`,
     `group_size4`, `pass_rate_band0.2-0.8`, `no_normalize_by_std`."""
     if isinstance(value, bool):
@@ -252,7 +290,7 @@ def name_of(arm: RLArgs, base: RLArgs) -> str:
     folder; "" if it differs in none."""
     values = flag_values(arm)
     names = [name for name in differing((arm, base)) if name in values]
-    return "_".join(_label(name, values[name]) for name in names)
+    return "_".join(label_of(name, values[name]) for name in names)
 
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
+from alignment.ablation.referee import referee_answers
 from alignment.ablation.statistics import Comparison, interquartile_mean
 from alignment.ablation.study import Run, Study, shell_command
 from alignment.ablation.summary import (
@@ -29,6 +30,7 @@ from alignment.ablation.summary import (
     ranked,
     verdicts_of,
 )
+from alignment.ablation.tuning import Tuning
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -107,6 +109,8 @@ def contents(study: Study) -> dict[str, Any]:
         [run] = study.runs
         last_step = run.evals[-1]["step"]
         completions = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
+    decided_tables = _flatten(factors) or pairs
+    answers = [] if run or not study.runs else referee_answers(study, decided_tables)
     words = set()
     for run_of_study in study.runs:
         words.add(reproducibility(run_of_study.path, REPRODUCIBILITY_SETTING))
@@ -121,6 +125,7 @@ def contents(study: Study) -> dict[str, Any]:
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),
         "pairs": ranked(pairs),
+        "referee": answers,
         "pairs_area": ranked(decide(study, whole_curve=True)),
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
@@ -266,6 +271,10 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
                 drawn[title] = _draw(_draw_curves, study, key, cost)
     if comparisons:
         drawn[f"{compared.capitalize()} by arm"] = _draw(_draw_final, study)
+    tuning = study.tuning
+    if tuning is not None and len(tuning.names) == 1 and not tuning.are_words:
+        title = f"Validation accuracy by {tuning.names[0]}"
+        drawn[title] = _draw(_draw_tuning, study, tuning)
     return drawn
 
 
@@ -431,6 +440,27 @@ def _points(run: Run, key: str, cost: str) -> Curve:
     for record, cost_of_record in zip(known, costs, strict=True):
         points[record["step"]] = (float(cost_of_record), record[key])
     return points
+
+
+def _draw_tuning(axes: Axes, styles: Styles, study: Study, tuning: Tuning) -> None:
+    """Draw each arm's validation accuracy over the values of the tuned argument: a point for each
+    seed, a line for the mean, and a larger point for the value that the arm took."""
+    [name] = tuning.names
+    smallest = math.inf
+    for arm, choice in tuning.choices.items():
+        tried = sorted(choice.candidates, key=lambda candidate: candidate.values[name])
+        values = [candidate.values[name] for candidate in tried]
+        smallest = min(smallest, *values)
+        for candidate in tried:
+            seeds = list(candidate.accuracies.values())
+            style = styles[arm]
+            axes.plot([candidate.values[name]] * len(seeds), seeds, ".", color=style["color"])
+        axes.plot(values, [candidate.mean for candidate in tried], **styles[arm], label=arm)
+        taken = choice.candidate
+        axes.plot(taken.values[name], taken.mean, "D", color=styles[arm]["color"])
+    if smallest > 0:
+        axes.set_xscale("log")
+    axes.set(xlabel=name, ylabel="validation accuracy")
 
 
 def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:

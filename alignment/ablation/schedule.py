@@ -109,6 +109,7 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
         "hold": facts.get("hold"),
         "tie": facts.get("tie"),
         "alpha": facts.get("alpha"),
+        "tuned": facts.get("tuned", []),
         "arms": arms,
     }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from alignment.ablation.design import ALPHA, BOOKKEEPING, varied_values
+from alignment.ablation.tuning import Tuning, read_tuning
 from alignment.args import RLArgs
 from alignment.config.flag import defaults_of_flags
 from alignment.runs.metric_names import read_metrics
@@ -54,6 +55,16 @@ AMOUNTS: dict[str, Callable[["Run", Record], float]] = {
 }
 """The amounts at which arms can be compared (--match) -> the function that counts what one step
 took, of the step's run and its line of metrics.jsonl."""
+
+
+def amounts_of(runs: "Sequence[Run]") -> dict[str, float]:
+    """What runs took together: their number ("runs"), and each of `AMOUNTS`."""
+    amounts = {"runs": float(len(runs))}
+    for name, count in AMOUNTS.items():
+        amounts[name] = 0.0
+        for run in runs:
+            amounts[name] += sum(count(run, record) for record in run.metrics)
+    return amounts
 
 
 class EvalScores(NamedTuple):
@@ -139,6 +150,7 @@ class Study:
     command: str  # That of the sweep, as a user would type it; "" without a sweep.
     alpha: float = ALPHA  # Largest probability that a table has any false verdict.
     match: str = "steps"  # Amount at which arms are compared: a key of `AMOUNTS`.
+    tuning: Tuning | None = None  # What each arm tried before, and took.
 
     @property
     def runs(self) -> list[Run]:
@@ -274,6 +286,7 @@ _SWEEP_TYPES = {
     "tie": float,
     "alpha": float,
     "hold": str,
+    "tuned": list,
 }
 
 
@@ -300,25 +313,31 @@ def _read_sweep(folder: Path) -> Study:
     runs: list[Run] = []
     for by_seed in arms.values():
         runs += by_seed.values()
+    tuning = read_tuning(folder)
+    edge_warnings: list[str] = []
+    if tuning is not None:
+        edge_warnings = tuning.edge_warnings()
     # A recorded command begins with the Python interpreter. That of a sweep lacks it.
     command = shell_command(["", *map(str, sweep["command"])])
     return Study(
         arms,
-        varied_values(args_of_arms),
+        varied_values(args_of_arms, sweep["tuned"]),
         tuple(missing),
         tie=sweep["tie"],
         hold=sweep["hold"],
-        warnings=(*map(str, sweep["warnings"]), *_version_warnings(runs)),
+        warnings=(*map(str, sweep["warnings"]), *edge_warnings, *_version_warnings(runs)),
         command=command,
         alpha=sweep["alpha"],
         match=sweep["match"],
+        tuning=tuning,
     )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     """The content of sweep.json. Raises `UserError` where an entry is missing or of another
     type."""
-    settings: dict[str, Any] = {"match": "steps"} | read_json(folder / "sweep.json")
+    newer = {"match": "steps", "tuned": []}  # entries that older files lack
+    settings: dict[str, Any] = newer | read_json(folder / "sweep.json")
     is_typed = all(isinstance(settings.get(key), kind) for key, kind in _SWEEP_TYPES.items())
     arms = settings.get("arms")
     has_arms = isinstance(arms, dict) and arms and all(isinstance(a, dict) for a in arms.values())

@@ -57,7 +57,7 @@ def prepare_evaluation(
     """The evaluation by `n` samples of each test problem, graded by the task's rule. Rewards under
     `other_rules` are reported beside those under the task's."""
     task = args.task_in_format
-    problems = task.test_problems(args.dataset_path, args.max_problems)
+    problems = _held_out_problems(args, task)
     examples = read_examples(args.few_shot)
     if isinstance(args, EvaluateArgs) and args.examples:
         examples = worked_examples(task, args)
@@ -70,6 +70,22 @@ def prepare_evaluation(
         sampling=eval_sampling(args, n),
         rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
     )
+
+
+def _held_out_problems(args: Args, task: Task) -> list[Problem]:
+    """The distinct questions of the task that an evaluation asks: of RL by its --eval_split. Raises
+    `UserError` where that has none."""
+    if not isinstance(args, RLArgs):
+        return task.test_problems(args.dataset_path, args.max_problems)
+    problems = task.test_problems(
+        args.dataset_path, args.max_problems, args.eval_split, args.validation_share
+    )
+    if not problems:
+        raise UserError(
+            f"--validation_share {args.validation_share} --eval_split {args.eval_split}: --task"
+            f" {task.name} has no such question"
+        )
+    return problems
 
 
 def _problems_asked(args: Args, problems: Sequence[Problem], tokenizer) -> Sequence[Problem]:

@@ -384,7 +384,8 @@ def step_shape(
     """The `StepShape` of a run on devices of `card` bytes; `prompts` as from `prompts_of`."""
     longest_prompt, test_problems = prompts
     prompt = args.max_prompt_tokens or longest_prompt
-    problems = min(args.max_problems or test_problems, test_problems)
+    held_out = round(args.evaluated_share * test_problems)
+    problems = min(args.max_problems or held_out, held_out)
     keeps_copy = keeps_old_policy(args, roles, args.policy_parallelism)
     passes = set()
     if args.needs_old_policy:

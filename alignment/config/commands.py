@@ -381,6 +381,8 @@ class RLArgs(
         is_valid = not self.reference_reset_optimizer or self.reference_reset_interval > 0
         wanted = "left out, or go with --reference_reset_interval"
         require(self, "reference_reset_optimizer", is_valid, wanted)
+        is_valid = self.eval_split == "test" or self.validation_share > 0
+        require(self, "eval_split", is_valid, "test without a --validation_share")
 
     def _check_selection(self) -> None:
         """Raise `UserError` for a --token_selection that can have no effect, or lacks what it

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from alignment.config.flag import flag
+from alignment.data.tasks import EvalSplit
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,17 @@ class RLEvaluationFlags:
         0.0, group="evaluation", at_least=0, at_most=1, zero="none", swept=False, changeable=True
     )
     """End training after the first evaluation with at least this accuracy; 0: after --num_steps."""
+    validation_share: float = flag(
+        0.0, group="evaluation", at_least=0, below=1, zero="none", swept=False
+    )
+    """Share of the test questions that are set apart, by a hash, to choose settings on: only
+    --eval_split validation asks them."""
+    eval_split: EvalSplit = flag("test", group="evaluation", swept=False)
+    """Held-out questions that evaluations ask: the test split, or the --validation_share of it."""
+
+    @property
+    def evaluated_share(self) -> float:
+        """The share of the test questions that evaluations may ask."""
+        if self.eval_split == "validation":
+            return self.validation_share
+        return 1 - self.validation_share

@@ -114,6 +114,13 @@ class SweepOptions:
     """Whole GPUs of a run, for its roles to be placed on; by default 1 where there are any."""
     seed: tuple[int, ...] = flag((), group="run")
     """One or several values of train_rl's --seed."""
+    tune: tuple[str, ...] = flag((), group="sweep")
+    """Values that every arm tries first, FIELD=v1,v2,... each (learning_rate=1e-5,3e-5,1e-4): it
+    takes its best, on seeds and questions of no verdict."""
+    tune_seeds: tuple[int, ...] = flag((100, 101), group="sweep")
+    """Seeds of the runs of --tune; none may be a verdict's."""
+    validation_share: float = flag(0.3, group="sweep", above=0, below=1)
+    """With --tune, share of the test questions that it chooses by; verdicts are on the others."""
 
     own_settings: Annotated[
         tuple[tuple[str, tuple[Any, ...]], ...], tyro.conf.Fixed, tyro.conf.Suppress
@@ -124,6 +131,7 @@ class SweepOptions:
     def __post_init__(self) -> None:
         check_flags(self)
         require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        require(self, "tune_seeds", len(self.tune_seeds) > 0, "one seed or more")
         require(
             self,
             "ray_address",
@@ -194,6 +202,9 @@ class ClaimsOptions(SweepOptions):
         "calibrate",
         "price",
         "show_difference",
+        "tune",
+        "tune_seeds",
+        "validation_share",
     )
 
     preset: tuple[str, ...] = flag(

@@ -19,6 +19,13 @@ def split_of(question: str) -> str:
     return "train" if hashlib.sha256(question.encode()).digest()[-1] % TEST_SHARE else "test"
 
 
+def in_validation_split(key: str, share: float) -> bool:
+    """Whether a hash of a question's key gives it to the validation split, which has about `share`
+    of the questions."""
+    digest = hashlib.sha256(f"validation\0{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
 def question_text(problem: Problem) -> str:
     """The question, or the prompt of a problem without one; case and white space do not count."""
     return plain(problem.question) or plain(problem.prompt)

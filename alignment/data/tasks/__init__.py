@@ -9,13 +9,22 @@ from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.prompts import ChatOptions, is_chat_file, prompted
-from alignment.data.questions import Key, distinct, plain, question_text, without
+from alignment.data.questions import (
+    Key,
+    distinct,
+    in_validation_split,
+    plain,
+    question_text,
+    without,
+)
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError, in_one_line, place_in_users_code
 from alignment.system.registry import find
 
 Split = Literal["train", "test"]
+EvalSplit = Literal["test", "validation"]
+"""The held-out questions that an evaluation asks."""
 
 
 END_TOKEN_ALONE = ("none",)
@@ -160,10 +169,25 @@ class Task:
             raise UserError(f"--task {self.name}: its test problems must be a list, not Endless")
         return problems
 
-    def test_problems(self, dataset_path: str, max_problems: int = 0) -> list[Problem]:
+    def test_problems(
+        self,
+        dataset_path: str,
+        max_problems: int = 0,
+        eval_split: EvalSplit = "test",
+        validation_share: float = 0.0,
+    ) -> list[Problem]:
         """The first `max_problems` (0: all) distinct questions of the test split: intervals count
-        each as one observation."""
-        return distinct(self.test_split(dataset_path), self.key, max_problems or None)
+        each as one observation. With a `validation_share`, those of `eval_split`: about that share
+        of the questions is the validation split, by a hash, and the others are the test split."""
+        problems = self.test_split(dataset_path)
+        if validation_share:
+            asks_validation = eval_split == "validation"
+            kept = []
+            for problem in problems:
+                if in_validation_split(self.key(problem), validation_share) == asks_validation:
+                    kept.append(problem)
+            problems = kept
+        return distinct(problems, self.key, max_problems or None)
 
     def training_problems(self, dataset_path: str) -> Problems:
         """The training split without the questions of the test split."""

@@ -1,0 +1,163 @@
+"""Which questions of a referee a study answers, and with what: seeds, tuning, baselines,
+contamination, compute, held-out questions, hashes. Everything is read from the runs' records."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from alignment.ablation.statistics import Comparison
+from alignment.ablation.study import Run, Study, amounts_of
+
+Status = Literal["yes", "partly", "no"]
+HASH_CHARACTERS = 16  # of a SHA-256 that a report shows
+EQUAL_COMPUTE = 0.01  # share by which arms' sampled tokens may differ to be called equal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A referee's question, whether the study answers it, and the answer."""
+
+    question: str
+    status: Status
+    words: str
+
+
+def referee_answers(study: Study, comparisons: Sequence[Comparison]) -> list[Answer]:
+    """The answers of a study with runs, whose verdicts are `comparisons`."""
+    return [
+        _seeds(study, comparisons),
+        _tuning(study),
+        _baseline(study),
+        _contamination(study),
+        _compute(study),
+        _held_out(study),
+        _hashes(study),
+    ]
+
+
+def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
+    question = "Are there enough seeds, and are all of them shown?"
+    numbers = sorted({len(runs) for runs in study.arms.values() if runs})
+    span = " to ".join(str(number) for number in dict.fromkeys((numbers[0], numbers[-1])))
+    words = f"{span} seeds an arm, each in the table of arms"
+    if numbers[0] < 2:
+        return Answer(question, "no", f"{words}; one seed shows no difference")
+    winners = [comparison for comparison in comparisons if comparison.kind == "greater"]
+    exact = sum(comparison.exact for comparison in winners)
+    if not winners:
+        return Answer(question, "partly", f"{words}; no difference was shown")
+    words = f"{words}; {exact} of {len(winners)} differences hold whatever the noise of a run is"
+    return Answer(question, "yes" if exact == len(winners) else "partly", words)
+
+
+def _tuning(study: Study) -> Answer:
+    question = "Was every arm tuned alike, the baseline too?"
+    tuning = study.tuning
+    if tuning is None:
+        words = "all arms have the values of the command; a sweep with --tune lets each choose"
+        return Answer(question, "no", words)
+    first = next(iter(tuning.choices.values()))
+    words = (
+        f"each arm chose among {len(first.candidates)} values of {' and '.join(tuning.names)}, by"
+        f" {len(tuning.seeds)} seeds and {tuning.questions} questions of no verdict"
+    )
+    edges = tuning.edge_warnings()
+    if edges:
+        return Answer(question, "partly", f"{words}; {'; '.join(edges)}")
+    return Answer(question, "yes", words)
+
+
+def _baseline(study: Study) -> Answer:
+    question = "What comes by itself, without the true reward?"
+    controls = [arm for arm, runs in study.arms.items() if runs and arm.startswith("control_")]
+    if controls:
+        return Answer(question, "yes", f"control arms: {', '.join(controls)}")
+    words = "each arm's accuracy before training is shown; --controls adds arms of false rewards"
+    return Answer(question, "partly", words)
+
+
+def _contamination(study: Study) -> Answer:
+    words = (
+        "no training problem asks a test question, by its text; what the model had read before is"
+        " not tested"
+    )
+    return Answer("Were test questions seen before?", "partly", words)
+
+
+def _compute(study: Study) -> Answer:
+    question = "Did the arms take equal compute, and how much in all?"
+    tokens = []
+    for runs in study.arms.values():
+        if runs:
+            tokens.append(amounts_of(list(runs.values()))["tokens"] / len(runs))
+    amounts = amounts_of(study.runs)
+    words = f"{_amount_words(amounts)} for verdicts"
+    if study.tuning is not None:
+        words += f", and {_amount_words(study.tuning.amounts)} for tuning"
+    if study.match != "steps":
+        return Answer(question, "yes", f"compared at equal {study.match}; {words}")
+    spread = max(tokens) - min(tokens)
+    if spread <= EQUAL_COMPUTE * max(tokens):
+        return Answer(question, "yes", f"all arms sampled as many tokens; {words}")
+    span = f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens a run"
+    return Answer(question, "partly", f"{span} by arm, after equal steps; {words}")
+
+
+def _amount_words(amounts: Mapping[str, float]) -> str:
+    """What runs took, in words."""
+    return (
+        f"{amounts['runs']:.0f} runs with {amounts['tokens']:,.0f} sampled tokens in"
+        f" {amounts['seconds'] / 3600:.2g} hours of steps"
+    )
+
+
+def _held_out(study: Study) -> Answer:
+    question = "Are the questions held out, also from every choice?"
+    numbers = sorted({len(run.scores.questions) for run in study.runs})
+    span = " to ".join(f"{number:,}" for number in dict.fromkeys((numbers[0], numbers[-1])))
+    words = f"{span} questions that no run trains on, after the last step of every run"
+    if study.tuning is not None:
+        words += f"; tuning chose by {study.tuning.questions} others"
+    return Answer(question, "yes", words)
+
+
+def _hashes(study: Study) -> Answer:
+    question = "Can it be checked that the design and the data are those?"
+    commits = {run.versions.get("code", "unknown") for run in study.runs}
+    words = f"SHA-256 of the design {design_hash(study)}, of the questions {data_hash(study.runs)}"
+    is_known = all(commit != "unknown" and "dirty" not in commit for commit in commits)
+    if study.command and is_known and len(commits) == 1:
+        return Answer(question, "yes", f"{words}; code {min(commits)}")
+    reason = "the code of the runs is not one commit"
+    if not study.command:
+        reason = "the runs were made apart, not by one design"
+    return Answer(question, "partly", f"{words}; {reason}")
+
+
+def design_hash(study: Study) -> str:
+    """The beginning of the SHA-256 of what was decided before: arms with what varies, the chance of
+    a false verdict, the margin of a tie, what is held equal, and what was tuned."""
+    tuned: list[str] = []
+    if study.tuning is not None:
+        tuned = list(study.tuning.names)
+    facts = {
+        "arms": study.varied,
+        "alpha": study.alpha,
+        "tie": study.tie,
+        "match": study.match,
+        "hold": study.hold,
+        "tuned": tuned,
+    }
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_CHARACTERS]
+
+
+def data_hash(runs: Iterable[Run]) -> str:
+    """The beginning of the SHA-256 of the texts of all evaluation questions, sorted."""
+    texts: set[str] = set()
+    for run in runs:
+        texts.update(run.scores.texts)
+    joined = "\0".join(sorted(texts))
+    return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_CHARACTERS]

@@ -1,0 +1,303 @@
+"""Tuning of arms: each arm of a sweep tries the same values with the same seeds, and takes the one
+with the best validation accuracy. No verdict sees these runs, seeds or questions. Nothing here
+loads scipy."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.ablation.design import Design, given_value, label_of, with_settings
+from alignment.args import RLArgs
+from alignment.config.settings import flag_values
+from alignment.system.errors import UserError
+from alignment.system.files import read_json, write_json
+
+FOLDER = "tuning"  # of the tuning runs, in the sweep's folder
+FILE = "tuning.json"  # in the sweep's folder
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Values of the tuned arguments that an arm tried, with its validation accuracy by seed.
+    `failed` are the seeds whose runs did not finish."""
+
+    values: Mapping[str, Any]
+    accuracies: Mapping[int, float]
+    failed: tuple[int, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """The mean accuracy over seeds; NaN without a finished run."""
+        if not self.accuracies:
+            return math.nan
+        return statistics.fmean(self.accuracies.values())
+
+    @property
+    def words(self) -> str:
+        """The values, as a sentence has them."""
+        return ", ".join(f"{name} {value}" for name, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates that an arm tried, in order, and the place of the one that it took."""
+
+    candidates: tuple[Candidate, ...]
+    chosen: int
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.candidates[self.chosen]
+
+    def edges(self) -> dict[str, Any]:
+        """By argument, the next value beyond the grid, where the arm took the least or the largest
+        of several numbers: its best may lie beyond."""
+        beyond: dict[str, Any] = {}
+        for name, value in self.candidate.values.items():
+            tried = [candidate.values[name] for candidate in self.candidates]
+            following = next_value(tried, value)
+            if following is not None:
+                beyond[name] = following
+        return beyond
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What the arms of a sweep tried and took, by arm; the seeds, the number of validation
+    questions, and what all tuning runs took together: runs, steps, sampled tokens and seconds."""
+
+    choices: Mapping[str, Choice]
+    seeds: tuple[int, ...]
+    questions: int
+    amounts: Mapping[str, float]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tuned arguments."""
+        first = next(iter(self.choices.values()))
+        return tuple(first.candidate.values)
+
+    @property
+    def are_words(self) -> bool:
+        """Whether a tuned argument has values that are no numbers."""
+        tried: list[Any] = []
+        for choice in self.choices.values():
+            for candidate in choice.candidates:
+                tried += candidate.values.values()
+        return not all(map(_is_number, tried))
+
+    def edge_warnings(self) -> list[str]:
+        """A warning for each arm that took a value at the edge of its grid."""
+        warnings = []
+        for arm, choice in self.choices.items():
+            for name, following in choice.edges().items():
+                value = choice.candidate.values[name]
+                warnings.append(
+                    f"{arm}: its best {name}, {value}, is at the edge of the values that it tried,"
+                    f" so it may not be tuned: try {following} too"
+                )
+        return warnings
+
+
+def next_value(tried: Sequence[Any], value: Any) -> float | int | None:
+    """The next number beyond the edge of the values that were tried, at the distance of its
+    neighbour: by the same factor where all are positive, else by the same step. None where the
+    value is no edge, is no number, or is the only one."""
+    numbers = sorted(set(tried)) if all(map(_is_number, tried)) else []
+    if len(numbers) < 2 or value not in (numbers[0], numbers[-1]):
+        return None
+    neighbour = numbers[1] if value == numbers[0] else numbers[-2]
+    following = 2 * value - neighbour
+    if numbers[0] > 0:
+        following = value * (value / neighbour)
+    if all(isinstance(number, int) for number in numbers):
+        following = round(following)
+        return following if following != value else None
+    return float(f"{following:.3g}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_grid(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """The values of each argument in `words`, FIELD=v1,v2,... each. Raises `UserError` for an
+    unknown argument, a bad value, and a single one."""
+    grid: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        texts = [part for part in text.split(",") if part]
+        values = tuple(dict.fromkeys(given_value(name, part, "--tune ") for part in texts))
+        if len(values) < 2 or name in grid:
+            raise UserError(
+                f"--tune {word}: give an argument once, with two values or more, such as"
+                " learning_rate=1e-5,3e-5,1e-4"
+            )
+        grid[name] = values
+    return grid
+
+
+def tuned_arms(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
+    """The arms that are tuned: all but the controls, which take the values of the first arm."""
+    return {name: arm for name, arm in arms.items() if not name.startswith("control_")}
+
+
+def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int]) -> Design:
+    """The runs that tune the arms of a design: every tuned arm with every combination of the
+    grid's values, evaluated on the validation split. Raises `UserError` where arms differ in a
+    tuned argument, lack it or cannot work with a value."""
+    arms: dict[str, RLArgs] = {}
+    folder = design.folder / FOLDER
+    for name in grid:
+        _refuse_varied(design, name)
+    for arm, args in tuned_arms(design.arms).items():
+        for candidate in _candidates(grid):
+            own = with_settings(args, candidate)
+            facts = flag_values(own)
+            missing = [name for name in candidate if name not in facts]
+            if missing:
+                raise UserError(f"--tune {missing[0]}: arm {arm} has no such setting")
+            name = _run_name(arm, candidate)
+            if name in arms:
+                raise UserError(f"--tune: two tuning runs would be called {name}; rename an arm")
+            arms[name] = dataclasses.replace(
+                own, output_dir=str(folder), eval_split="validation", eval_tasks=()
+            )
+    return Design(
+        folder,
+        arms,
+        tuple(seeds),
+        design.hold,
+        design.tie,
+        design.alpha,
+        warnings=(),
+        match=design.match,
+    )
+
+
+def _candidates(grid: Mapping[str, tuple]) -> list[dict[str, Any]]:
+    """Every combination of the grid's values."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _run_name(arm: str, candidate: Mapping[str, Any]) -> str:
+    """The name of an arm with a candidate's values."""
+    return "_".join([arm, *(label_of(name, value) for name, value in candidate.items())])
+
+
+def _refuse_varied(design: Design, name: str) -> None:
+    """Raise `UserError` where the tuned arms differ in an argument, which then is no arm's to
+    choose."""
+    values = {str(flag_values(arm).get(name)) for arm in tuned_arms(design.arms).values()}
+    if len(values) > 1:
+        raise UserError(
+            f"--tune {name}: the arms differ in it, so none of them may choose it; leave out one"
+        )
+
+
+def refuse_shared_seeds(tune_seeds: Sequence[int], seeds: Sequence[int], max_seeds: int) -> None:
+    """Raise `UserError` where a seed that tunes is one of the verdicts', or may become one by
+    --until_decided."""
+    reached = set(seeds) | set(range(max(seeds) + 1, max(seeds) + 1 + max_seeds))
+    shared = sorted(reached & set(tune_seeds))
+    if shared:
+        raise UserError(
+            f"--tune_seeds {shared[0]}: a verdict may use this seed, so its runs must not choose a"
+            " value; give others"
+        )
+
+
+def choose(
+    arms: Mapping[str, RLArgs],
+    grid: Mapping[str, tuple],
+    accuracies: Mapping[str, Mapping[int, float]],
+    seeds: Sequence[int],
+) -> dict[str, Choice]:
+    """For each tuned arm the candidate with the best mean accuracy over seeds, the first of equal
+    ones. `accuracies` are those of the finished runs, by the names of `tuning_design` and seed. A
+    candidate with a run that did not finish is not taken. Raises `UserError` where an arm has no
+    other."""
+    choices = {}
+    for arm in tuned_arms(arms):
+        candidates = []
+        for values in _candidates(grid):
+            by_seed = dict(accuracies.get(_run_name(arm, values), {}))
+            failed = tuple(seed for seed in seeds if seed not in by_seed)
+            candidates.append(Candidate(values, by_seed, failed))
+        complete = [place for place, one in enumerate(candidates) if not one.failed]
+        if not complete:
+            raise UserError(
+                f"--tune: arm {arm} has no value with which all runs finished, so it cannot choose"
+            )
+
+        def mean_of(place: int, candidates: Sequence[Candidate] = candidates) -> float:
+            return candidates[place].mean
+
+        # `max` takes the first of equal ones
+        choices[arm] = Choice(tuple(candidates), max(complete, key=mean_of))
+    return choices
+
+
+def with_choices(design: Design, choices: Mapping[str, Choice]) -> Design:
+    """The design with every arm's values. A control takes the first arm's, but for an argument in
+    which it differs from that arm by its nature."""
+    first_name, first_choice = next(iter(choices.items()))
+    first = flag_values(design.arms[first_name])
+    arms = {}
+    for name, arm in design.arms.items():
+        values = dict(choices.get(name, first_choice).candidate.values)
+        if name not in choices:
+            own = flag_values(arm)
+            values = {key: value for key, value in values.items() if own.get(key) == first.get(key)}
+        arms[name] = with_settings(arm, values)
+    names = tuple(first_choice.candidate.values)
+    return dataclasses.replace(design, arms=arms, tuned=names)
+
+
+def write_tuning(folder: Path, tuning: Tuning) -> None:
+    """Write tuning.json."""
+    arms = {}
+    for arm, choice in tuning.choices.items():
+        candidates = []
+        for candidate in choice.candidates:
+            by_seed = {str(seed): value for seed, value in candidate.accuracies.items()}
+            failed = list(candidate.failed)
+            candidates.append({"values": candidate.values, "accuracies": by_seed, "failed": failed})
+        arms[arm] = {"candidates": candidates, "chosen": choice.chosen}
+    content = {
+        "seeds": list(tuning.seeds),
+        "questions": tuning.questions,
+        "amounts": dict(tuning.amounts),
+        "arms": arms,
+    }
+    write_json(folder / FILE, content)
+
+
+def read_tuning(folder: Path) -> Tuning | None:
+    """The tuning of a sweep's folder; None where it has none. Raises `UserError` where the file is
+    damaged."""
+    if not (folder / FILE).exists():
+        return None
+    content = read_json(folder / FILE)
+    try:
+        choices = {arm: _read_choice(facts) for arm, facts in content["arms"].items()}
+        return Tuning(
+            choices, tuple(content["seeds"]), int(content["questions"]), content["amounts"]
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{folder / FILE} is damaged: give the sweep's command again") from None
+
+
+def _read_choice(facts: Mapping[str, Any]) -> Choice:
+    candidates = []
+    for candidate in facts["candidates"]:
+        by_seed = {int(seed): float(value) for seed, value in candidate["accuracies"].items()}
+        candidates.append(Candidate(candidate["values"], by_seed, tuple(candidate["failed"])))
+    return Choice(tuple(candidates), int(facts["chosen"]))

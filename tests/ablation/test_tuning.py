@@ -1,0 +1,246 @@
+"""Tuning of arms before a sweep: what is tried, who chooses what by which questions, and what the
+report says of it."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from alignment import sweep
+from alignment.ablation import schedule
+from alignment.ablation.referee import referee_answers
+from alignment.ablation.report import write_report
+from alignment.ablation.study import read_study
+from alignment.ablation.tuning import (
+    Candidate,
+    Choice,
+    Tuning,
+    choose,
+    next_value,
+    read_grid,
+    read_tuning,
+    refuse_shared_seeds,
+    with_choices,
+    write_tuning,
+)
+from alignment.ablation.verdicts import decide
+from alignment.args import RLArgs, SweepArgs, SweepOptions, from_preset, parse
+from alignment.data.tasks import TASKS
+from alignment.system.errors import UserError
+from alignment.system.terminal import make_console
+from tests.ablation.test_report import make_run
+
+TUNE = ["--tune", "learning_rate=1e-4,3e-4,1e-3", "--loss_type", "no_baseline", "grpo_clip"]
+
+
+def arguments(folder, *flags: str) -> SweepOptions:
+    (folder / "sft").mkdir(exist_ok=True)
+    places = ["--sft_base", str(folder / "sft"), "--output_dir", str(folder)]
+    return parse(SweepArgs, [*places, "--seed", "0", "1", *TUNE, *flags])
+
+
+def test_the_validation_split_and_the_test_split_share_no_question():
+    task = TASKS["arithmetic"]
+    every = {task.key(problem) for problem in task.test_problems("")}
+    validation = {task.key(p) for p in task.test_problems("", 0, "validation", 0.3)}
+    test = {task.key(p) for p in task.test_problems("", 0, "test", 0.3)}
+    assert validation | test == every and not validation & test
+    assert len(validation) / len(every) == pytest.approx(0.3, abs=0.05)
+    # A larger share keeps what a smaller one has.
+    assert validation < {task.key(p) for p in task.test_problems("", 0, "validation", 0.5)}
+    assert task.test_problems("", 5) == task.test_problems("", 5, "test", 0.0)
+    with pytest.raises(UserError, match="--eval_split validation: must be test without"):
+        from_preset(RLArgs, "tiny", eval_split="validation")
+
+
+def test_the_next_value_lies_beyond_the_edge_by_the_factor_or_the_step():
+    assert next_value([1e-5, 3e-5, 1e-4], 1e-4) == pytest.approx(3.33e-4)
+    assert next_value([1e-5, 3e-5, 1e-4], 1e-5) == pytest.approx(3.33e-6)
+    assert next_value([1e-5, 3e-5, 1e-4], 3e-5) is None
+    assert next_value([0.0, 0.1, 0.2], 0.2) == pytest.approx(0.3)
+    assert next_value([4, 8], 8) == 16
+    assert next_value(["a", "b"], "b") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["learning_rate=1e-5"], "give an argument once, with two values or more"),
+        (["learning_rate=1e-5,1e-5"], "give an argument once, with two values or more"),
+        (["learning_rate"], "give an argument once, with two values or more"),
+        (["lr=1,2"], "--tune lr: is no argument of an arm"),
+        (["seed=1,2"], "--tune seed: is no argument of an arm"),
+        (["group_size=4,x"], "--tune group_size=x: must be a whole number"),
+    ],
+)
+def test_a_grid_that_cannot_be_tried_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        read_grid(words)
+
+
+def test_values_are_read_as_their_flags_take_them():
+    grid = read_grid(["learning_rate=1,3e-5", "group_size=4,8", "normalize_by_std=true,false"])
+    assert grid["learning_rate"] == (1.0, 3e-5) and type(grid["learning_rate"][0]) is float
+    assert grid["group_size"] == (4, 8) and grid["normalize_by_std"] == (True, False)
+
+
+def test_seeds_that_a_verdict_may_use_do_not_tune():
+    refuse_shared_seeds([100], [0, 1], 0)
+    with pytest.raises(UserError, match="--tune_seeds 1: a verdict may use this seed"):
+        refuse_shared_seeds([100, 1], [0, 1], 0)
+    # --until_decided may reach seed 9.
+    with pytest.raises(UserError, match="--tune_seeds 9"):
+        refuse_shared_seeds([9], [0, 1], 10)
+
+
+def test_the_plan_counts_the_runs_that_tune(tmp_path, capsys):
+    args = arguments(tmp_path)
+    design = sweep.make_design(args)
+    runs = sweep.make_tuning_design(design, args)
+    assert runs is not None
+    # 2 arms x 3 values, with seeds of their own, on the validation split.
+    assert len(runs.arms) == 6 and runs.seeds == (100, 101)
+    assert {arm.eval_split for arm in runs.arms.values()} == {"validation"}
+    assert {arm.eval_split for arm in design.arms.values()} == {"test"}
+    assert {arm.validation_share for arm in (*runs.arms.values(), *design.arms.values())} == {0.3}
+    assert "grpo_clip_learning_rate0.0003" in runs.arms
+    assert runs.folder == design.folder / "tuning"
+    sweep.print_design(design, args, make_console(), runs)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 arms x 3 values of learning_rate x 2 seeds = 12 runs" in printed
+    assert "16 runs in all" in printed
+    with pytest.raises(UserError, match="the arms differ in it"):
+        varied = arguments(tmp_path, "--learning_rate", "1e-4", "1e-3")
+        sweep.make_tuning_design(sweep.make_design(varied), varied)
+
+
+def test_each_arm_takes_its_own_best_and_a_run_that_failed_rules_its_value_out(tmp_path):
+    args = arguments(tmp_path, "--controls")
+    design = sweep.make_design(args)
+    grid = read_grid(args.tune)
+    means = {"no_baseline": (0.2, 0.4, 0.3), "grpo_clip": (0.5, 0.1, 0.9)}
+    accuracies = {}
+    for arm, (small, middle, large) in means.items():
+        names = [f"{arm}_learning_rate{value}" for value in grid["learning_rate"]]
+        accuracies |= {
+            names[0]: {100: small - 0.1, 101: small + 0.1},
+            names[1]: {100: middle, 101: middle},
+            names[2]: {100: large, 101: large},
+        }
+    del accuracies["grpo_clip_learning_rate0.001"][101]
+    choices = choose(design.arms, grid, accuracies, (100, 101))
+    assert choices["no_baseline"].candidate.values == {"learning_rate": 3e-4}
+    assert choices["no_baseline"].candidate.mean == pytest.approx(0.4)
+    assert choices["no_baseline"].edges() == {}
+    assert choices["grpo_clip"].candidate.values == {"learning_rate": 1e-4}
+    assert choices["grpo_clip"].edges() == {"learning_rate": pytest.approx(3.33e-5)}
+    assert choices["grpo_clip"].candidates[2].failed == (101,)
+
+    chosen = with_choices(design, choices)
+    assert chosen.arms["grpo_clip"].learning_rate == 1e-4
+    assert chosen.arms["no_baseline"].learning_rate == 3e-4
+    # Controls are copies of the first arm, but for what makes one a control.
+    assert chosen.arms["control_random"].learning_rate == 3e-4
+    assert chosen.arms["control_no_training"].learning_rate == 0.0
+    # What is tuned is not what varies.
+    assert "learning_rate" not in chosen.varied["grpo_clip"]
+    assert chosen.facts()["tuned"] == ["learning_rate"] and "tuned" not in design.facts()
+    with pytest.raises(UserError, match="arm grpo_clip has no value with which all runs finished"):
+        choose(design.arms, grid, {k: v for k, v in accuracies.items() if "no_b" in k}, (100, 101))
+
+
+def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeypatch):
+    """Runs are made by hand: no_baseline is best at 1e-3, the edge, and grpo_clip at 3e-4."""
+    best = {"no_baseline": 1e-3, "grpo_clip": 3e-4}
+    submitted = []
+
+    def run(design, executor, states, console):
+        for state in states:
+            arm = design.arms[state.arm]
+            state.status = "done"
+            if schedule.is_done(design, state):
+                continue
+            submitted.append(state.name)
+            accuracy = 0.7 if arm.learning_rate == best[arm.loss_type] else 0.5
+            values = {
+                "loss_type": arm.loss_type,
+                "learning_rate": arm.learning_rate,
+                "num_steps": 4,
+                "task": "arithmetic",
+            }
+            make_run(
+                design.folder / state.name, state.seed, accuracy + state.seed % 2 / 40, **values
+            )
+
+    monkeypatch.setattr(schedule, "run_all", run)
+    monkeypatch.setattr(schedule, "warm_up", lambda *given: None)
+    flags = ["sweep", "--sft_base", str(tmp_path / "sft"), "--output_dir", str(tmp_path)]
+    (tmp_path / "sft").mkdir()
+    words = [*flags, "--seed", "0", "1", *TUNE, "--executor", "local", "--run_name", "s"]
+    monkeypatch.setattr("sys.argv", words)
+    sweep.main()
+    assert len(submitted) == 12 + 4
+    sweep.main()
+    assert len(submitted) == 16
+
+    folder = tmp_path / "s"
+    study = read_study([folder])
+    assert study.tuning is not None
+    taken = {arm: choice.candidate.values for arm, choice in study.tuning.choices.items()}
+    assert taken == {arm: {"learning_rate": value} for arm, value in best.items()}
+    # 12 runs of 4 steps of 8 responses of 6, 7, 8 and 9 tokens
+    assert study.tuning.amounts["runs"] == 12 and study.tuning.amounts["tokens"] == 12 * 240
+    assert study.varied["no_baseline"] == {"loss_type": "no_baseline"}
+    [comparison] = decide(study)
+    assert {comparison.a, comparison.b} == set(best)
+    assert "at the edge of the values that it tried" in " ".join(study.warnings)
+    page = (folder / "report.html").read_text()
+    assert "at the edge: try learning_rate 0.00333 too" in page
+    assert "What a referee asks" in page and "Validation accuracy by learning_rate" in page
+    assert (
+        "no_baseline took learning_rate 0.001; grpo_clip took" in (folder / "report.md").read_text()
+    )
+    answers = {answer.question: answer for answer in referee_answers(study, [comparison])}
+    tuned = answers["Was every arm tuned alike, the baseline too?"]
+    assert tuned.status == "partly" and "among 3 values of learning_rate, by 2 seeds" in tuned.words
+
+    # stopped before any verdict's run, it goes on; another grid is another sweep
+    (folder / "sweep.json").unlink()
+    sweep.main()
+    assert len(submitted) == 16
+    other = [word.replace("3e-4", "2e-4") for word in words]
+    monkeypatch.setattr("sys.argv", other)
+    with pytest.raises(UserError, match="tuning holds a sweep of another design"):
+        sweep.main()
+
+
+def test_a_damaged_record_of_tuning_is_named(tmp_path):
+    assert read_tuning(tmp_path) is None
+    choice = Choice((Candidate({"a": 1}, {100: 0.5}), Candidate({"a": 2}, {}, (100,))), 0)
+    tuning = Tuning({"arm": choice}, (100,), 7, {"runs": 1.0})
+    write_tuning(tmp_path, tuning)
+    assert read_tuning(tmp_path) == tuning
+    assert math.isnan(choice.candidates[1].mean)
+    file = tmp_path / "tuning.json"
+    content = json.loads(file.read_text())
+    for damaged in ({**content, "arms": 3}, {**content, "seeds": None}, {}):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="tuning.json is damaged"):
+            read_tuning(tmp_path)
+
+
+def test_a_study_without_tuning_controls_and_one_design_says_so(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{loss}{seed}", seed, 0.5 + 0.3 * (loss == "a"), loss_type=loss)
+        for loss in "ab"
+        for seed in range(6)
+    ]
+    study = read_study(runs)
+    status = {a.question: a.status for a in referee_answers(study, decide(study))}
+    assert list(status.values()) == ["yes", "no", "partly", "partly", "yes", "yes", "partly"]
+    assert "What a referee asks" in write_report(study, tmp_path)[1].read_text()
+    longer = dataclasses.replace(study, match="tokens")
+    assert any("compared at equal tokens" in a.words for a in referee_answers(longer, []))
+    assert np.isfinite(decide(study)[0].p_exact)
