@@ -82,7 +82,7 @@ TESTS = {
     "math-verify, sympy": "tests/rewards/grading/test_tables.py",
     "python-flint, sympy": "tests/rewards/grading/test_values.py",
     "torch, attention": "tests/model/test_attention.py",
-    "torch, compiler": "tests/model/test_huggingface.py",
+    "torch, compiler": "-m slow tests/model/test_huggingface.py",
     "torchao": "tests/policy/test_optimizers.py",
     "peft": "tests/policy/test_lora.py",
     "safetensors": "tests/model/test_saving.py",
@@ -234,7 +234,7 @@ def run_checks(environment: Environment) -> list[Outcome]:
         outcomes.append(environment.run(name, words))
     pytest = ["-m", "pytest", "-o", "addopts=", "-q", "--strict-markers", "-m", "not slow"]
     for subject, file in TESTS.items():
-        outcomes.append(environment.run(f"{file} ({subject})", [*pytest, file]))
+        outcomes.append(environment.run(f"{file} ({subject})", [*pytest, *file.split()]))
     return outcomes
 
 

@@ -247,6 +247,9 @@ def test_backward_keeps_queries_keys_values_outputs_and_one_number_a_query(rule)
 @pytest.mark.skipif(
     torch.version.cuda is None, reason="simulated GPUs need the CUDA build of torch"
 )
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="its fake tensors ask the driver of a GPU"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("length", "padded"), [(32, 32), (33, 64)])
 def test_a_gpus_kernels_get_what_they_read(dtype, length, padded, monkeypatch):

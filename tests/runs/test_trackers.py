@@ -4,6 +4,7 @@ run."""
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -237,6 +238,7 @@ def test_the_library_itself(name, read, tmp_path, monkeypatch, capsys, wait_for)
 
 @pytest.mark.parametrize("name", sorted(set(TRACKERS) - {"tensorboard"}))
 def test_a_tracker_whose_library_is_absent_is_refused_before_a_model_loads(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(checks, "find_spec", lambda package: None)
     with pytest.raises(UserError, match=f"--trackers {name}: {name} is not installed; start with"):
         checks.check_trackers((name,))

@@ -112,6 +112,16 @@ def test_same_seed_same_completions_whatever_the_waves(sampler, monkeypatch):
     assert len({c.token_ids for c in together[0]}) > 1
 
 
+@pytest.fixture
+def two_threads():
+    """torch has two threads, whatever the machine and its environment say."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_waves_decoded_at_once_change_no_token(tiny_folder, tokenizer, monkeypatch):
     sampler = TransformersSampler(
         load_model(str(tiny_folder), ("cpu",), torch.float32), tokenizer, context=256
@@ -119,7 +129,6 @@ def test_waves_decoded_at_once_change_no_token(tiny_folder, tokenizer, monkeypat
     sampling, threads = SamplingConfig(n=4, max_new_tokens=16, stop=(), seed=3), []
     one_by_one = sampler.sample(PROMPTS, sampling)
     monkeypatch.setattr(module, "WORK_A_WAVE", 0)
-    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
     at_once = sampler.sample(
         PROMPTS, sampling, lambda number, text: threads.append(threading.current_thread())
     )
