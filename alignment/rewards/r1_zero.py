@@ -25,6 +25,7 @@ from alignment.rewards.grading.cascade import (
     grade_detail,
     normalise_answer,
 )
+from alignment.rewards.grading.clauses import values_in_clauses
 from alignment.rewards.grading.expressions import Node, Refused
 from alignment.rewards.grading.quantities import answer_in_sentence
 from alignment.rewards.grading.reading import read
@@ -144,6 +145,9 @@ def is_worked_out(answer: str, ground_truth: str) -> bool:
     if read_answer is None:
         read_answer = _read(answer_in_sentence(normalise_answer(answer)))
     values = _values(read_answer)
+    if not values:
+        for stated in values_in_clauses(normalise_answer(answer)):
+            values += _values(_read(stated.text))
     return bool(values) and all(_is_numeral(value, allow_fractions) for value in values)
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
-from alignment.rewards.grading import answers, quantities
+from alignment.rewards.grading import answers, patterns, quantities
 from alignment.rewards.grading.answers import (
     About,
     Answer,
@@ -24,6 +24,7 @@ from alignment.rewards.grading.answers import (
     Words,
     are_quantities,
 )
+from alignment.rewards.grading.clauses import values_in_clauses
 from alignment.rewards.grading.expressions import (
     TRIGONOMETRIC,
     NoAnswer,
@@ -103,7 +104,11 @@ class Comparison:
         except Refused:
             return unread
         try:
-            equal = self.compare_answers(read(answer), truth_read)
+            answer_read = read(answer)
+            equal = self.compare_answers(answer_read, truth_read)
+            has_words = _has_clause(answer_read) or patterns.WORDS_AFTER_SIGN.search(answer)
+            if not equal and not extracted and has_words:
+                return self._compare_clauses(answer, truth, truth_read)
             # Both are read, so that math-verify is not needed: what is not decided is unequal,
             # and said where only the size of numbers prevents it.
             return equal or (None if self.undecided and equal is None else False)
@@ -113,11 +118,23 @@ class Comparison:
             if extracted:
                 return unread
         if inner := quantities.answer_in_sentence(answer):
-            return self.compare_texts(inner, truth, extracted=True)
+            equal = self.compare_texts(inner, truth, extracted=True)
+            if equal is not None:
+                return equal
         if forms := quantities.two_forms(answer):
             agree = self.compare_texts(*forms, extracted=True)
             return agree and self.compare_texts(forms[0], truth, extracted=True)
+        if self._compare_clauses(answer, truth, truth_read):
+            return True
         return unread
+
+    def _compare_clauses(self, answer: str, truth: str, truth_read: Answer) -> bool:
+        """Whether every value that the clauses of a sentence state is the truth."""
+        values = values_in_clauses(answer)
+        has_unit = isinstance(truth_read, Quantity) and truth_read.unit
+        if not values or (has_unit and any(value.has_noun for value in values)):
+            return False
+        return all(self.compare_texts(value.text, truth, extracted=True) for value in values)
 
     def compare_answers(self, answer: Answer, truth: Answer) -> bool | None:
         """Whether an answer equals the truth; None where that cannot be decided."""
@@ -234,7 +251,13 @@ class Comparison:
         # Labels in words may differ: "the answer", "total cost".
         if len(labels) > 1 and not any(map(_is_word, labels)):
             return False
-        return self.compare_answers(answers.unlabelled(answer), answers.unlabelled(truth))
+        equal = self.compare_answers(answers.unlabelled(answer), answers.unlabelled(truth))
+        if equal or self.fast or not _is_of_classes(truth):
+            return equal
+        # x ≡ 2 (mod 5) is x = 5k + 2, and x ≡ 2, 7 (mod 10).
+        parameter = _only_name(answer)
+        numbers = () if parameter in labels else progressions(answer, parameter)
+        return bool(numbers) and same_progressions(numbers, progressions(truth, ""))
 
     def _compare_approximations(self, answer: Answer, truth: Answer) -> bool | None:
         """One side at least is marked as an approximation.
@@ -521,6 +544,14 @@ def _without_about(answer: Answer) -> Answer:
 _NAMED_FUNCTIONS = (*TRIGONOMETRIC, "abs")
 
 
+def _has_clause(answer: Answer) -> bool:
+    """Whether an answer is a value and words after a comma: `12, the number of ways`."""
+    if not isinstance(answer, Listing) or answer.kind != "":
+        return False
+    first, *others = answer.parts
+    return not isinstance(first, Words) and any(isinstance(part, Words) for part in others)
+
+
 def _states_value(equation: Relation) -> bool:
     """Whether an equation says what its left side is, as m + n = 113, AB^2 = 25 and |z| = 5 do.
 
@@ -543,6 +574,13 @@ def _states_value(equation: Relation) -> bool:
 
 def _is_named(node: Node) -> bool:
     return isinstance(node, tuple) and node[0] in _NAMED_FUNCTIONS
+
+
+def _is_of_classes(answer: Answer) -> bool:
+    """Whether an answer is a class of numbers, such as 3 modulo 7, or a list of classes."""
+    answer = answers.unlabelled(answer)
+    parts = answer.parts if isinstance(answer, Listing) else (answer,)
+    return all(isinstance(part, Quantity) and answers.is_class(part) for part in parts)
 
 
 def _labels_differ(answer: Answer, truth: Answer) -> bool:

@@ -190,6 +190,9 @@ WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[' -])*")
 # of them a vowel but y, or their letters stand in order among a to d or x to z.
 LETTER_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{2,3}|a?b?c?d?|x?y?z?")
 
+# 12 - the total; 12: the total. Words after a sign that is no part of a formula.
+WORDS_AFTER_SIGN = re.compile(r"[0-9)}\]] ?[-:] [a-z]{2,} [a-z]{2,}[a-z ]*")
+
 # (A); A.; the correct option is A. Group: the letter.
 OPTION = re.compile(
     r"""
@@ -293,6 +296,14 @@ LABEL = re.compile(
     # (x, y), x-coordinate
     | \([a-z] (?: [ ]?,[ ]?[a-z] ){{1,3}}\)
     | [A-Za-z]+-(?:coordinate|intercept)
+    # an operator of one thing: \det A, \dim(V), \Pr(X = 3), \mathbb{{E}}[X], Area(ABC)
+    | (?: \\(?:det|dim|deg|ker|arg|Pr|mathbb\{{[PE]\}}) | tr | rank | Pr | Var | [Aa]rea | [Vv]ol )
+      [ ]? (?: \([^()]{{1,20}}\) | \[[^\[\]]{{1,20}}\] | [A-Z](?:_\{{?\w\}}?)? )
+    | \\(?:sin|cos|tan|cot|sec|csc) [ ]? \(?[ ]? \\angle [ ]?\{{?[A-Z]{{1,3}}\}}? [ ]?\)?
+    # the length of a vector: \|v\|, \|a + b\|
+    | \\\| [^|=]{{1,20}} \\\|
+    # words and a figure: Area of \triangle ABC
+    | [A-Za-z]{{3,}} (?:[ ][A-Za-z]+){{0,4}} [ ]? \\triangle [ ]?[A-Z]{{3}}
     # a derivative
     | d[a-z]/d[a-z]
     | \\frac\{{d[a-z]\}}\{{d[a-z]\}}
@@ -316,6 +327,9 @@ FORMULA_OF_WORDS = re.compile(
     """.format(words="[A-Za-z]{3,}(?:[ ][A-Za-z]+){0,4}"),
     re.VERBOSE,
 )
+
+# 1 + 3 + ... + 19. A sum or product with dots, which is not decided.
+SERIES = re.compile(r"[-+*^{}()!_\\/ 0-9a-z]+[-+*,] ?\.\.\. ?[-+*,][-+*^{}()!_\\/ 0-9a-z]+")
 
 # {x | x > 3}. Groups: the variable, the condition.
 SET_BUILDER = re.compile(r"\{ ?([a-z])(?: ?∈ ?ℝ)? ?[|:] ?(.*)\}")

@@ -17,8 +17,8 @@ from alignment.rewards.grading.answers import (
     modulus,
     unlabelled,
 )
-from alignment.rewards.grading.expressions import Node, Refused, variables
-from alignment.rewards.grading.values import equal_values, real_value, substitute
+from alignment.rewards.grading.expressions import Node, Refused, subtrees, variables
+from alignment.rewards.grading.values import equal_values, real_value, substitute, whole_number
 
 MAX_OFFSETS = 24  # of a union in its common period
 _DEGREE: Node = ("/", r"\pi", Fraction(180))
@@ -42,13 +42,55 @@ def progressions(answer: Answer, parameter: str) -> tuple[Progression, ...]:
         parts = answer.parts
     result = []
     for part in map(unlabelled, parts):
-        progression = None
+        found: Sequence[Progression] = ()
         if isinstance(part, Quantity):
             progression = _progression(part, parameter)
-        if progression is None:
+            found = (progression,) if progression else _by_parity(part, parameter)
+        if not found:
             return ()
-        result.append(progression)
+        result += found
     return tuple(result)
+
+
+def _by_parity(part: Quantity, parameter: str) -> Sequence[Progression]:
+    """The two progressions of (-1)^k a + b k, of even and of odd k; () for a quantity without a
+    power of -1."""
+    result = []
+    for parity in (0, 1):
+        with suppress(Refused):
+            value = _without_signs(part.value, parameter, parity)
+            half = ("+", ("*", Fraction(2), parameter), Fraction(parity))
+            value = substitute(value, {parameter: half})
+            progression = _progression(part._replace(value=value), parameter)
+            if progression:
+                result.append(progression)
+    return result if len(result) == 2 and _has_sign(part.value) else ()
+
+
+_NEGATIVE_ONE = (Fraction(-1), ("-", Fraction(0), Fraction(1)))
+
+
+def _has_sign(value: Node) -> bool:
+    """Whether a tree has a power of -1."""
+    trees = [tree for tree in subtrees(value) if isinstance(tree, tuple)]
+    return any(tree[0] == "^" and tree[1] in _NEGATIVE_ONE for tree in trees)
+
+
+def _without_signs(value: Node, parameter: str, parity: int) -> Node:
+    """The tree with 1 or -1 for each power of -1, where the parameter is even or odd. Raises
+    `Refused` where its exponent is not linear with whole coefficients."""
+    if not isinstance(value, tuple):
+        return value
+    operation, *operands = value
+    if operation == "^" and operands[0] in _NEGATIVE_ONE and parameter in subtrees(operands[1]):
+        exponent = operands[1]
+        at_0 = substitute(exponent, {parameter: Fraction(0)})
+        slope = ("-", substitute(exponent, {parameter: Fraction(1)}), at_0)
+        if not equal_values(exponent, ("+", at_0, ("*", slope, parameter))):
+            raise Refused("an exponent that is not linear")
+        power = whole_number(at_0) + parity * whole_number(slope)
+        return Fraction(-1 if power % 2 else 1)
+    return (operation, *(_without_signs(part, parameter, parity) for part in operands))
 
 
 def _progression(part: Quantity, parameter: str) -> Progression | None:

@@ -110,7 +110,9 @@ def read_rank(text: str, levels: int = 0) -> Answer | None:
 def _is_name(noun: str) -> bool:
     """Whether a word may be what is ranked, and not one that makes a fraction or another rank."""
     is_word = re.fullmatch("[a-z]{3,20}", noun) is not None
-    return is_word and noun not in _NOT_UNITS and noun not in _QUALIFYING and not _is_number(noun)
+    return (
+        is_word and noun not in _NOT_UNITS and noun not in _QUALIFYING and not is_number_word(noun)
+    )
 
 
 _CHINESE_DIGITS = {"零": 0, "〇": 0, "两": 2} | {
@@ -124,6 +126,15 @@ def chinese_number(text: str) -> Fraction | None:
     """The value of 十二, 三百零五, or 三分之一, which is a third; None for other texts."""
     if len(text) > 20 or not text:
         return None
+    if text[0] == "负":
+        value = chinese_number(text[1:])
+        return None if value is None else -value
+    whole, mixed, proper = text.partition("又")
+    if mixed:
+        return _sum_of_chinese(whole, proper)
+    units, point, decimals = text.partition("点")
+    if point:
+        return _chinese_decimal(units, decimals)
     bottom, part, top = text.partition("分之")
     if part:
         below = chinese_number(bottom)
@@ -148,6 +159,24 @@ def chinese_number(text: str) -> Fraction | None:
     return Fraction(total + section + digit)
 
 
+def _sum_of_chinese(whole: str, proper: str) -> Fraction | None:
+    """The value of 三又二分之一, three and a half, from its two parts."""
+    units = chinese_number(whole)
+    part = chinese_number(proper)
+    if units is None or part is None or not 0 < part < 1:
+        return None
+    return units + part
+
+
+def _chinese_decimal(units: str, decimals: str) -> Fraction | None:
+    """The value of 零点五, from the characters before and after the point."""
+    whole = chinese_number(units)
+    digits = [_CHINESE_DIGITS.get(character) for character in decimals]
+    if whole is None or not digits or None in digits:
+        return None
+    return whole + Fraction(int("".join(map(str, digits))), 10 ** len(digits))
+
+
 def _chinese_quantity(text: str) -> Quantity | None:
     """The quantity of 十二, 十二个 or 三分之一; None for other texts."""
     if not re.match("[\u4e00-\u9fff〇]", text):
@@ -163,7 +192,8 @@ def _chinese_quantity(text: str) -> Quantity | None:
     return None
 
 
-def _is_number(word: str) -> bool:
+def is_number_word(word: str) -> bool:
+    """Whether a word is a cardinal number or a fraction, such as twelve or half."""
     return number_in_words(word) is not None
 
 
@@ -236,7 +266,7 @@ def without_trailing_words(text: str) -> str:
     if match is None:
         return text
     words = match[0].split()
-    if not _NOT_UNITS.isdisjoint(words) or any(map(_is_number, words)):
+    if not _NOT_UNITS.isdisjoint(words) or any(map(is_number_word, words)):
         return text
     return text[: match.start()]
 
@@ -331,7 +361,7 @@ def _plural_noun(text: str) -> str:
     if not re.fullmatch("[a-z]{3,}(?: [a-z]{3,}){0,2}", noun) or not _NOT_UNITS.isdisjoint(words):
         return ""
     for word in words:
-        if _is_number(word) or patterns.NUMBER_NOUN.fullmatch(word):
+        if is_number_word(word) or patterns.NUMBER_NOUN.fullmatch(word):
             return ""
     last = words[-1]
     if len(words) == 1 and last.endswith(("ed", "ly")):
@@ -348,6 +378,8 @@ def same_unit(a: str, b: str) -> bool:
 
     "marbles" match "red marbles", which do not match "blue marbles".
     """
+    if {a, b} == {"£", "pound"}:
+        return True  # of money; the word is a weight's too
     if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
         return True
     return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
@@ -360,6 +392,8 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
     if (chinese := _chinese_quantity(text)) is not None:
         return chinese
+    if half := re.fullmatch(r"([0-9]{1,9}) and ([a-z]+(?:[ -][a-z]+)?)(?: ([A-Za-z].*))?", text):
+        return _mixed_in_words(half)
     words = text.split(" ")
     # The unit is at most three words at the end.
     for end in range(len(words), max(0, len(words) - 4), -1):
@@ -370,6 +404,15 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
         if unit or end == len(words):
             return Quantity(value, unit)
     return None
+
+
+def _mixed_in_words(match: re.Match[str]) -> Quantity | None:
+    """The quantity of `3 and a half` and `3 and a half hours`; None for other texts."""
+    part = _fraction_in_words(re.split("[ -]", match[2]))
+    unit = read_unit(match[3] or "")
+    if part is None or not part < 1 or bool(match[3]) != bool(unit):
+        return None
+    return Quantity(int(match[1]) + part, unit)
 
 
 # --- words, options and sentences -----------------------------------------------------------------
@@ -397,6 +440,12 @@ def same_options(answer: str, truth: str) -> bool:
     options = option_letters(truth)
     if not options:
         return False
+    letters = _letters(truth)
+    answered = _letters(answer)
+    is_arranged = letters != sorted(letters) or (answer.isalpha() and answered != sorted(answered))
+    if is_arranged:
+        # C, A, B is an arrangement, and so is CAB.
+        return letters == answered and bool(option_letters(answer))
     if options == option_letters(answer):
         return True
     named = patterns.OPTION_TEXT.fullmatch(answer)
@@ -404,6 +453,10 @@ def same_options(answer: str, truth: str) -> bool:
         return False
     letter = named[1] or named[2]
     return options == {letter.lower()}
+
+
+def _letters(text: str) -> list[str]:
+    return re.findall(r"\b[A-J]\b" if " " in text else "[A-J]", text)
 
 
 def option_letters(text: str) -> frozenset[str]:
@@ -442,7 +495,7 @@ def answer_in_sentence(text: str) -> str:
     if predicate is None:
         return ""
     words_after = (predicate[3] or "").split()
-    return "" if any(map(_is_number, words_after)) else predicate[1]
+    return "" if any(map(is_number_word, words_after)) else predicate[1]
 
 
 def words_in_sentence(words: str) -> str:
@@ -495,7 +548,36 @@ def take_clause(text: str) -> Clause:
     return Clause(formula, name, is_integer)
 
 
-# --- times, ratios and measures in two units ------------------------------------------------------
+# --- dates, times, ratios and measures in two units -----------------------------------------------
+
+_MONTHS = {
+    name: number
+    for number, names in enumerate(TABLES["months"].split(), start=1)
+    for name in names.split(",")
+}
+_WEEKDAY = "(?:(?:sun|mon|tues|wednes|thurs|fri|satur)day,? )?"
+_MONTH = rf"({'|'.join(sorted(_MONTHS, key=len, reverse=True))})[.]?"
+_DAY = "(?:the )?([0-9]{1,2})(?:st|nd|rd|th)?"
+_YEAR = "(?:,? ?([0-9]{4}))?"
+# March 5, 2020; the 5th of March 2020; 2020年3月5日. Groups: month, day, year, in any order.
+_MONTH_FIRST = re.compile(rf"(?i){_WEEKDAY}{_MONTH} {_DAY}{_YEAR}")
+_DAY_FIRST = re.compile(rf"(?i){_WEEKDAY}{_DAY} (?:of )?{_MONTH}{_YEAR}")
+_CHINESE_DATE = re.compile("(?:([0-9]{4})年)?([0-9]{1,2})月([0-9]{1,2})[日号]")
+
+
+def read_date(text: str, levels: int) -> Answer | None:
+    """`March 5, 2020`, `the 5th of March`, `3月5日`; None for anything else."""
+    if match := _MONTH_FIRST.fullmatch(text):
+        month, day, year = match.groups()
+    elif match := _DAY_FIRST.fullmatch(text):
+        day, month, year = match.groups()
+    elif match := _CHINESE_DATE.fullmatch(text):
+        year, month, day = match.groups()
+    else:
+        return None
+    number = _MONTHS.get(month.lower()) or int(month)
+    return Words(f"date {int(year or 0)}-{number}-{int(day)}")
+
 
 _TWO_UNITS = re.compile(
     r"""

@@ -315,7 +315,8 @@ def is_label(text: str) -> bool:
     if re.match(r"[xyz] ?\([0-9]", text):
         return False  # x(2 + 3) is a product
     names = re.findall("[A-Za-z]+", text)
-    return not qualified(text) and set(names).isdisjoint(FUNCTIONS)
+    is_of_angle = r"\angle" in text
+    return not qualified(text) and (is_of_angle or set(names).isdisjoint(FUNCTIONS))
 
 
 def _equation(sides: list[str], levels: int) -> Answer:
@@ -380,8 +381,11 @@ def _chain(sides: list[str], levels: int, is_labelled: bool = False) -> Answer:
 
 
 def _read_member(text: str, levels: int) -> Quantity | None:
-    """A side of a chain before its last. None for a formula in words, such as rate * time."""
+    """A side of a chain before its last. None for a formula in words, such as rate * time, and for
+    a sum with dots."""
     if patterns.FORMULA_OF_WORDS.fullmatch(text) and not qualified(text):
+        return None
+    if patterns.SERIES.fullmatch(text):
         return None
     answer = read(text, levels)
     if isinstance(answer, Words) and 2 <= len(answer.written) <= 4:
@@ -546,10 +550,11 @@ _LINE_BREAK = re.compile(r"\\\\(?:\[[^\]]{0,8}\])?")
 
 
 def _matrix(text: str, levels: int) -> Answer | None:
-    r"""`\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}`; a vmatrix is its determinant."""
+    r"""`\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}`; a vmatrix or \det is its determinant."""
     if "{array}" in text or "{smallmatrix}" in text:
         text = text.strip("()[] ")
-    match = patterns.MATRIX.fullmatch(text)
+    is_determinant = text.startswith(r"\det")
+    match = patterns.MATRIX.fullmatch(text.removeprefix(r"\det").strip())
     if match is None:
         return None
     lines = [line for line in _LINE_BREAK.split(match[2]) if line.strip()]
@@ -557,7 +562,7 @@ def _matrix(text: str, levels: int) -> Answer | None:
     if not _is_rectangle(rows) or len(rows) * len(rows[0]) > MAX_CELLS:
         raise NoAnswer("no rectangle, or too large a one")
     cells = tuple(_read_all(row, levels - 1) for row in rows)
-    if match[1] == "vmatrix":
+    if match[1] == "vmatrix" or is_determinant:
         return Quantity(_determinant(cells))
     return Matrix(cells)
 
@@ -630,6 +635,7 @@ def _approximation(text: str, levels: int) -> Answer | None:
 # In order: several readers may be able to read a text, and the first of them decides.
 _READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     _cases,
+    quantities.read_date,
     quantities.read_clock,
     quantities.read_rank,
     _phrase,

@@ -25,7 +25,7 @@ def _write_sign(match: re.Match[str]) -> str:
 
 
 def _join_digits(match: re.Match[str]) -> str:
-    return match[0].replace(" ", "")
+    return re.sub(r"[ '_\\]", "", match[0])
 
 
 def _nested_calls(match: re.Match[str]) -> str:
@@ -65,6 +65,10 @@ _QUALIFYING = frozenset(TABLES["qualifying_words"].split())
 _POSSESSIVE = "(?:the|our|his|her|their|its)"
 _REMARKS = "|".join(TABLES["remarks"])
 
+_COMPARED = "(?:many|much|large|big|long|old|tall|far|fast|heavy|likely)"
+_SUBJECT = "(?:it|they|he|she|we|that|there)"
+_AUXILIARY = "(?:is|are|was|were|do|does|did|can|will|has|have)"
+
 # The index of a number before or after the C of a binomial coefficient.
 _INDEX = r"\s*\{{?\s*(?P<{}>[0-9]{{1,4}}|[a-z])\s*\}}?\s*"
 
@@ -98,7 +102,7 @@ _VECTOR = r"(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)"
 
 # "So, the final answer is:", "####", "=" before an answer.
 _LEAD = (
-    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?"
+    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:→ )?"
     r"(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
     r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
 )
@@ -106,6 +110,11 @@ _LEAD = (
 _RULES: list[tuple[str, Replacement]] = [
     # Digits that repeat without end: a bar or a dot over them becomes \overline{...}.
     (r"([0-9])[\u0304\u0305]", r"\\overline{\1}"),
+    # A dot over the first and one over the last digit is a bar over all of them.
+    (
+        r"\\dot\s*\{?([0-9])\}?([0-9]{0,18})\\dot\s*\{?([0-9])\}?",
+        r"\\overline{\1\2\3}",
+    ),
     (r"\\(?:bar|dot)\s*\{?([0-9]+)\}?", r"\\overline{\1}"),
     # One bar over each of two digits is one bar over both.
     (r"\}(?<=\\overline\{[0-9]\})\\overline\{(?=[0-9]\})", ""),
@@ -116,7 +125,7 @@ _RULES: list[tuple[str, Replacement]] = [
     # Markdown: what is struck out is not stated; headings, and emphasis by * and _. A sign of
     # emphasis stands at a word's outside: 2*3*4 and 2**3 are products and powers.
     (r"~~.*?~~", " "),
-    (r"^#{1,6} (?!#)|^```[a-z]*\s|```$", ""),
+    (r"^#{1,6} (?!#)|^```(?:[a-z]*\s)?|```$|</?(?:b|i|u|em|strong|mark|span|p|code)>", ""),
     (
         r"(?:(?<=[A-Za-z:,=.$][ ])|(?<![^\s(])(?<![\w)}\]] ))(\*{1,3})(?=[^\s*])([^*]*[^\s*])\1"
         r"(?=[.,:;!?)\s]|$)",
@@ -128,6 +137,9 @@ _RULES: list[tuple[str, Replacement]] = [
     (rf"^(?:{_CHINESE_THEREFORE}[, ]*)+(?=[-+\\$0-9A-Za-z(])", ""),
     (r"^(?:故|应|所以|因此)?(?:答案)?选择?(?:项|为|:)*\s*(?=\(?[A-J])", ""),
     (r"百分之\s*([0-9.]+)", r"\1%"),
+    (r"^负\s*(?=[0-9\\$])", "-"),
+    (r"根号\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+    (r"(?<=[0-9])点([0-9]{2})分", r":\1"),
     (r"(?<=[0-9])\s*万", "*10^4"),
     (r"(?<=[0-9])\s*亿", "*10^8"),
     (r"(?<=[0-9A-Za-z)\]}$%])[, ]*(?:或者|或是|或)\s*", " or "),
@@ -139,12 +151,15 @@ _RULES: list[tuple[str, Replacement]] = [
         "",
     ),
     (r"(?<=[0-9]),\s*\\[;: ]\s*(?=[0-9])", ", "),
+    # The thousands of Switzerland and of code: 1'234'567, 1_234_567.
+    (r"(?<![\w.'])[1-9][0-9]{0,2}(?:(?:'[0-9]{3}){2,}|(?:\\?_[0-9]{3})+)(?![\w.'])", _join_digits),
     # 1, 234, 000 is one number, for no list has the part 000.
     (r"(?<![0-9.,])(?<![0-9] )[1-9][0-9]{0,2}(?:, ?[0-9]{3})*, 000(?!,? ?[0-9])", _join_digits),
     # Values side by side are a list.
     (r"(?<=[0-9])\s*\\q?quad(?![A-Za-z])\s*(?=[-+]?[0-9])", ", "),
     # Sizing, layout and the delimiters \( \) \[ \] go, and so do phrases around an answer.
     (rf"\\{_LAYOUT}(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
+    (r"\\thinspace(?![A-Za-z])", r"\\,"),
     (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
     # Code: np.sqrt(2), Matrix([[1, 2]]), oo.
     (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),
@@ -164,7 +179,9 @@ _RULES: list[tuple[str, Replacement]] = [
     # The unit vectors i, j, k; then the text of the other text commands.
     (rf"\\{_VECTOR}\s*\{{? ?\\?([ijk])(?:math)? ?\}}?(?![A-Za-z(])", r" \\\1hat "),
     (rf"\\{_WRAPPERS}\s*\{{([^{{}}]*)\}}", r" \1 "),
-    (r"\\(?:text)?color\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
+    # Once more, for one in another.
+    (rf"\\{_WRAPPERS}\s*\{{([^{{}}]*)\}}", r" \1 "),
+    (r"\\(?:textcolor|color|colorbox)\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
     # Logical signs are words.
     (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),
     (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
@@ -208,12 +225,12 @@ _RULES: list[tuple[str, Replacement]] = [
     (r">=|=>", "≥"),
     (r"(?<=[ a-z])!=", "≠"),
     (r"\+/-|\+-(?=[0-9\\ ])", "±"),
-    # 1 234 567
-    (r"(?<![0-9])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9]| ?/)", _join_digits),
+    # 1 234 567, but not the 2 256 of \log_2 256
+    (r"(?<![0-9_^])(?<![0-9][ ,])([1-9][0-9]{0,2}(?: [0-9]{3})+)(?![ ,]?[0-9]| ?/)", _join_digits),
     # k ∈ Z, and the clause in brackets: kπ (k ∈ ℤ).
-    (r"∈ ?Z(?![A-Za-z(])", "∈ ℤ"),
-    (r"∈ ?N(?![A-Za-z(])", "∈ ℕ"),
-    (r"[ ,]*\(\s*([a-z] ?∈ ?[ℤℕ])\s*\)\s*(?=$|\$)", r", \1"),
+    (r"∈\s*Z(?![A-Za-z(])", "∈ ℤ"),
+    (r"∈\s*N(?![A-Za-z(])", "∈ ℕ"),
+    (r"[ ,]*\(\s*([a-z]\s*∈\s*[ℤℕ])\s*\)\s*(?=$|\$)", r", \1"),
     # Escaped signs; $ in pairs delimits maths, and a single one is currency.
     (r"\\([%{}#&])", r"\1"),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
@@ -229,10 +246,16 @@ _RULES: list[tuple[str, Replacement]] = [
     (_LEAD, ""),
     (r'^ ?(["`])(.*)\1 ?$', r"\2"),
     (r"(?<![.])[.]$", ""),
+    (r"(?i)^(?:in )?(?:the year )?(?=[12][0-9]{3}$)", ""),
+    # Yes, it is; no, they do not.
+    (rf"(?i)^(yes), {_SUBJECT} {_AUXILIARY}$|^(no), {_SUBJECT} {_AUXILIARY}(?:n't| not)$", r"\1\2"),
     # Remarks after a comma: "72, in total", "72, which is the number of clips".
     (rf"(?<=[\w)}}\]%]) ?, ?(?:{_REMARKS})$", ""),
     (r"^(?:exactly|precisely|only|just) (?=[-0-9$\\(])", ""),
     (r"(?<=[\w)}\]%]), (?:because|since|as) [a-z' ]{1,60}$", _without_remark),
+    # 12 times as many, 12 more apples
+    (rf"(?<=[0-9]) times(?: as {_COMPARED}\b[a-z ]*)?$", ""),
+    (r"(?<=[0-9]) more (?!.*\bthan\b)(?=[a-z]{3,})", " "),
     (rf"(?<=[\w)}}\]%]), which (?:is|are) {_POSSESSIVE} [a-z' ]{{1,60}}$", _without_remark),
 ]
 

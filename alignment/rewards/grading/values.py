@@ -546,6 +546,8 @@ def _constant(name: str, field: type) -> _Value:
         return field(arb.pi())
     if name == "e":
         return field(1).exp()
+    if field is arb:
+        raise Refused("not real")
     return acb(0, 1)
 
 

@@ -1,10 +1,12 @@
 r"""Kinds of answers that users' data and models' responses hold: what stands left of `=`, several
 boxes, LaTeX's thousands, remarks, counts, congruences, ranks, {}_5C_2, periods, two units, Chinese,
-Markdown, large numbers, products of letters and doubled backslashes. `kind_pairs.jsonl` holds
-labelled pairs of each, whose labels follow from mathematics."""
+Markdown, large numbers, products of letters, doubled backslashes, clauses of words around a number,
+dates and rarer notation. `kind_pairs.jsonl` holds labelled pairs of each, whose labels follow from
+mathematics."""
 
 import itertools
 import json
+import random
 import time
 from collections import Counter
 from fractions import Fraction
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.rewards.grading.cascade import FAILURES, grade, grade_detail
+from alignment.rewards.grading.clauses import values_in_clauses
 from alignment.rewards.grading.expressions import parse_expression
 from alignment.rewards.grading.measures import conversion
 from alignment.rewards.grading.quantities import chinese_number, rank_in_words
@@ -31,9 +34,9 @@ CPU_SECONDS = 2.0  # of any grading below
 
 
 def test_there_are_pairs_of_every_kind_and_label():
-    assert len({(pair["answer"], pair["ground_truth"]) for pair in PAIRS}) == len(PAIRS) >= 600
+    assert len({(pair["answer"], pair["ground_truth"]) for pair in PAIRS}) == len(PAIRS) > 1000
     counts = Counter((pair["kind"], pair["equal"]) for pair in PAIRS)
-    assert len(KINDS) == 15
+    assert len(KINDS) == 18
     assert all(counts[kind, label] >= 4 for kind in KINDS for label in (True, False))
 
 
@@ -157,6 +160,13 @@ def test_residues_are_those_of_the_integers():
         " and ".join(["3 red pens"] * 30),
         "2k\\pi + " * 40 + "k, k \\in Z",
         "9" * 70 + "!!",
+        "is the answer " * 25 + "x+3 = 8",
+        "so " * 100 + "3",
+        "12 " + "a" * 300 + "?",
+        "12 " + "more " * 70,
+        "1" + "'000" * 90,
+        "1 + " * 60 + "... + " * 20,
+        "(-1)^k" * 50,
     ],
 )
 def test_hostile_texts_of_these_kinds_cost_little(text):
@@ -167,6 +177,78 @@ def test_hostile_texts_of_these_kinds_cost_little(text):
             assert not verdict.equal
             assert verdict.stage != "error"
             assert time.process_time() - start < CPU_SECONDS
+
+
+@pytest.mark.slow
+def test_mutated_answers_cost_little_and_are_no_errors():
+    rng = random.Random(0)
+    pieces = [
+        "(",
+        "}",
+        ", ",
+        ". ",
+        " so ",
+        " since ",
+        "^",
+        "!",
+        "\\frac",
+        "\\boxed{",
+        "=",
+        "≡",
+        "k",
+    ]
+    pieces += [
+        " not ",
+        " or ",
+        "13",
+        "点",
+        "又",
+        "...",
+        "\\det",
+        "(-1)^k",
+        "i",
+        "9" * 300,
+        "so " * 60,
+    ]
+    pieces += [
+        "is the answer " * 20,
+        "12, " * 40,
+        "(" * 50,
+        "__import__('os')",
+        "\x00",
+        "~~",
+        "'000",
+    ]
+    for _ in range(1000):
+        pair = rng.choice(PAIRS)
+        answer = pair["answer"]
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randint(0, len(answer))
+            other = rng.choice([*pieces, rng.choice(PAIRS)["answer"]])
+            answer = answer[:place] + other + answer[place + rng.randint(0, 3) :]
+        start = time.process_time()
+        verdict = grade_detail(answer, pair["ground_truth"])
+        assert verdict.stage != "error", (answer, pair["ground_truth"])
+        assert time.process_time() - start < CPU_SECONDS, (answer, pair["ground_truth"])
+
+
+# --- clauses --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.sampled_from(["{a} or {b}", "{a}, so {b}"]))
+def test_a_second_number_is_never_left_out(number, added, text):
+    text = text.format(a=number, b=number + added)
+    assert not grade(text, str(number))
+    assert not grade(f"{text} apples were sold", str(number))
+    assert not grade(f"{number} apples were sold, and {number + added} pears", str(number))
+
+
+def test_what_clauses_state():
+    assert [value.text for value in values_in_clauses("12, since 5+7=12")] == ["12", "5+7=12"]
+    assert [value.text for value in values_in_clauses("m = 5, so the answer is 13")] == ["13"]
+    assert [value.text for value in values_in_clauses("12 apples were sold")] == ["12 apples"]
+    assert list(values_in_clauses("12 is wrong")) == []
 
 
 # --- words, units and spellings -------------------------------------------------------------------
@@ -201,6 +283,9 @@ def test_ranks_in_words(words, rank):
         ("两千", 2000),
         ("一万二千", 12000),
         ("三分之二", Fraction(2, 3)),
+        ("负三", -3),
+        ("三又二分之一", Fraction(7, 2)),
+        ("零点零五", Fraction(1, 20)),
         ("一二", None),
         ("度", None),
     ],

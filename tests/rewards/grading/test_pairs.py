@@ -25,8 +25,6 @@ MISSED = {
     ("tg 45°", "1"),
     ("1011", "1011_2"),
     ("①③", "①, ③"),
-    ("7, I am sure it is 7", "7"),
-    ("12 (twelve)", "12"),
     ("n = 6 (not 5)", "6"),
     ("2x > 6", "x > 3"),
     ("f(x)=cx for any constant c", "f(x)=kx for any constant k"),
