@@ -144,6 +144,8 @@ class ReportArgs:
     match: Match = flag("steps", group="sweep")
     """Compare arms after their --num_steps, or at equal sampled responses, tokens (of refills too)
     or seconds: what all had. A sweep's folder has its own."""
+    measure: str = flag("", group="sweep")
+    """What verdicts are on, as sweep's; empty: what the sweep was made for, else accuracy."""
     follow: bool = False
     """Write the report again, every 30 s, until all runs are finished."""
 

@@ -18,7 +18,7 @@ def main() -> None:
     console = make_console()
     folders = [Path(run) for run in args.runs]
     while True:
-        study = read_study(folders, args.tie, args.match)
+        study = read_study(folders, args.tie, args.match, args.measure)
         if study.runs:
             from alignment.ablation.report import report  # loads scipy and matplotlib
 

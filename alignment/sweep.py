@@ -163,6 +163,7 @@ def make_design(args: SweepOptions) -> Design:
     refuse_faulty_arms(arms, seeds)
     refuse_incomparable_arms(arms)
     refuse_rare_evaluations(arms, args.match)
+    refuse_unmeasured_arms(arms, args.measure, args.match)
     check_trackers(args.trackers)
     try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
@@ -170,7 +171,17 @@ def make_design(args: SweepOptions) -> Design:
         raise UserError(f"--strict: {'; '.join(warnings)}")
     # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
     alpha = ALPHA / count_looks(len(seeds), args)
-    design = Design(folder, arms, seeds, args.hold, args.tie, alpha, warnings, args.match)
+    design = Design(
+        folder,
+        arms,
+        seeds,
+        args.hold,
+        args.tie,
+        alpha,
+        warnings,
+        args.match,
+        measure=args.measure,
+    )
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question
 
@@ -196,6 +207,23 @@ def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None
         refuse_missing_warm_start(arm)
         rules = arm.task_in_format.rules
         find_reward(arm.reward, rules, settings=arm.reward_settings)
+
+
+def refuse_unmeasured_arms(arms: Mapping[str, RLArgs], measure: str, match: str) -> None:
+    """Raise `UserError` where evaluations of an arm would not have what the verdicts are on."""
+    if measure == "accuracy":
+        return
+    from alignment.ablation.study import read_measure, refuse_unmatched_measure
+
+    refuse_unmatched_measure(measure, match)
+    kind, number = read_measure(measure)
+    for name, arm in arms.items():
+        samples = arm.eval_samples
+        if kind == "pass" and samples < number or kind == "avg" and samples != number:
+            raise UserError(
+                f"--measure {measure}: {name} samples {samples} answers a question in evaluations;"
+                f" give --eval_samples {number:.0f}"
+            )
 
 
 def try_users_code(arms: Collection[RLArgs]) -> None:

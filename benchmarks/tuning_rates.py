@@ -10,13 +10,16 @@ of the grid, and of the best values of all, which a grid may miss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import tyro
 
+from alignment.ablation.design import ALPHA
 from alignment.ablation.statistics import compare, pairs
+from alignment.ablation.summary import survives_choice
+from alignment.ablation.tuning import Candidate, Choice, Tuning
 from benchmarks.ablation_rates import TIE, Outcome, Setting, false_verdict, sample
 
 SEED_NOISE = 0.02  # standard deviation of a run's accuracy between seeds
@@ -83,9 +86,11 @@ def expected(setting: TunedSetting) -> np.ndarray:
     return expected_AV
 
 
-def validation_means(rng: np.random.Generator, setting: TunedSetting, tables: int) -> np.ndarray:
-    """The mean validation accuracy of each arm with each value [N, A, V], over tuning seeds: the
-    truth, with errors by seeds, by questions, and by the sampling of answers."""
+def validation_accuracies(
+    rng: np.random.Generator, setting: TunedSetting, tables: int
+) -> np.ndarray:
+    """The validation accuracy of each arm with each value by tuning seed [N, A, V, S]: the truth,
+    with errors by seeds, by questions, and by the sampling of answers."""
     truth_AV = np.array(setting.accuracies)
     shape_NAVS = (tables, *truth_AV.shape, setting.tune_seeds)
     runs_NAVS = truth_AV[..., None] + SEED_NOISE * rng.normal(size=shape_NAVS)
@@ -95,8 +100,19 @@ def validation_means(rng: np.random.Generator, setting: TunedSetting, tables: in
             runs_NAVS[:, :, place] += outcome.shift * happens_NAS
     taste_NAV = TASTE / np.sqrt(VALIDATION_QUESTIONS) * rng.normal(size=shape_NAVS[:3])
     seen_NAVS = np.clip(runs_NAVS + taste_NAV[..., None], 0, 1)
-    right_NAVS = rng.binomial(VALIDATION_QUESTIONS, seen_NAVS)
-    return right_NAVS.mean(axis=-1) / VALIDATION_QUESTIONS
+    return rng.binomial(VALIDATION_QUESTIONS, seen_NAVS) / VALIDATION_QUESTIONS
+
+
+def most_lost(accuracies_AVS: np.ndarray) -> dict[str, float]:
+    """`Tuning.most_lost` of one table, of arms by number."""
+    choices = {}
+    for arm, accuracies_VS in enumerate(accuracies_AVS):
+        candidates = []
+        for place, accuracies_S in enumerate(accuracies_VS):
+            candidates.append(Candidate({"value": place}, dict(enumerate(accuracies_S.tolist()))))
+        choices[str(arm)] = Choice(tuple(candidates), int(accuracies_VS.mean(axis=-1).argmax()))
+    seeds = tuple(range(accuracies_AVS.shape[-1]))
+    return Tuning(choices, seeds, VALIDATION_QUESTIONS, {}).most_lost(ALPHA)
 
 
 COLUMNS = (
@@ -104,8 +120,10 @@ COLUMNS = (
     "coverage",
     "false of the grid's best",
     "coverage of the grid's best",
+    "the same, unnamed",
     "false of the best of all",
     "decided",
+    "decided, unnamed",
     "best value taken",
     "accuracy lost",
     "validation too high by",
@@ -113,14 +131,16 @@ COLUMNS = (
 )
 """False tables have a verdict that is false of the values that were taken; coverage is that of
 their difference. Of the grid's best, and of the best of all: held against the difference that arms
-with these values have. Accuracy lost: of an arm, by another value than the grid's best. Validation
+with these values have. Unnamed: without the words that a verdict is of the values taken
+(`survives_choice`). Accuracy lost: of an arm, by another value than the grid's best. Validation
 too high by: of the accuracy that an arm was chosen by."""
 
 
 def rates(setting: TunedSetting, tables: int, seed: int) -> list[float]:
     """The values of `COLUMNS` over simulated tables."""
     rng = np.random.default_rng(seed)
-    means_NAV = validation_means(rng, setting, tables)
+    means_NAVS = validation_accuracies(rng, setting, tables)
+    means_NAV = means_NAVS.mean(axis=-1)
     taken_NA = means_NAV.argmax(axis=-1)
     expected_AV = expected(setting)
     best_A = expected_AV.max(axis=1)
@@ -129,8 +149,8 @@ def rates(setting: TunedSetting, tables: int, seed: int) -> list[float]:
     arm_A = np.arange(arms)
     rows = []
     for table in range(tables):
-        taken_A = taken_NA[table]
-        rows.append(verdict_cells(rng, setting, taken_A, [best_A, optima_A]))
+        lost = most_lost(means_NAVS[table])
+        rows.append(verdict_cells(rng, setting, taken_NA[table], [best_A, optima_A], lost))
     taken_accuracy_NA = expected_AV[arm_A, taken_NA]
     chosen_mean_NA = np.take_along_axis(means_NAV, taken_NA[..., None], axis=-1)[..., 0]
     is_edge_NA = (taken_NA == 0) | (taken_NA == values - 1)
@@ -148,9 +168,10 @@ def verdict_cells(
     setting: TunedSetting,
     taken_A: np.ndarray,
     truths: Sequence[np.ndarray],
+    lost: Mapping[str, float],
 ) -> list[float]:
-    """The first six of `COLUMNS` for one table: arms with the values that they took, on fresh seeds
-    and questions, held against those values' truth and against the two `truths`."""
+    """The first eight of `COLUMNS` for one table: arms with the values that they took, on fresh
+    seeds and questions, held against those values' truth and against the two `truths`."""
     arms = len(taken_A)
     accuracies = tuple(setting.accuracies[arm][taken_A[arm]] for arm in range(arms))
     outcomes = tuple(setting.outcomes.get(int(place), ()) for place in taken_A)
@@ -172,14 +193,17 @@ def verdict_cells(
             true = round(float(truth_A[int(comparison.a)] - truth_A[int(comparison.b)]), 12)
             is_false[row, place] = false_verdict(comparison, true) != ""
             covers[row, place] = comparison.low <= true <= comparison.high
-    decided = np.mean([comparison.kind != "undecided" for comparison in compared])
+    is_decided = np.array([comparison.kind != "undecided" for comparison in compared])
+    is_unnamed = np.array([survives_choice(comparison, lost, TIE) for comparison in compared])
     return [
         float(is_false[0].any()),
         float(covers[0].mean()),
         float(is_false[1].any()),
         float(covers[1].mean()),
+        float((is_false[1] & is_unnamed).any()),
         float(is_false[2].any()),
-        float(decided),
+        float(is_decided.mean()),
+        float((is_decided & is_unnamed).mean()),
     ]
 
 

@@ -53,6 +53,7 @@ class Design:
     match: str = "steps"
     # Arguments of which each arm chose its own value: part of what an arm is, not of what varies.
     tuned: tuple[str, ...] = ()
+    measure: str = "accuracy"  # What verdicts are on, as `read_measure` takes it.
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
@@ -71,6 +72,8 @@ class Design:
         }
         if self.tuned:
             settings["tuned"] = self.tuned
+        if self.measure != "accuracy":
+            settings["measure"] = self.measure
         return json.loads(json.dumps({**settings, "arms": arms}))
 
 

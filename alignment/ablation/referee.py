@@ -48,7 +48,7 @@ def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
     exact = sum(comparison.exact for comparison in winners)
     if not winners:
         return Answer(question, "partly", f"{words}; no difference was shown")
-    words = f"{words}; {exact} of {len(winners)} differences hold whatever the noise of a run is"
+    words = f"{words}; {exact} of {len(winners)} differences need no model of a run's noise"
     return Answer(question, "yes" if exact == len(winners) else "partly", words)
 
 

@@ -18,12 +18,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from alignment.ablation import verdicts
+from alignment.ablation.measures import selection_bias
 from alignment.ablation.referee import referee_answers
 from alignment.ablation.statistics import Comparison, interquartile_mean
-from alignment.ablation.study import Run, Study, shell_command
+from alignment.ablation.study import MEASURE_KINDS, Run, Study, read_measure, shell_command
 from alignment.ablation.summary import (
     IF_NOISE,
     caution,
+    choice_caution,
     detectable_words,
     interval_words,
     print_verdicts,
@@ -103,6 +105,9 @@ def contents(study: Study) -> dict[str, Any]:
     question = "What did training change?"
     if varied:
         question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?"
+        if study.measure != "accuracy":
+            title = verdicts.outcome(study).title
+            question = f"Does {' or '.join(varied)} make a difference to the {title}?"
     run = None
     completions = []
     if len(arms) == len(study.runs) == 1:
@@ -110,6 +115,11 @@ def contents(study: Study) -> dict[str, Any]:
         last_step = run.evals[-1]["step"]
         completions = read_jsonl(run.path / "completions" / f"eval_{last_step:06d}.jsonl")
     decided_tables = _flatten(factors) or pairs
+    kind, _ = read_measure(study.measure)
+    has_area = MEASURE_KINDS[kind].has_curve and kind != "area"
+    bias = None
+    if kind == "best":
+        bias = float(np.mean([selection_bias(of_study) for of_study in study.runs]))
     answers = [] if run or not study.runs else referee_answers(study, decided_tables)
     words = set()
     for run_of_study in study.runs:
@@ -124,9 +134,12 @@ def contents(study: Study) -> dict[str, Any]:
         "headline": headline(factors, pairs),
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),
+        "choice_caution": choice_caution(study, decided_tables),
         "pairs": ranked(pairs),
         "referee": answers,
-        "pairs_area": ranked(decide(study, whole_curve=True)),
+        "pairs_area": ranked(decide(study, whole_curve=True)) if has_area else [],
+        "measured": "accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title,
+        "selection_bias": bias,
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
         "further": further_accuracies(run.evals) if run else {},
@@ -460,6 +473,10 @@ def _draw_tuning(axes: Axes, styles: Styles, study: Study, tuning: Tuning) -> No
         axes.plot(taken.values[name], taken.mean, "D", color=styles[arm]["color"])
     if smallest > 0:
         axes.set_xscale("log")
+    first = next(iter(tuning.choices.values()))
+    tried_values = [candidate.values[name] for candidate in first.candidates]
+    axes.set_xticks(tried_values, [f"{value:g}" for value in tried_values])
+    axes.set_xticks([], minor=True)
     axes.set(xlabel=name, ylabel="validation accuracy")
 
 
@@ -474,9 +491,10 @@ def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:
         colour = styles[arm]["color"]
         axes.plot(accuracies, [row] * len(accuracies), "o", color=colour, alpha=0.45)
         axes.errorbar(np.mean(accuracies), row, xerr=margin, color=colour, marker="D")
+    if study.measure == "accuracy":
+        axes.set_xlim(_within_accuracies(axes.get_xlim()))
     axes.set(
-        xlabel="accuracy",
-        xlim=_within_accuracies(axes.get_xlim()),
+        xlabel="accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title,
         yticks=range(len(scores)),
         yticklabels=list(scores),
         ylim=(-0.6, len(scores) - 0.4),

@@ -110,6 +110,7 @@ def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
         "tie": facts.get("tie"),
         "alpha": facts.get("alpha"),
         "tuned": facts.get("tuned", []),
+        "measure": facts.get("measure", "accuracy"),
         "arms": arms,
     }
 

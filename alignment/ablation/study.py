@@ -4,7 +4,7 @@ sweeps or of single runs. The runs of one arm differ only in their seeds."""
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,74 @@ def amounts_of(runs: "Sequence[Run]") -> dict[str, float]:
     return amounts
 
 
+class Measure(NamedTuple):
+    """How a kind of measure is called: as a title and as part of a sentence, in which {} is its
+    name; and whether it has a value in every evaluation, so that --match can compare it between."""
+
+    title: str
+    description: str
+    has_curve: bool = False
+
+
+MEASURE_KINDS: dict[str, Measure] = {
+    "accuracy": Measure("final accuracy", "the accuracy of the last evaluation", True),
+    "avg": Measure("final {}", "{} of the last evaluation, the mean over its samples", True),
+    "pass": Measure("final {}", "{} of the last evaluation, unbiased over its samples", True),
+    "area": Measure(
+        "area under the learning curve", "the mean accuracy over training, by its area", True
+    ),
+    "best": Measure(
+        "accuracy of the best evaluation",
+        "the accuracy of the best evaluation, chosen by one half of the questions and scored by the"
+        " other",
+    ),
+    "tokens_to": Measure(
+        "share of sampled tokens, {}",
+        "the share of the sampled tokens that all runs have taken, until the accuracy is first"
+        " reached ({}); 1 where it is not",
+    ),
+    "entropy": Measure("entropy", "the entropy of the last 10 steps, in nats a token"),
+}
+"""What verdicts may be on (--measure), by the part of its name before @."""
+
+
+class NamedMeasure(NamedTuple):
+    """A kind of measure and the number in its name: k of pass@k, n of avg@n, the accuracy of
+    tokens_to@0.5; 0 where it has none."""
+
+    kind: str
+    number: float
+
+
+def read_measure(measure: str) -> NamedMeasure:
+    """The measure of a name. Raises `UserError` for another name."""
+    kind, at, text = measure.partition("@")
+    is_named = kind in MEASURE_KINDS and bool(at) == (kind in ("avg", "pass", "tokens_to"))
+    number = 0.0
+    if at and is_named:
+        try:
+            number = float(text)
+        except ValueError:
+            is_named = False
+        if kind == "tokens_to":
+            is_named = is_named and 0 < number < 1
+        else:
+            is_named = is_named and number >= 1 and number == int(number)
+    if not is_named:
+        raise UserError(
+            f"--measure {measure}: give accuracy, avg@N, pass@K, area, best, tokens_to@ACCURACY or"
+            " entropy"
+        )
+    return NamedMeasure(kind, number)
+
+
+def refuse_unmatched_measure(measure: str, match: str) -> None:
+    """Raise `UserError` for an unknown measure, and for one of a whole run at equal amounts."""
+    kind, _ = read_measure(measure)
+    if match != "steps" and not MEASURE_KINDS[kind].has_curve:
+        raise UserError(f"--measure {measure}: it is of whole runs, so it needs --match steps")
+
+
 class EvalScores(NamedTuple):
     """The rewards of a run's E evaluations on Q questions.
 
@@ -77,6 +145,7 @@ class EvalScores(NamedTuple):
     questions: tuple[str, ...]  # [Q], ids
     rewards_EQ: np.ndarray  # mean over a question's completions
     texts: tuple[str, ...]  # [Q]
+    samples: int = 1  # of each question in the last evaluation
 
 
 @dataclass(frozen=True)
@@ -109,6 +178,7 @@ class Run:
         """The rewards of all evaluations. Raises `UserError` where a file is damaged, or where two
         evaluations asked different questions."""
         rewards: list[list[float]] = []
+        samples = 1
         questions: tuple[str, ...] | None = None
         texts: tuple[str, ...] = ()
         for record in self.evals:
@@ -131,7 +201,18 @@ class Run:
             starts = range(0, len(lines), samples)
             rewards.append([sum(scores[start : start + samples]) / samples for start in starts])
         steps = tuple(record["step"] for record in self.evals)
-        return EvalScores(steps, questions or (), np.array(rewards), texts)
+        return EvalScores(steps, questions or (), np.array(rewards), texts, samples)
+
+    def sample_rewards(self) -> list[np.ndarray]:
+        """Of each evaluation, the reward of every sample of every question [Q, N]. Raises
+        `UserError` as `scores`."""
+        questions = len(self.scores.questions)
+        rewards = []
+        for record in self.evals:
+            file = self.path / "completions" / f"eval_{record['step']:06d}.jsonl"
+            of_lines = [line["score"]["reward"] for line in read_jsonl(file)]
+            rewards.append(np.array(of_lines, dtype=float).reshape(questions, -1))
+        return rewards
 
 
 @dataclass(frozen=True)
@@ -151,6 +232,7 @@ class Study:
     alpha: float = ALPHA  # Largest probability that a table has any false verdict.
     match: str = "steps"  # Amount at which arms are compared: a key of `AMOUNTS`.
     tuning: Tuning | None = None  # What each arm tried before, and took.
+    measure: str = "accuracy"  # What verdicts are on: a name that `read_measure` takes.
 
     @property
     def runs(self) -> list[Run]:
@@ -191,9 +273,14 @@ def read_run(path: Path) -> Run:
     )
 
 
-def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps") -> Study:
+def read_study(
+    folders: Sequence[Path], tie: float = 0.03, match: str = "steps", measure: str = ""
+) -> Study:
     """The study of one sweep's folder, with its arms and settings; or of any other folders of runs
     and sweeps, whose runs are grouped into arms by their arguments.
+
+    `measure` is what verdicts are on; empty: what the sweep was made for, or accuracy. Where a
+    sweep was made for another, the study warns.
 
     Only finished runs count, but one run alone may still be training. Raises `UserError` for a
     folder that is neither a run's nor a sweep's, for damaged files, and for two runs with the same
@@ -203,7 +290,8 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
         if (folder / "sweep.json").exists():
             sweeps[folder] = _read_sweep(folder)
     if len(folders) == len(sweeps) == 1:
-        return sweeps[folders[0]]
+        return _with_measure(sweeps[folders[0]], measure)
+    refuse_unmatched_measure(measure or "accuracy", match)
     runs: list[Run] = []
     for folder in folders:
         if folder in sweeps:
@@ -238,7 +326,21 @@ def read_study(folders: Sequence[Path], tie: float = 0.03, match: str = "steps")
         warnings=_version_warnings(runs),
         command="",
         match=match,
+        measure=measure or "accuracy",
     )
+
+
+def _with_measure(study: Study, measure: str) -> Study:
+    """A sweep's study by another measure, with a warning that it was chosen afterwards. Raises
+    `UserError` where it cannot be matched."""
+    if measure in ("", study.measure):
+        return study
+    refuse_unmatched_measure(measure, study.match)
+    warning = (
+        f"verdicts are on {measure}, which was chosen afterwards: the sweep was made for"
+        f" {study.measure}, and each further measure has a chance of a false verdict of its own"
+    )
+    return replace(study, measure=measure, warnings=(*study.warnings, warning))
 
 
 _DEFAULTS = defaults_of_flags(RLArgs)
@@ -287,6 +389,7 @@ _SWEEP_TYPES = {
     "alpha": float,
     "hold": str,
     "tuned": list,
+    "measure": str,
 }
 
 
@@ -330,13 +433,14 @@ def _read_sweep(folder: Path) -> Study:
         alpha=sweep["alpha"],
         match=sweep["match"],
         tuning=tuning,
+        measure=sweep["measure"],
     )
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     """The content of sweep.json. Raises `UserError` where an entry is missing or of another
     type."""
-    newer = {"match": "steps", "tuned": []}  # entries that older files lack
+    newer = {"match": "steps", "tuned": [], "measure": "accuracy"}  # entries that older files lack
     settings: dict[str, Any] = newer | read_json(folder / "sweep.json")
     is_typed = all(isinstance(settings.get(key), kind) for key, kind in _SWEEP_TYPES.items())
     arms = settings.get("arms")
@@ -344,6 +448,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     # A damaged "match" may be unhashable, which a look-up in a dict would not take.
     if not is_typed or not has_arms or settings["match"] not in tuple(AMOUNTS):
         raise UserError(f"{folder / 'sweep.json'} is damaged: it needs {', '.join(_SWEEP_TYPES)}")
+    read_measure(settings["measure"])
     return settings
 
 

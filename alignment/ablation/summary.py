@@ -33,6 +33,8 @@ class Verdicts:
     assumption: str = ""
     """What verdicts assume that the exact test of seeds' signs does not support; empty where it
     supports all."""
+    choices: str = ""
+    """Which verdicts are of the values that tuned arms took, and not of their best ones."""
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -66,7 +68,7 @@ def verdicts_of(study: Study) -> Verdicts:
     for comparisons in tables.values():
         every_comparison += comparisons
     basis = ""
-    if study.match != "steps":
+    if study.match != "steps" or study.measure != "accuracy":
         basis = outcome.description
     return Verdicts(
         tables,
@@ -75,6 +77,7 @@ def verdicts_of(study: Study) -> Verdicts:
         basis,
         study.missing,
         assumption(every_comparison),
+        choice_caution(study, every_comparison),
     )
 
 
@@ -87,6 +90,8 @@ def print_verdicts(of_study: Verdicts, console: Console) -> None:
         console.print(of_study.caution, markup=False, soft_wrap=True)
     if of_study.assumption:
         console.print(of_study.assumption, markup=False, soft_wrap=True)
+    if of_study.choices:
+        console.print(of_study.choices, markup=False, soft_wrap=True)
     for warning in of_study.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if of_study.basis:
@@ -173,3 +178,35 @@ def assumption(comparisons: Sequence[Comparison]) -> str:
     if not parts:
         return ""
     return f"{IF_NOISE}: {'; '.join(parts)}"
+
+
+def survives_choice(comparison: Comparison, lost: Mapping[str, float], tie: float) -> bool:
+    """Whether a verdict stands of any values of the grids that the arms tuned, where none has lost
+    more accuracy by its choice than `lost` says. For the mean of several arms the largest loss
+    counts."""
+    largest = max(lost.values())
+    lost_by_a = lost.get(comparison.a, largest)
+    lost_by_b = lost.get(comparison.b, largest)
+    low = comparison.low - lost_by_b
+    high = comparison.high + lost_by_a
+    if comparison.kind == "greater":
+        return low > 0 or high < 0
+    return comparison.kind == "undecided" or (low > -tie and high < tie)
+
+
+def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
+    """Which verdicts are of the values that arms took by tuning, and not of their best ones; "" for
+    a study without tuning, and where all verdicts stand of those too."""
+    if study.tuning is None:
+        return ""
+    lost = study.tuning.most_lost(study.alpha)
+    decided = [comparison for comparison in comparisons if comparison.kind != "undecided"]
+    of_values = [c for c in decided if not survives_choice(c, lost, study.tie)]
+    if not of_values:
+        return ""
+    verdicts_in_words = "; ".join(comparison.verdict for comparison in of_values)
+    return (
+        f"of the values taken: {verdicts_in_words}. By {len(study.tuning.seeds)} seeds and"
+        f" {study.tuning.questions} questions an arm may have lost up to {max(lost.values()):.2g}"
+        " by its choice, and with a better one this could be otherwise"
+    )

@@ -21,6 +21,8 @@ from alignment.system.files import read_json, write_json
 
 FOLDER = "tuning"  # of the tuning runs, in the sweep's folder
 FILE = "tuning.json"  # in the sweep's folder
+# standard deviation of a run's accuracy between seeds that is assumed at least
+SEED_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,43 @@ class Tuning:
             for candidate in choice.candidates:
                 tried += candidate.values.values()
         return not all(map(_is_number, tried))
+
+    def most_lost(self, alpha: float) -> dict[str, float]:
+        """By arm, the most accuracy that it may have lost by taking another value than its grid's
+        best. With a chance of `alpha` at most, an arm has lost more.
+
+        The bound is the largest, over the values that an arm did not take, of the difference to the
+        one that it took plus z standard errors, or 0 (z by Bonferroni's
+        correction for all values and arms). The variance of a run's accuracy is that
+        between seeds of one value, of all arms together, or if this is larger, that of answers to
+        so many questions plus SEED_STD squared."""
+        variance = self._variance_of_run()
+        lost = {}
+        for arm, choice in self.choices.items():
+            others = []
+            for place, candidate in enumerate(choice.candidates):
+                if place != choice.chosen and not candidate.failed:
+                    others.append(candidate.mean - choice.candidate.mean)
+            lost[arm] = 0.0
+            if others:
+                level = alpha / (len(self.choices) * len(others))
+                error = math.sqrt(2 * variance / len(self.seeds))
+                z = statistics.NormalDist().inv_cdf(1 - level)
+                lost[arm] = max(0.0, max(others) + z * error)
+        return lost
+
+    def _variance_of_run(self) -> float:
+        """The variance of a tuning run's accuracy, as `most_lost` has it."""
+        between_seeds = []
+        by_answers = 0.0
+        for choice in self.choices.values():
+            mean = choice.candidate.mean
+            by_answers = max(by_answers, mean * (1 - mean) / max(1, self.questions))
+            for candidate in choice.candidates:
+                if len(candidate.accuracies) > 1:
+                    between_seeds.append(statistics.variance(candidate.accuracies.values()))
+        pooled = statistics.fmean(between_seeds) if between_seeds else 0.0
+        return max(pooled, by_answers + SEED_STD**2)
 
     def edge_warnings(self) -> list[str]:
         """A warning for each arm that took a value at the edge of its grid."""
@@ -179,7 +218,15 @@ def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int
         design.alpha,
         warnings=(),
         match=design.match,
+        measure=measure_of_choice(design.measure),
     )
+
+
+def measure_of_choice(measure: str) -> str:
+    """What arms choose by: the measure of the verdicts where more of it is better, else
+    accuracy."""
+    kind = measure.partition("@")[0]
+    return "accuracy" if kind in ("tokens_to", "entropy") else measure
 
 
 def _candidates(grid: Mapping[str, tuple]) -> list[dict[str, Any]]:

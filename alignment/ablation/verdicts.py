@@ -10,8 +10,9 @@ import numpy as np
 
 from alignment.ablation import statistics
 from alignment.ablation.design import varied_values
+from alignment.ablation.measures import OF_RUNS, RunMeasures, evaluation_values, measure_words
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
-from alignment.ablation.study import Run, Study
+from alignment.ablation.study import Run, Study, read_measure
 from alignment.core.records import Problem
 from alignment.data.questions import question_text
 from alignment.data.tasks import TASKS
@@ -48,20 +49,22 @@ class Outcome(NamedTuple):
 def outcome(study: Study) -> Outcome:
     """What the study compares."""
     if study.match == "steps":
-        return Outcome("final accuracy", "the accuracy of the last evaluation")
+        return Outcome(*measure_words(study.measure))
     description = (
-        f"the accuracy at {budget(study):,.0f} {UNITS[study.match]}, which all runs have reached,"
-        " on straight lines between evaluations"
+        f"the {study.measure} at {budget(study):,.0f} {UNITS[study.match]}, which all runs have"
+        " reached, on straight lines between evaluations"
     )
-    return Outcome(f"accuracy at equal {study.match}", description)
+    return Outcome(f"{study.measure} at equal {study.match}", description)
 
 
-def curve(run: Run, match: str, most: float) -> tuple[np.ndarray, np.ndarray]:
+def curve(
+    run: Run, match: str, most: float, measure: str = "accuracy"
+) -> tuple[np.ndarray, np.ndarray]:
     """What the run had taken [E] by its evaluations, in the unit of `match`, and every question's
-    reward in them [E, Q]. A curve that goes on ends at `most`, on a straight line between the
-    evaluations before and after."""
+    value of the measure in them [E, Q]. A curve that goes on ends at `most`, on a straight line
+    between the evaluations before and after."""
     amounts_E = run.amounts_until(match, run.evals)
-    rewards_EQ = run.scores.rewards_EQ
+    rewards_EQ = evaluation_values(run, measure)
     end = min(most, amounts_E[-1])
     # Interpolation is linear in the values: what each evaluation weighs is the value at `end` of a
     # line that is 1 there and 0 in all others.
@@ -99,7 +102,11 @@ def chord_bends(amounts_E: np.ndarray, values_E: np.ndarray, at_X: np.ndarray) -
 
 
 def arm_bend(
-    runs: Sequence[Run], match: str, most: float, shares_X: np.ndarray
+    runs: Sequence[Run],
+    match: str,
+    most: float,
+    shares_X: np.ndarray,
+    measure: str = "accuracy",
 ) -> tuple[float, float]:
     """The least and the largest amount by which an arm's learning curve lies above the straight
     lines between its evaluations, averaged over the points at these shares of what its runs had
@@ -109,7 +116,8 @@ def arm_bend(
     for run in runs:
         amounts_E = run.amounts_until(match, run.evals)
         end = min(most, float(amounts_E[-1]))
-        above.append(chord_bends(amounts_E, run.scores.rewards_EQ.mean(axis=1), end * shares_X))
+        means_E = evaluation_values(run, measure).mean(axis=1)
+        above.append(chord_bends(amounts_E, means_E, end * shares_X))
     mean_2X = np.mean(above, axis=0)
     if np.isinf(mean_2X).any():
         return -math.inf, math.inf
@@ -125,25 +133,41 @@ def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, flo
     up to it; {} for steps, where the last evaluations themselves are compared."""
     if study.match == "steps":
         return {}
-    shares_X = AREA_POINTS if whole_curve else np.ones(1)
+    is_area = whole_curve or study.measure == "area"
+    shares_X = AREA_POINTS if is_area else np.ones(1)
     most = budget(study)
     by_arm = {}
     for arm, runs in study.arms.items():
         if runs:
-            by_arm[arm] = arm_bend(list(runs.values()), study.match, most, shares_X)
+            by_arm[arm] = arm_bend(list(runs.values()), study.match, most, shares_X, study.measure)
     return by_arm
 
 
 def final_scores(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the reward [Q] of every question where its curve ends: in the last
-    evaluation, or at `budget`."""
+    """For each arm and seed, the value [Q] of every question that verdicts are on: of the study's
+    measure, where the run's curve ends, in the last evaluation or at `budget`, or of the whole
+    run."""
+    kind, _ = read_measure(study.measure)
+    if kind == "area":
+        return areas(study)
+    if kind in OF_RUNS:
+        given = RunMeasures(study.measure, _shared_tokens(study))
+        return _by_arm_and_seed(study, lambda run: OF_RUNS[kind](run, given))
     most = budget(study)
 
     def final(run: Run) -> np.ndarray:
-        _, rewards_EQ = curve(run, study.match, most)
-        return rewards_EQ[-1]
+        _, values_EQ = curve(run, study.match, most, study.measure)
+        return values_EQ[-1]
 
     return _by_arm_and_seed(study, final)
+
+
+def _shared_tokens(study: Study) -> float:
+    """The sampled tokens that every run had taken by its last evaluation."""
+    tokens = []
+    for run in study.runs:
+        tokens.append(float(run.amounts_until("tokens", run.evals[-1:])[0]))
+    return min(tokens, default=0.0)
 
 
 def areas(study: Study) -> dict[str, Scores]:
@@ -151,7 +175,7 @@ def areas(study: Study) -> dict[str, Scores]:
     most = budget(study)
 
     def area(run: Run) -> np.ndarray:
-        amounts_E, rewards_EQ = curve(run, study.match, most)
+        amounts_E, rewards_EQ = curve(run, study.match, most, study.measure)
         return statistics.area_under_curve(amounts_E.tolist(), rewards_EQ)
 
     return _by_arm_and_seed(study, area)

@@ -122,6 +122,10 @@ class SweepOptions:
     validation_share: float = flag(0.3, group="sweep", above=0, below=1)
     """With --tune, share of the test questions that it chooses by; verdicts are on the others."""
 
+    measure: str = flag("accuracy", group="sweep")
+    """What verdicts are on: accuracy, avg@N, pass@K, area, best (evaluation), tokens_to@ACCURACY or
+    entropy."""
+
     own_settings: Annotated[
         tuple[tuple[str, tuple[Any, ...]], ...], tyro.conf.Fixed, tyro.conf.Suppress
     ] = ()
@@ -205,6 +209,7 @@ class ClaimsOptions(SweepOptions):
         "tune",
         "tune_seeds",
         "validation_share",
+        "measure",
     )
 
     preset: tuple[str, ...] = flag(

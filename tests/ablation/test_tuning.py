@@ -12,7 +12,9 @@ from alignment import sweep
 from alignment.ablation import schedule
 from alignment.ablation.referee import referee_answers
 from alignment.ablation.report import write_report
+from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
+from alignment.ablation.summary import survives_choice
 from alignment.ablation.tuning import (
     Candidate,
     Choice,
@@ -214,6 +216,24 @@ def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeyp
     monkeypatch.setattr("sys.argv", other)
     with pytest.raises(UserError, match="tuning holds a sweep of another design"):
         sweep.main()
+
+
+def test_what_an_arm_may_have_lost_by_its_choice():
+    """Two arms of two values, two seeds, 100 questions. The runs' variance is that of answers plus
+    0.02 squared, 0.5 * 0.5 / 100 + 0.0004 = 0.0029: pooled over seeds it is 0.0002 / 4 only. The
+    error of a difference is sqrt(2 * 0.0029 / 2) = 0.05385; z of 0.05 / 2 is 1.95996: 0.10555. The
+    values that were not taken are 0.02 and 0.2 lower."""
+    near = Choice(
+        (Candidate({"v": 1}, {0: 0.5, 1: 0.5}), Candidate({"v": 2}, {0: 0.47, 1: 0.49})), 0
+    )
+    far = Choice((Candidate({"v": 1}, {0: 0.3, 1: 0.3}), Candidate({"v": 2}, {0: 0.5, 1: 0.5})), 1)
+    lost = Tuning({"a": near, "b": far}, (0, 1), 100, {}).most_lost(0.05)
+    assert lost == pytest.approx({"a": 0.10555 - 0.02, "b": 0.0}, abs=1e-5)
+    undone = Comparison("b", "a", 5, 0.1, 0.05, 0.15, 0.01, "greater", "b > a")
+    assert not survives_choice(undone, lost, 0.03)
+    assert survives_choice(dataclasses.replace(undone, low=0.09), lost, 0.03)
+    # "a" is above: nothing that it lost could undo that, and "b" has lost nothing.
+    assert survives_choice(dataclasses.replace(undone, a="a", b="b", low=0.01), lost, 0.03)
 
 
 def test_a_damaged_record_of_tuning_is_named(tmp_path):

@@ -1,0 +1,173 @@
+"""What verdicts may be on beside accuracy: numbers worked by hand, and whole studies by hand-made
+runs."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from alignment import sweep
+from alignment.ablation.measures import best_checkpoint, evaluation_values, pass_at_k, share_until
+from alignment.ablation.report import write_report
+from alignment.ablation.study import read_measure, read_study
+from alignment.ablation.verdicts import decide, final_scores, outcome
+from alignment.args import SweepArgs, parse
+from alignment.system.errors import UserError
+from tests.ablation.test_report import countdown_line, make_run, rewrite_evals
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    # Of 4 samples with 2 right: of the 6 pairs, 1 has none right. With 1 right: 3 of 4 triples.
+    rewards = np.array([[1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0.5, 0.5, 1, 1]])
+    np.testing.assert_allclose(pass_at_k(rewards, 2), [5 / 6, 1 / 2, 0, 5 / 6])
+    np.testing.assert_allclose(pass_at_k(rewards, 3), [1, 3 / 4, 0, 1])
+    np.testing.assert_allclose(pass_at_k(rewards, 1), (rewards == 1).mean(axis=1))
+    for row, value in zip(rewards, pass_at_k(rewards, 2), strict=True):
+        subsets = [max(pair) == 1 for pair in itertools.combinations(row, 2)]
+        assert value == pytest.approx(np.mean(subsets))
+    with pytest.raises(UserError, match="pass@5: evaluations have 4 samples"):
+        pass_at_k(rewards, 5)
+
+
+def test_pass_at_k_is_unbiased():
+    """Of 8 samples, each right with a chance of 0.2: 1 - 0.8^4 = 0.5904."""
+    rng = np.random.default_rng(0)
+    values = pass_at_k((rng.random((40_000, 8)) < 0.2).astype(float), 4)
+    assert values.mean() == pytest.approx(0.5904, abs=3 * values.std() / 200)
+
+
+def test_the_best_evaluation_is_chosen_by_the_other_half_of_the_questions():
+    # Questions 0 and 2 have means 0.5, 1, 0 in the three evaluations, 1 and 3 have 0, 0.5, 1. So 1
+    # and 3 are scored in the second (1, 0), 0 and 2 in the third (0, 0): a mean of 0.25. Chosen by
+    # all, the second has 0.75.
+    values = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 0, 1]], dtype=float)
+    np.testing.assert_array_equal(best_checkpoint(values, "abcd"), [0, 1, 0, 0])
+    # Copies of a question are on one side: of the texts a, a, b the first two are scored by b.
+    np.testing.assert_array_equal(
+        best_checkpoint(np.array([[0.0, 0.0, 1.0], [1.0, 1.0, 0.0]]), "aab"), [0, 0, 0]
+    )
+
+
+def test_noise_makes_no_best_evaluation():
+    """10 evaluations of equal accuracy 0.5 by 200 questions: the best of them is about 1.54
+    standard deviations of 0.035 too high, the one that the other half chose is not."""
+    rng = np.random.default_rng(1)
+    values = [(rng.random((10, 200)) < 0.5).astype(float) for _ in range(400)]
+    texts = [str(question) for question in range(200)]
+    best = np.mean([value.mean(axis=1).max() for value in values])
+    chosen = np.mean([best_checkpoint(value, texts).mean() for value in values])
+    assert best == pytest.approx(0.5 + 1.54 * 0.5 / np.sqrt(200), abs=0.005)
+    assert chosen == pytest.approx(0.5, abs=3 * 0.035 / np.sqrt(400))
+
+
+def test_tokens_to_a_target_lie_on_straight_lines():
+    # 0, 0.4, 0.8 at 0, 100, 200 tokens reach 0.5 at 125, of 250 a half.
+    amounts = np.array([0.0, 100.0, 200.0])
+    even = np.array([[0.0] * 4, [0.4] * 4, [0.8] * 4])
+    np.testing.assert_allclose(share_until(amounts, even, 0.5, 250), [0.5] * 4)
+    # With values of 0 and 1 the mean over questions stays; the slope is 0.4 / 100 tokens. At 125
+    # tokens the questions have 0.25, 0.25, 0.5 and 1, so shares of 0.5 less (0.25 - 0.5) / 0.004 /
+    # 250 and so on.
+    uneven = np.array([[0, 0, 0, 0], [0, 0, 0.6, 1], [1, 1, 0.2, 1]], dtype=float)
+    shares = share_until(amounts, uneven, 0.5, 250)
+    np.testing.assert_allclose(shares, [0.75, 0.75, 0.5, 0.0], atol=1e-12)
+    assert shares.mean() == pytest.approx(0.5)
+    # Reached beyond the tokens that all have, or never: the whole share. Reached from the start: 0.
+    assert share_until(amounts, even, 0.5, 120).tolist() == [1.0] * 4
+    assert share_until(amounts, even, 0.9, 250).tolist() == [1.0] * 4
+    assert share_until(amounts, even + 0.5, 0.5, 250).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["pass", "pass@0", "pass@x", "pass@1.5", "tokens_to@2", "area@3", "maj@4", ""]
+)
+def test_unknown_measures_are_refused(name):
+    with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, pass@K, area, best"):
+        read_measure(name)
+    assert read_measure("tokens_to@0.5") == ("tokens_to", 0.5)
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    """Two losses with three seeds, two samples of four questions: "a" has one right of each pair,
+    "b" both of every second pair. So both have an accuracy of 0.5, and pass@2 of 1 and 0.5."""
+    made = []
+    for loss, seed in itertools.product("ab", range(3)):
+        run = make_run(tmp_path / f"{loss}{seed}", seed, 0.5, loss_type=loss, num_steps=4)
+        pairs = [(1, 0)] * 4 if loss == "a" else [(1, 1), (0, 0)] * 2
+        lines = []
+        for question, pair in enumerate(pairs):
+            lines += [countdown_line(f"q{question}", float(reward)) for reward in pair]
+        rewrite_evals(run, lines, 4)
+        made.append(run)
+    return made
+
+
+def test_a_verdict_is_on_the_measure(runs, tmp_path):
+    by_pass = read_study(runs, measure="pass@2")
+    assert evaluation_values(by_pass.runs[0], "pass@2")[-1].tolist() == [1, 1, 1, 1]
+    means = {arm: scores[0].mean() for arm, scores in final_scores(by_pass).items()}
+    assert means == {"loss_type a": 1.0, "loss_type b": 0.5}
+    assert decide(by_pass)[0].difference == 0.5
+    assert decide(read_study(runs))[0].difference == 0.0
+    assert decide(read_study(runs, measure="avg@2"))[0].difference == 0.0
+    assert outcome(by_pass).title == "final pass@2"
+    with pytest.raises(UserError, match="avg@4: .* has 2 samples a question"):
+        decide(read_study(runs, measure="avg@4"))
+    with pytest.raises(UserError, match="pass@3: evaluations have 2 samples"):
+        decide(read_study(runs, measure="pass@3"))
+    with pytest.raises(UserError, match="--measure best: it is of whole runs"):
+        read_study(runs, match="tokens", measure="best")
+
+
+@pytest.mark.parametrize(
+    ("measure", "a", "title"),
+    [
+        ("area", 0.5, "area under the learning curve"),
+        ("best", 0.5, "accuracy of the best evaluation"),
+        ("tokens_to@0.5", 0.0, "share of sampled tokens, tokens_to@0.5"),
+        ("entropy", 1.0, "entropy"),
+    ],
+)
+def test_measures_of_whole_runs_have_reports(runs, tmp_path, measure, a, title):
+    study = read_study(runs, measure=measure)
+    assert final_scores(study)["loss_type a"][0].mean() == pytest.approx(a)
+    page, summary, *_ = write_report(study, tmp_path)
+    assert f"Does loss_type make a difference to the {title}?" in page.read_text()
+    assert f"verdicts are on {outcome(study).description}" in summary.read_text()
+    assert ("Choosing and scoring the best" in page.read_text()) == (measure == "best")
+
+
+def test_a_sweep_keeps_its_measure_and_says_where_another_is_read(runs, tmp_path):
+    facts = {
+        "arms": {"a": {"loss_type": "a"}, "b": {"loss_type": "b"}},
+        "seeds": [0, 1, 2],
+        "tie": 0.03,
+        "hold": "rollouts",
+        "alpha": 0.05,
+        "warnings": [],
+        "command": [],
+        "measure": "pass@2",
+    }
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    for run in runs:
+        run.rename(tmp_path / f"{run.name[0]}_seed{run.name[1]}")
+    assert read_study([tmp_path]).measure == "pass@2"
+    assert read_study([tmp_path], measure="pass@2").warnings == ()
+    other = read_study([tmp_path], measure="entropy")
+    assert other.measure == "entropy" and "the sweep was made for pass@2" in other.warnings[0]
+
+
+def test_a_sweep_refuses_a_measure_that_its_evaluations_lack(tmp_path):
+    (tmp_path / "sft").mkdir()
+    flags = ["--sft_base", str(tmp_path / "sft"), "--output_dir", str(tmp_path)]
+    given = [*flags, "--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1"]
+    with pytest.raises(UserError, match="pass@4: .* samples 1 answers .*--eval_samples 4"):
+        sweep.make_design(parse(SweepArgs, [*given, "--measure", "pass@4"]))
+    design = sweep.make_design(
+        parse(SweepArgs, [*given, "--measure", "pass@4", "--eval_samples", "8"])
+    )
+    assert design.facts()["measure"] == "pass@4"
+    assert "measure" not in sweep.make_design(parse(SweepArgs, given)).facts()
