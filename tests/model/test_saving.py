@@ -75,17 +75,29 @@ def saved(folder: Path) -> Path:
     return copy
 
 
+def transformers_saves(folder: Path) -> bool:
+    """Whether transformers saves a folder's generation_config.json."""
+    config = GenerationConfig.from_pretrained(folder)
+    try:
+        config.save_pretrained(folder.with_name("saved"))
+    except ValueError as error:
+        assert "GenerationConfig is invalid" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_generation_config_that_transformers_does_not_save_is_kept(kind, changed, capsys):
     folder = changed("generation_config.json", REFUSED[kind])
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):  # else the case is none
-        GenerationConfig.from_pretrained(folder).save_pretrained(folder)
     check_saving(str(folder), load_tokenizer(str(folder)))
     line = capsys.readouterr().err.strip()
-    assert line.startswith(
-        f"--model {folder}: transformers refuses to save its generation_config.json ("
-    )
-    assert line.endswith("; trained models get it as it is") and "\n" not in line
+    if transformers_saves(folder):  # since 5.24
+        assert line == ""
+    else:
+        assert line.startswith(
+            f"--model {folder}: transformers refuses to save its generation_config.json ("
+        )
+        assert line.endswith("; trained models get it as it is") and "\n" not in line
     kept = json.loads((saved(folder) / "generation_config.json").read_text())
     # which is what a lack of it means
     given = {name: value for name, value in REFUSED[kind].items() if value is not False}
