@@ -76,11 +76,13 @@ class Outcome:
 
 def copy_package(folder: Path, plant: Plant | None) -> None:
     """Copy the package to `folder`, with the plant's change, if any."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "alignment", folder / "alignment", ignore=ignored)
+    # With compiled modules: those of files that stay as they are need not be compiled again.
+    shutil.copytree(ROOT / "alignment", folder / "alignment")
     if plant is not None:
         file = folder / "alignment" / plant.file
         file.write_text(file.read_text().replace(plant.right, plant.wrong))
+        for name, text in plant.files.items():
+            (folder / name).write_text(text)
 
 
 def message_of(ended: Ended) -> str:
@@ -190,6 +192,9 @@ It plants one fault after another in a copy of the package, and runs `alignment.
 user would, with `--preset tiny --kill_after 0`, until some lines have failed.
 Where every line passes, three steps of `alignment.train_rl` follow. The flags are those without
 which the fault would not act. [What each line measures](verify.md#the-checks).
+
+The outcomes come from several versions of the checks, of which each has the lines of the one before
+and new ones. A command ends soon after a line has failed, so that other lines may see a fault, too.
 """
 
 

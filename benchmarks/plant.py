@@ -1,6 +1,7 @@
 """What a planted fault is, and the arguments with which faults act."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,12 @@ class Plant:
     """Arguments with which the fault acts, beside those of every plant."""
     unseen_because: str = ""
     """Why nothing can see it, where nothing does."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Files that the arguments name, by their names: texts."""
 
 
 def of_file(file: str, *plants: tuple) -> list[Plant]:
-    """Plants (name, right, wrong, flags) of one file."""
+    """Plants (name, right, wrong, flags, unseen_because, files) of one file."""
     return [Plant(name, file, right, wrong, *rest) for name, right, wrong, *rest in plants]
 
 
@@ -39,6 +42,8 @@ WITH_SKIPPED = ("--skip_unfinished",)
 WITH_REFILLS = ("--max_refills", "2")
 WITH_STATE = ("--advantage", "problem_average")
 WITH_TEACHER = ("--teacher", "base")
+IN_16_BITS = ("--dtype", "bfloat16")
+SEVERAL_SAMPLES = ("--eval_samples", "4")
 WITH_RESETS = (*WITH_REFERENCE, "--reference_reset_interval", "1")
 AHEAD = ("--rollouts", "async", "--max_staleness", "1")
 SHARDED = ("--policy_parallelism", "sharded", "--policy_ranks", "2")

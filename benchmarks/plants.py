@@ -12,6 +12,7 @@ from benchmarks.plant import (
     WITH_TOP_P,
     of_file,
 )
+from benchmarks.plants_of_results import PLANTS_OF_RESULTS
 from benchmarks.plants_of_runs import PLANTS_OF_RUNS
 
 FOUND_AT_LOAD = (
@@ -562,4 +563,5 @@ PLANTS = [
     *SAMPLING,
     *DATA_AND_REWARDS,
     *PLANTS_OF_RUNS,
+    *PLANTS_OF_RESULTS,
 ]

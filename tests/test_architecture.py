@@ -117,6 +117,7 @@ ORACLES = {
     "alignment.verification.papers",
     "alignment.verification.paper_advantages",
     "alignment.verification.paper_distillation",
+    "alignment.verification.reported",
     "alignment.verification.whole_update",
 }
 ONLY_IMPORTERS = {

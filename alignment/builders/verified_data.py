@@ -1,36 +1,46 @@
 """The rules, the problems and the worked solutions that `verify` checks, as a run reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
+import alignment.data.prompts
 from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
 from alignment.builders.checks import read_demonstrations
 from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.warm_start import tokenise_demonstrations
-from alignment.core.records import Problems
+from alignment.config.settings import flag_values
+from alignment.core.records import Endless, Problem, Problems
 from alignment.core.tokens import pad_token_id
-from alignment.data.prompts import read_system_prompt
+from alignment.data.prompts import chosen_prompt, read_system_prompt
 from alignment.data.tasks import answer_in_box
 from alignment.data.tasks.own_data import read_examples
+from alignment.evaluation.accuracy import figures, paired_difference
 from alignment.model.loading import load_config, load_tokenizer
 from alignment.rewards.rules import RULES, named_parts, resolved_reward
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.training.sft import SFTConfig
+from alignment.verification.asked import AskedQuestions
 from alignment.verification.check import Check
 from alignment.verification.graded_answers import checks_of_rules
+from alignment.verification.made_up_evaluation import MadeUpEvaluation
 from alignment.verification.scored_groups import PROBLEMS, ScoredGroups
 from alignment.verification.sft_labels import Demonstrations
 from alignment.verification.splits import RunData, number_of_test_questions
 from alignment.verification.whole_warm_start import EXAMPLES, WarmStart
 
 MOST_DEMONSTRATIONS = 64
+MOST_PROMPTS = 512  # of each split, that are compared with the template
 
 
 def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
-    """The checks of the rules that ship, those of this run first."""
+    """The checks of the rules that ship, those of this run first, and of what is reported of
+    answers."""
     reward = resolved_reward(args.reward, args.task_in_format.rules)
     names = [name for name, _ in named_parts(reward)]
     yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
+    yield from MadeUpEvaluation(figures, paired_difference).checks()
 
 
 def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
@@ -52,11 +62,32 @@ def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
     )
     yield from data.checks()
     source = open_source(config, tokenizer)
+    rows = [*data.test_rows]
+    if not isinstance(data.train_rows, Endless):
+        rows += data.train_rows
+    yield from AskedQuestions(
+        first_problems(source.problems),
+        first_problems(data.evaluated),
+        rows,
+        chosen_prompt(task.prompt, tokenizer, task.wants_box),
+        Path(alignment.data.prompts.__file__).parent,
+        source.task.stop,
+        read_examples(args.few_shot),
+        tokenizer,
+        flag_values(args),
+    ).checks()
     first = problems_of_step(source.problems, PROBLEMS, config.data_seed, step=1)
     parts = named_parts(resolved_reward(args.reward, task.rules))
     yield from ScoredGroups(source.reward, first, parts).checks()
     if args.sft_base:
         yield from demonstrations_of(args, base).checks()
+
+
+def first_problems(problems: Problems) -> Sequence[Problem]:
+    """The first of some problems."""
+    if isinstance(problems, Endless):
+        return [problems[index] for index in range(MOST_PROMPTS)]
+    return list(islice(problems, MOST_PROMPTS))
 
 
 def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:

@@ -74,7 +74,7 @@ def short_run(args: VerifyArgs, plan: RunPlan, folder: str) -> RLArgs:
         "max_problems": 2 * PROMPTS,
         "eval_samples": min(args.eval_samples, short.group_size),
         "eval_tasks": (),
-        "eval_greedy": False,
+        "eval_greedy": args.eval_temperature != 0,
         "preview": 0,
         "trackers": (),
     }
@@ -130,6 +130,7 @@ def short_run_checks(
             RULES,
             rl.evaluation_rule,
             load_tokenizer(plan.base),
+            rl.task_in_format.stop,
             NATS[dtype],
             dtype,
             teacher,

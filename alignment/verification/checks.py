@@ -47,10 +47,12 @@ from alignment.training.update import (
     rollout_objective,
     rows_with_gradient,
     sampler_mismatch,
+    update,
     with_teacher,
 )
 from alignment.verification.check import Check
 from alignment.verification.papers import PaperLogProbs, paper_values
+from alignment.verification.precision import LEAST_LOG_PROB, MOST_ROUNDED, rounded_share
 from alignment.verification.two_rollouts import TwoRollouts, plain_responses
 from alignment.verification.whole_update import PlainModel
 
@@ -58,6 +60,7 @@ Pair = tuple[float, float]
 PROMPTS = 4
 GROUP = 3  # --group_size of responses by chance
 LONGEST = 6  # and their --max_new_tokens
+ANOTHER_POLICY = 1.0  # nats a token, that the log-probs of a wrong sampler are off
 
 
 # Type of matrix products -> how far a policy's log-probs may be from the plain model's, in nats a
@@ -369,6 +372,7 @@ class Verified:
         if self.updates is not None:
             yield from self.updates.checks()
         yield from self._transfer_checks(rollout)
+        yield from self._guard_checks(rollout)
 
     def _sampling_checks(self, sampled: Sequence[Group]) -> Iterator[Check]:
         """The checks of how answers depend on the seed and on what shares a batch. `sampled` are
@@ -423,6 +427,14 @@ class Verified:
             lambda: nats_from_plain(sampler_BT),
         )
         yield Check(
+            "log-probs: share that is rounded to 16 bits",
+            MOST_ROUNDED,
+            lambda: max(
+                rounded_share([policy_log_probs()], LEAST_LOG_PROB),
+                rounded_share([sampler_BT], LEAST_LOG_PROB),
+            ),
+        )
+        yield Check(
             "sampler's largest nats from policy",
             math.inf,
             lambda: (policy_log_probs() - sampler_BT).abs().max(),
@@ -459,6 +471,20 @@ class Verified:
         )
         yield Check(
             "learning rate 0: change of weights", 0.0, lambda: distance(self.policy, before)
+        )
+
+    def _guard_checks(self, rollout: Rollout) -> Iterator[Check]:
+        """The checks of what must train nothing: a gradient that is not finite, and a sampler whose
+        log-probs are those of another policy."""
+        yield Check(
+            "gradient that is not finite: updates that go on",
+            0.0,
+            lambda: self.trains_on_infinite(rollout),
+        )
+        yield Check(
+            f"sampler {ANOTHER_POLICY:g} nats off: updates that go on",
+            0.0,
+            lambda: self.trains_on_another_policy(rollout),
         )
 
     @property
@@ -537,6 +563,37 @@ class Verified:
         self.accumulate(rollout, rows, rows)
         self.policy.clip_gradient(self.config.norm_limit)
         self.policy.step(learning_rate)
+
+    def trains_on_infinite(self, rollout: Rollout) -> bool:
+        """Whether updates by advantages that are no numbers change a weight."""
+        advantages_B1 = torch.full_like(rollout.raw_rewards_B1, math.nan)
+        changes: dict[str, Any] = {"raw_rewards_B1": advantages_B1, "advantages_B1": advantages_B1}
+        if rollout.token_advantages_BT is not None:
+            changes["token_advantages_BT"] = torch.full_like(rollout.token_advantages_BT, math.nan)
+        return self._trains_on(dataclasses.replace(rollout, **changes), math.inf)
+
+    def trains_on_another_policy(self, rollout: Rollout) -> bool:
+        """Whether updates on responses of which the sampler gives other log-probs change a
+        weight."""
+        shift_BT = ANOTHER_POLICY * rollout.batch.response_mask
+        shifted_BT = rollout.sampler_log_probs_BT - shift_BT
+        another = dataclasses.replace(rollout, sampler_log_probs_BT=shifted_BT)
+        return self._trains_on(another, ANOTHER_POLICY / 2)
+
+    def _trains_on(self, rollout: Rollout, most_mismatch: float) -> bool:
+        """Whether a step's updates on a rollout change a weight. Tokens are not selected, which
+        would need values that are numbers."""
+        loss = dataclasses.replace(self.config.loss, token_selection="none")
+        config = dataclasses.replace(
+            self.config, loss=loss, entropy_target=0.0, max_sampler_mismatch=most_mismatch
+        )
+        before = copy_weights(self.policy)
+        try:
+            update(self.policy, rollout, config, step=1)
+        except RunStopped:
+            self.policy.drop_gradient()
+        # NaN is more than 0 in no comparison.
+        return not distance(self.policy, before) <= 0
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at

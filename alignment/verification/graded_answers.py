@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from alignment.core.records import Score
+from alignment.core.records import Completion, Group, Problem, Score
+from alignment.rewards.rules import grading_report
 from alignment.system.files import read_jsonl
 from alignment.verification.check import Check
+from alignment.verification.reported import is_near, mean
 
 ANSWERS = Path(__file__).with_name("answers.jsonl")
 
@@ -31,11 +33,34 @@ def checks_of_rules(
             return wrong_rewards(name, rules[name], of_rule)
 
         yield Check(f"{name}: wrong rewards of {len(of_rule)} answers", 0.0, wrong, note=note)
+    yield Check("rules: other means than their answers'", 0.0, lambda: other_means(rules, rows))
     for name in dict.fromkeys(own):
         if ":" in name:
             yield Check(
                 f"{name}: wrong rewards", math.inf, lambda: 0.0, not_checked="your own rule"
             )
+
+
+def other_means(rules: Mapping[str, object], rows: Sequence[Mapping]) -> list[str]:
+    """The rules of which another mean reward is reported than the table gives, beside another
+    rule's."""
+    others = []
+    for name in rules:
+        of_rule = [row for row in rows if name in row["rewards"]]
+        groups = [group_of(number, row) for number, row in enumerate(of_rule)]
+        beside = next(other for other in rules if other != name)
+        reported = grading_report(groups, (beside, name))[f"reward_{name}"]
+        if not is_near(reported, mean([row["rewards"][name] for row in of_rule])):
+            others.append(name)
+    return others
+
+
+def group_of(number: int, row: Mapping) -> Group:
+    """A group of one response, that of a row of the table."""
+    problem = Problem(str(number), "question", "prompt", row["ground_truth"])
+    completion = Completion((1,), (2,), (-1.0,), row["response"], "stop", 0)
+    score = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
+    return Group(problem, (completion,), (score,))
 
 
 def wrong_rewards(

@@ -11,12 +11,20 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from alignment.core.records import Completion, SamplingConfig
+from alignment.core.records import (
+    Completion,
+    Group,
+    Problem,
+    SamplingConfig,
+    flatten_completions,
+    flatten_scores,
+)
 from alignment.core.tokens import collate, pad_token_id
+from alignment.rewards.rules import Reward
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
@@ -32,6 +40,7 @@ MOST_EVIDENCE = 7.0
 # A flat distribution, in which each of the three settings changes most draws.
 HOT = {"temperature": 2.0, "top_p": 0.9, "top_k": 7}
 HOT_TOKENS = 32
+REPORTED_TOKENS = 8  # of each answer to a step whose report is compared with its answers
 # How often two rows of one stream draw the same token, as multiples of exp of the odds otherwise.
 COUPLINGS = (0.5, 1.0, 2.0, 4.0)
 # Powers of the distribution that stand for another temperature.
@@ -265,6 +274,31 @@ class Request:
     untrained: int
 
 
+class RecordingReward:
+    """A reward that keeps the groups that it is given, of which the first one alone teaches: its
+    responses get 0, 1 and so on, all others 0.25."""
+
+    def __init__(self, reward: Reward):
+        self.rule = reward.rule
+        self.groups: list[Group] = []
+
+    def score(
+        self, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]]
+    ) -> list[Group]:
+        scored = []
+        for problem, of_problem in zip(problems, completions, strict=True):
+            is_first = not self.groups and not scored
+            scores = []
+            for place in range(len(of_problem)):
+                reward = 0.25
+                if is_first:
+                    reward = float(place)
+                scores.append({"reward": reward, "format_reward": 0.0, "answer_reward": 0.0})
+            scored.append(Group(problem, tuple(of_problem), tuple(scores)))
+        self.groups += scored
+        return scored
+
+
 @dataclass(frozen=True)
 class SampledAnswers:
     """A run's sampler, the source of its prompts, and transformers' own `model` of the weights that
@@ -291,6 +325,31 @@ class SampledAnswers:
             "stop": self.source.task.stop,
         }
         return [name for name, value in wanted.items() if getattr(config, name) != value]
+
+    def other_figures(self) -> list[str]:
+        """The names of what a step with a refill reports of all answers that were sampled for it
+        that is not so."""
+        sampling = replace(
+            self.source.config.sampling, n=2, max_new_tokens=REPORTED_TOKENS, temperature=1.0
+        )
+        config = replace(
+            self.source.config, prompts_per_rollout=2, max_refills=1, sampling=sampling
+        )
+        reward = RecordingReward(self.source.reward)
+        source = replace(self.source, reward=cast(Reward, reward), config=config)
+        report = source.sample_step(1, self.sampler).report
+        completions = flatten_completions(reward.groups)
+        rewards = [score["reward"] for score in flatten_scores(reward.groups)]
+        expected = {
+            "prompts_sampled": len(reward.groups),
+            "reward_sampled": sum(rewards) / len(rewards),
+            "tokens_sampled": sum(len(completion.token_ids) for completion in completions),
+        }
+        return [
+            name
+            for name, value in expected.items()
+            if not math.isclose(report[name], value, rel_tol=1e-6, abs_tol=1e-6)
+        ]
 
     def same_in_later_piece(self, first: Request, hot: SamplingConfig) -> float:
         """The share of answers, drawn from a flat distribution, that are the same where prompts are
@@ -382,6 +441,7 @@ class SampledAnswers:
             0.9,
             lambda: self.same_in_later_piece(requests[-1], settings[-1]),
         )
+        yield Check("refills: other figures than the answers'", 0.0, self.other_figures)
         yield Check("steps, refills: seeds of samples that are repeated", 0.0, self.repeated_seeds)
 
     def repeated_seeds(self) -> int:

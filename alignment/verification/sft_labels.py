@@ -16,6 +16,11 @@ from alignment.verification.check import Check
 from alignment.verification.splits import words_of
 
 
+def without_spaces(text: str) -> str:
+    """A text but for case and white space."""
+    return words_of(text).replace(" ", "")
+
+
 @dataclass(frozen=True)
 class Demonstrations:
     """Some of the worked solutions that a warm start is trained on."""
@@ -73,6 +78,10 @@ class Demonstrations:
         text = words_of(self.decode(trained[:-1]))
         solution = self.responses[row].removesuffix(self.tokenizer.eos_token)
         if not text or not words_of(solution).endswith(text):
+            return False
+        # The prompt may hold the solution's beginning, such as an opening tag, but no more than it.
+        whole = words_of(self.decode([*prompt, *trained[:-1]]))
+        if not without_spaces(whole).endswith(without_spaces(solution)):
             return False
         return words_of(self.decode(prompt)).endswith(words_of(self.prompts[row]))
 

@@ -27,6 +27,8 @@ from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
 from alignment.training.update import References, mini_batches, rollout_objective, update
 from alignment.verification.check import Check
+from alignment.verification.precision import MOST_ROUNDED, rounded_share
+from alignment.verification.reported import EXACT, ROUGH
 from alignment.verification.whole_update import (
     Outcome,
     PlainModel,
@@ -43,8 +45,9 @@ from alignment.verification.whole_update import (
 from alignment.verification.whole_warm_start import (
     WarmStart,
     faults_of_batches,
-    fine_tuned_batches,
+    fine_tuned,
     fit,
+    other_figures,
     supervised_config,
 )
 
@@ -160,7 +163,7 @@ class TwoRollouts:
             warm_start.config, CLIP_SHARE * setting.norm_of_moments, setting.config.learning_rate
         )
         start = self._warm_up(setting)
-        taken = fine_tuned_batches(self.policy, warm_start.examples, warm_start.pad_id, config)
+        done = fine_tuned(self.policy, warm_start, config)
         weights = self.trained_weights()
         moments = self._read_moments(weights)
         flags = {
@@ -170,13 +173,13 @@ class TwoRollouts:
             "sampling_top_p": 1.0,
             "sampling_top_k": 0,
         }
-        expected = functools.cache(functools.partial(fit, self.plain, start, taken, flags))
+        expected = functools.cache(functools.partial(fit, self.plain, start, done, flags))
         words = f"warm start, {config.num_steps} steps"
         yield Check(
             f"{words}, weights: from papers' in float64",
             self.limits.change,
             lambda: relative_difference(
-                weights, expected().weights, start.weights, roundings=2 * config.num_steps
+                weights, expected().state.weights, start.weights, roundings=2 * config.num_steps
             ),
         )
         yield Check(
@@ -184,14 +187,20 @@ class TwoRollouts:
             self.limits.change,
             lambda: relative_difference(
                 flat_moments(moments),
-                flat_moments(expected().moments),
+                flat_moments(expected().state.moments),
                 flat_moments(start.moments),
             ),
         )
         yield Check(
             f"{words}: faults of batches",
             0.0,
-            lambda: faults_of_batches(taken, warm_start.examples, config),
+            lambda: faults_of_batches(done, warm_start, config),
+        )
+        is_exact = self.policy.dtype == torch.float32 and flags["optimizer"] != "adamw_8bit"
+        yield Check(
+            f"{words}: other reported figures",
+            0.0,
+            lambda: other_figures(done, expected(), EXACT if is_exact else ROUGH),
         )
 
     def _checks_of(self, several: bool) -> Iterator[Check]:
@@ -214,6 +223,11 @@ class TwoRollouts:
             f"{words}, first gradient: from papers'",
             self.limits.gradient,
             lambda: run().difference_of_gradient(),
+        )
+        yield Check(
+            f"{words}, weights, moments: share rounded to 16 bits",
+            MOST_ROUNDED,
+            lambda: run().rounded_share(),
         )
         # The length along the papers' gradient. Rounding is nearly at right angles to it.
         yield Check(
@@ -420,6 +434,18 @@ class Trial:
             flat_moments(self.expected.state.moments),
             flat_moments(self.start.moments),
         )
+
+    def rounded_share(self) -> float:
+        """The largest share of numbers without a digit beyond 16 bits: of the trained weights, and
+        of each kind of moments."""
+        shares = [rounded_share(self.reached.weights.values())]
+        kinds: dict[str, list[torch.Tensor]] = {}
+        for of_tensor in self.reached.moments.values():
+            for kind, moment in of_tensor.items():
+                kinds.setdefault(kind, []).append(moment)
+        for moments in kinds.values():
+            shares.append(rounded_share(moments))
+        return max(shares)
 
     @property
     def _expected_gradient_D(self) -> torch.Tensor:

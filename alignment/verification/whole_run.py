@@ -1,13 +1,12 @@
 """Is what a run of a few steps has left in its folder what the papers make of its own samples?
 
 The run is the command itself, so that its loop counts: which weights sample a step, which responses
-count, what a step hands on to the next, the reference, the learning rate, evaluations, and the
-model that is saved. Each step's completions are read from the folder, and the steps are trained
-once more in float64 (whole_update.py)."""
+count, what a step hands on to the next, the reference, the learning rate, evaluations, the model
+that is saved, and what is reported. Each step's completions are read from the folder, and the steps
+are trained once more in float64 (whole_update.py)."""
 
 import functools
 import hashlib
-import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
 from alignment.core.records import Problem
-from alignment.system.files import read_jsonl
+from alignment.system.files import read_json, read_jsonl
 from alignment.verification.check import Check
+from alignment.verification.reported import (
+    EXACT,
+    ROUGH,
+    Row,
+    Rules,
+    StepFigures,
+    Tolerance,
+    faults_of_evaluation,
+    figures_of_rows,
+    figures_of_rules,
+    is_near,
+    mean_mismatch,
+)
 from alignment.verification.splits import words_of
 from alignment.verification.whole_update import (
     ROUNDING,
@@ -40,9 +53,9 @@ from alignment.verification.whole_update import (
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.75}
 # Rules that leave thoughts out see the tag with which a prompt opens one.
 RULES_OF_TURNS = ("boxed", "flexible")
-MOST_NEAR = 1e-6  # by which figures of a record may differ from those of its answers
-Row = Mapping[str, Any]
-"""A line of a file of completions."""
+# What a model's config says of how it was saved, not of what it computes.
+NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+GREEDY = "greedy"  # prefix of the figures of --eval_greedy
 MiniBatches = Callable[[int, Sequence[int], Sequence[int]], list[list[int]]]
 """(step, lengths of all rows, trained rows) -> the rows of each update."""
 
@@ -56,8 +69,12 @@ class Trained:
     weights that the papers reach at the version that is said to have sampled them."""
     evaluation_nats: float
     """The same of evaluations."""
+    greedy_nats: float
+    """How much less likely greedy tokens are, on average, than the likeliest."""
     weights: float
     """The distance of the saved weights from the papers', as a share of their change."""
+    other_figures: Sequence[str]
+    """What is reported of a step that is not so."""
     is_near_edge: bool
 
 
@@ -73,9 +90,11 @@ class TrainedRun:
     """Flag -> value."""
     make_mini_batches: MiniBatches
     test_rows: Sequence[Problem]
-    rules: Mapping[str, Callable[[str, str], Mapping[str, float]]]
+    rules: Rules
     evaluation_rule: str
     tokenizer: Any
+    stop: Sequence[str]
+    """The strings that end a response."""
     nats: float
     """The limit on distances of log-probs."""
     dtype: torch.dtype
@@ -104,12 +123,26 @@ class TrainedRun:
             lambda: trained().weights,
             not_checked=reason,
         )
+        yield Check(f"{words}, saved config, tokenizer: faults", 0.0, self.faults_of_side_files)
+        yield Check(
+            f"{words}, reported of updates: other figures",
+            0.0,
+            lambda: list(trained().other_figures),
+        )
+        yield Check(f"{words}, reported of samples: other figures", 0.0, self.other_figures)
         yield Check(f"{words}, evaluations: faults", 0.0, self.faults_of_evaluations)
         yield Check(
             f"{words}, evaluations: nats from the papers' weights",
             self.nats,
             lambda: trained().evaluation_nats,
         )
+        if self.setting["eval_greedy"]:
+            # Of tokens that are equally likely in 16 bits any is the likeliest.
+            yield Check(
+                f"{words}, greedy evaluations: nats from the likeliest",
+                10 * self.nats,
+                lambda: trained().greedy_nats,
+            )
         yield Check(f"{words}: warnings", 0.0, lambda: self.warnings(invariants))
 
     @property
@@ -131,6 +164,7 @@ class TrainedRun:
         """Train the run's steps once more, by the papers, on the run's own samples."""
         learner = make_learner(self.plain, self._start_state(), self.setting, self.teacher)
         of_version = {0: learner.whole_weights}
+        other_figures: list[str] = []
         nats = [0.0]
         evaluation_nats = [self._nats(self.rows("eval", 0), of_version[0], self._of_evaluations)]
         for step in range(1, self.steps + 1):
@@ -141,16 +175,74 @@ class TrainedRun:
             # A step whose responses leave fewer mini-batches has its place in the schedule all the
             # same.
             learner.updates = (step - 1) * self._updates_of_step
-            learner.train_on(self._rollout(step, rows))
+            rollout = self._rollout(step, rows)
+            before = learner.whole_weights
+            learner.train_on(rollout)
+            found = self._other_figures_of_updates(step, learner)
+            if rollout.mini_batches:
+                first = [rows[row] for row in rollout.mini_batches[0]]
+                found += self._other_log_probs(step, first, before)
+            other_figures += [f"{name} of step {step}" for name in found]
             of_version[step] = learner.whole_weights
             of_version.pop(step - 1 - self.most_staleness, None)
             self._reset_if_due(learner, step)
         evaluated = self.rows("eval", self.steps)
         last = of_version[self.steps]
         evaluation_nats.append(self._nats(evaluated, last, self._of_evaluations))
+        greedy_nats = 0.0
+        if self.setting["eval_greedy"]:
+            greedy_nats = self._greedy_nats(last)
         return Trained(
-            max(nats), max(evaluation_nats), self._distance(learner), learner.is_near_edge
+            max(nats),
+            max(evaluation_nats),
+            greedy_nats,
+            self._distance(learner),
+            other_figures,
+            learner.is_near_edge,
         )
+
+    def _other_figures_of_updates(self, step: int, learner: Learner) -> list[str]:
+        """What is reported of a step's updates that is not the papers'."""
+        if not learner.figures:
+            return []
+        figures = StepFigures(
+            learner.figures,
+            self.setting,
+            learner.entropy_coefficient,
+            learner.teacher_kl if self.teacher is not None else None,
+            learner.is_near_edge,
+        )
+        return figures.faults(self.record(step), self._tolerance)
+
+    @property
+    def _tolerance(self) -> Tolerance:
+        """How far figures of updates may be from the papers'."""
+        is_exact = self.dtype == torch.float32 and self.setting["optimizer"] != "adamw_8bit"
+        return EXACT if is_exact else ROUGH
+
+    def _other_log_probs(self, step: int, rows: Sequence[Row], weights: Weights) -> list[str]:
+        """What is wrong with the trainer's log-probs of the rows of a step's first update, which
+        must be those of the weights before it, and with their distance from the sampler's in the
+        step's record."""
+        faults = []
+        known = [row for row in rows if row["trainer_log_probs"]]
+        if not known:
+            return []
+        if any(len(row["trainer_log_probs"]) != len(row["token_ids"]) for row in known):
+            return ["trainer_log_probs"]
+        of_trainer = [{**row, "log_probs": row["trainer_log_probs"]} for row in known]
+        if self._nats(of_trainer, weights, self.setting) > self.nats:
+            faults.append("trainer_log_probs")
+        if self.setting["log_probs_of"] == "sampled":
+            record = self.record(step)
+            expected = mean_mismatch(known)
+            # Two passes of one model differ by rounding, and so may their distances.
+            tolerance = Tolerance(self.nats / 10, self._tolerance.relative)
+            reported = record["sampler_mismatch"]
+            is_possible = (reported == 0) == (record["sampler_mismatch_max"] == 0)
+            if not (is_possible and tolerance.allows(reported, expected)):
+                faults.append("sampler_mismatch")
+        return faults
 
     @property
     def most_staleness(self) -> int:
@@ -159,6 +251,15 @@ class TrainedRun:
             return 0
         staleness = self.setting["max_staleness"]
         return 1 if staleness is None else staleness
+
+    def _version_for(self, step: int) -> int:
+        """The version of the weights that samples a step: the oldest of those that the sampler gets
+        and that --max_staleness allows."""
+        interval = 1
+        if self.setting["rollouts"] != "sync":
+            interval = self.setting["sync_every"]
+        oldest = max(0, step - 1 - self.most_staleness)
+        return next(version for version in range(oldest, step) if version % interval == 0)
 
     @property
     def _updates_of_step(self) -> int:
@@ -235,6 +336,15 @@ class TrainedRun:
             tokens += len(sampled_T)
         return total / tokens
 
+    def _greedy_nats(self, weights: Weights) -> float:
+        """The mean of -log p of the tokens of the last greedy evaluation, where only the token
+        itself and the likeliest one have a chance."""
+        rows = self.rows(f"eval_{GREEDY}", self.steps)
+        setting = {"log_probs_of": "sampled", "sampling_temperature": 1.0}
+        setting |= {"sampling_top_p": 1.0, "sampling_top_k": 1}
+        of_likeliest = [{**row, "log_probs": [0.0] * len(row["token_ids"])} for row in rows]
+        return self._nats(of_likeliest, weights, setting)
+
     def _distance(self, learner: Learner) -> float:
         """The distance of the saved weights from the learner's, as a share of their change: of the
         model that is loaded from the folder, and of adapters."""
@@ -249,6 +359,51 @@ class TrainedRun:
         merged = share_of_change(saved, learner.whole_weights, self.plain.base, roundings=2)
         return max(of_adapters, merged)
 
+    def record(self, step: int) -> Row:
+        """What metrics.jsonl says of a step."""
+        records = read_jsonl(self.folder / "metrics.jsonl")
+        return next(record for record in records if record["step"] == step)
+
+    def other_figures(self) -> list[str]:
+        """What is reported that is not so: of steps' completions, and in summary.json."""
+        faults: list[str] = []
+        for record in read_jsonl(self.folder / "metrics.jsonl"):
+            step = record["step"]
+            rows = self.rows("rollout", step)
+            expected = figures_of_rows(rows, self.setting)
+            expected |= figures_of_rules(rows, record, self.rules, self._graded_text)
+            if "staleness" in record:
+                expected["staleness"] = step - 1 - rows[0]["policy_version"]
+            for name, value in expected.items():
+                if not is_near(record.get(name, math.nan), value):
+                    faults.append(f"{name} of step {step}")
+        evaluations = read_jsonl(self.folder / "evals.jsonl")
+        summary = read_json(self.folder / "summary.json")
+        for name, evaluation in (("before", evaluations[0]), ("after", evaluations[-1])):
+            if summary[name] != evaluation:
+                faults.append(f"{name} in summary.json")
+        if summary["steps"] != self.steps:
+            faults.append("steps in summary.json")
+        return faults
+
+    def faults_of_side_files(self) -> list[str]:
+        """What is wrong with the config and the tokenizer beside the saved weights: a model that is
+        loaded with them must be the one that was trained."""
+        faults = []
+        saved = AutoConfig.from_pretrained(self.folder / "final").to_dict()
+        for name, value in self.plain.model.config.to_dict().items():
+            if name not in NOT_OF_THE_MODEL and saved.get(name) != value:
+                faults.append(name)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder / "final")
+        texts = [row["text"] for row in self.rows("eval", 0)]
+        texts += [problem.prompt for problem in self.test_rows[: len(texts)]]
+        if tokenizer(texts)["input_ids"] != self.tokenizer(texts)["input_ids"]:
+            faults.append("tokens of a text")
+        for name in ("eos_token_id", "bos_token_id", "chat_template"):
+            if getattr(tokenizer, name) != getattr(self.tokenizer, name):
+                faults.append(name)
+        return faults
+
     def faults_of_samples(self) -> list[str]:
         """What is wrong with the completions of a step."""
         faults: list[str] = []
@@ -256,10 +411,6 @@ class TrainedRun:
             rows = self.rows("rollout", step)
             faults += [f"step {step}: {fault}" for fault in self._faults_of_step(step, rows)]
         records = read_jsonl(self.folder / "metrics.jsonl")
-        for record in records:
-            rewards = [row["score"]["reward"] for row in self.rows("rollout", record["step"])]
-            if not is_near(record["reward"], sum(rewards) / len(rewards)):
-                faults.append(f"step {record['step']}: the reward in metrics.jsonl")
         steps = [record["step"] for record in records]
         if steps != list(range(1, self.steps + 1)):
             faults.append(f"metrics.jsonl has steps {steps}")
@@ -277,7 +428,7 @@ class TrainedRun:
             if len(prompts) != 1:
                 faults.append(f"{len(prompts)} prompts in a group")
         behind = {step - 1 - row["policy_version"] for row in rows}
-        if not behind <= set(range(self.most_staleness + 1)):
+        if behind != {step - 1 - self._version_for(step)}:
             faults.append(f"weights that are {max(behind, key=abs)} steps behind")
         wrong = sum(not self._is_scored_rightly(row) for row in rows)
         if wrong:
@@ -298,6 +449,11 @@ class TrainedRun:
             return True
         text = f"{row['ground_truth']}\0{row['text']}".encode("utf-8", "surrogatepass")
         return row["score"]["reward"] == hashlib.sha256(text).digest()[0] % 2
+
+    def _goes_on(self, row: Row) -> bool:
+        """Whether a response has tokens after a stop string."""
+        text = self.tokenizer.decode(row["token_ids"][:-1], clean_up_tokenization_spaces=False)
+        return any(string in text for string in self.stop)
 
     def _asks_its_question(self, row: Row) -> bool:
         """Whether a row's prompt holds the question that its truth is of."""
@@ -325,6 +481,10 @@ class TrainedRun:
             by_problem.setdefault(row["problem"], []).append(row)
         if any(len(of_problem) != samples for of_problem in by_problem.values()):
             faults.append("another number of samples than --eval_samples")
+        distinct = len({words_of(problem.question) for problem in self.test_rows})
+        most = self.setting["max_problems"] or distinct
+        if len(by_problem) < min(most, distinct) and not self.setting["max_prompt_tokens"]:
+            faults.append("fewer problems than --max_problems")
         split = {
             (problem.id, words_of(problem.question), problem.ground_truth)
             for problem in self.test_rows
@@ -339,36 +499,32 @@ class TrainedRun:
         if rule is not None:
             wrong = sum(
                 row["score"]["reward"]
-                != rule(self._graded_text(row), row["ground_truth"])["reward"]
+                != rule(self._graded_text(self.evaluation_rule, row), row["ground_truth"])["reward"]
                 for row in rows
             )
             if wrong:
                 faults.append(f"{wrong} rewards that are not {self.evaluation_rule}'s")
-        return faults + self._faults_of_record(record, list(by_problem.values()))
+        strangers = sum(not self._asks_its_question(row) for row in rows)
+        if strangers:
+            faults.append(f"{strangers} responses with another prompt's question and truth")
+        going_on = sum(map(self._goes_on, rows))
+        if going_on:
+            faults.append(f"{going_on} responses that go on after a stop string")
+        longest = self.setting["eval_max_new_tokens"] or self.setting["max_new_tokens"]
+        lengths = [len(row["token_ids"]) for row in rows if row["finish_reason"] == "length"]
+        if any(length != longest for length in lengths):
+            faults.append("responses that were cut off before the longest length")
+        expected = figures_of_rules(rows, record, self.rules, self._graded_text)
+        faults += [name for name, value in expected.items() if not is_near(record[name], value)]
+        return faults + faults_of_evaluation(record, list(by_problem.values()))
 
-    def _graded_text(self, row: Row) -> str:
-        """What the rule of evaluations sees of a row."""
+    def _graded_text(self, rule: str, row: Row) -> str:
+        """What a rule sees of a row."""
         prompt = self.tokenizer.decode(row["prompt_ids"], clean_up_tokenization_spaces=False)
         opens_thought = prompt.rstrip().endswith("<think>")
-        if self.evaluation_rule in RULES_OF_TURNS and opens_thought:
+        if rule in RULES_OF_TURNS and opens_thought:
             return f"<think>{row['text']}"
         return row["text"]
-
-    def _faults_of_record(self, record: Row, groups: Sequence[Sequence[Row]]) -> list[str]:
-        """Which figures of an evaluation's record are not those of its completions: averages over
-        problems, and pass@k by every choice of k samples (Chen et al. 2021, arXiv:2107.03374)."""
-        expected = {
-            "avg_all_rewards": mean_of_groups(groups, "reward"),
-            "avg_answer_rewards": mean_of_groups(groups, "answer_reward"),
-            "avg_format_rewards": mean_of_groups(groups, "format_reward"),
-        }
-        for name in record:
-            if name.startswith("pass@"):
-                expected[name] = share_of_choices(groups, int(name.removeprefix("pass@")))
-        rows = list(itertools.chain.from_iterable(groups))
-        expected["response_length"] = sum(len(row["token_ids"]) for row in rows) / len(rows)
-        expected["finished"] = sum(row["finish_reason"] == "stop" for row in rows) / len(rows)
-        return [name for name, value in expected.items() if not is_near(record[name], value)]
 
     def warnings(self, invariants: Sequence[str]) -> list[str]:
         """The names of broken invariants that the run has warned of."""
@@ -382,29 +538,6 @@ def letters_of(text: str) -> str:
     """A text but for white space, case, and the forms of characters that a tokenizer may write
     otherwise (Unicode's NFKC)."""
     return "".join(unicodedata.normalize("NFKC", text).split()).casefold()
-
-
-def is_near(value: float, expected: float) -> bool:
-    """Whether two figures are the same but for rounding."""
-    return math.isclose(value, expected, rel_tol=MOST_NEAR, abs_tol=MOST_NEAR)
-
-
-def mean_of_groups(groups: Sequence[Sequence[Row]], part: str) -> float:
-    """The mean over problems of the mean of one part of their scores."""
-    means = []
-    for group in groups:
-        means.append(sum(row["score"][part] for row in group) / len(group))
-    return sum(means) / len(means)
-
-
-def share_of_choices(groups: Sequence[Sequence[Row]], number: int) -> float:
-    """The mean over problems of the share of choices of so many samples of which one is right."""
-    shares = []
-    for group in groups:
-        is_right = [row["score"]["reward"] == 1 for row in group]
-        choices = list(itertools.combinations(is_right, number))
-        shares.append(sum(map(any, choices)) / len(choices))
-    return sum(shares) / len(shares)
 
 
 def share_of_change(reached: Weights, expected: Weights, start: Weights, roundings: int) -> float:

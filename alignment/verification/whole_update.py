@@ -88,11 +88,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The log-prob of each token of a response, and the entropy there before top-k and top-p, [T],
-    in nats."""
+    """The log-prob of each token of a response, and the entropy there before top-k and top-p, and
+    after them without its graph, [T], in nats."""
 
     log_probs: torch.Tensor
     entropies: torch.Tensor
+    truncated_entropies: torch.Tensor
 
     def as_rows(self) -> tuple[list[float], list[float]]:
         return self.log_probs.tolist(), self.entropies.tolist()
@@ -191,7 +192,8 @@ def values_of_logits(
     truncated_TV = tempered_TV.masked_fill(~kept_TV, -torch.inf).log_softmax(dim=-1)
     log_probs_T = truncated_TV.gather(1, tokens_T[:, None])[:, 0]
     all_TV = tempered_TV.log_softmax(dim=-1)
-    return TokenValues(log_probs_T, -(all_TV.exp() * all_TV).sum(dim=-1))
+    truncated_T = torch.special.entr(truncated_TV.detach().exp()).sum(dim=-1)
+    return TokenValues(log_probs_T, -(all_TV.exp() * all_TV).sum(dim=-1), truncated_T)
 
 
 def kept_tokens(logits_TV: torch.Tensor, setting: Mapping) -> torch.Tensor:
@@ -208,6 +210,20 @@ def kept_tokens(logits_TV: torch.Tensor, setting: Mapping) -> torch.Tensor:
         kept &= before < setting["sampling_top_p"]
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+@dataclass(frozen=True)
+class UpdateFigures:
+    """What one update was computed from."""
+
+    rate: float
+    norm: float
+    """Of the gradient, before the clip."""
+    entropy_coefficient: float
+    parts: Mapping[int, PaperPart]
+    """Row -> its part of the loss."""
+    truncated_entropies: Mapping[int, list[float]]
+    """Row -> the entropy at each token, after top-k and top-p."""
 
 
 @dataclass
@@ -230,6 +246,10 @@ class Learner:
     is_near_edge: bool = False
     reference: Weights | None = None
     """The weights of the reference; None: those that the model was loaded with."""
+    figures: list[UpdateFigures] = field(default_factory=list)
+    """Of the updates of the last rollout."""
+    teacher_kl: float = 0.0
+    """The mean over the last rollout's tokens of log pi_student - log pi_teacher."""
 
     @property
     def whole_weights(self) -> dict[str, torch.Tensor]:
@@ -239,6 +259,7 @@ class Learner:
 
     def train_on(self, rollout: PlainRollout) -> None:
         """Make a rollout's updates."""
+        self.figures = []
         advantages = self.advantages_of(rollout.responses)
         trained = sorted({row for rows in rollout.mini_batches for row in rows})
         old = self._old_log_probs(rollout, trained)
@@ -336,11 +357,15 @@ class Learner:
         if self.teacher is None:
             return of_tokens
         teachers = self._log_probs_by(self.teacher, rollout, rows)
+        differences: list[float] = []
         for row in rows:
             student = old[row] or list(responses[row].sampler_log_probs)
             of_tokens[row] = paper_token_advantages_of_row(
                 advantages[row], student, teachers[row] or [], self.setting["teacher_weight"]
             )
+            pairs = zip(student, teachers[row] or [], strict=True)
+            differences += [of_student - of_teacher for of_student, of_teacher in pairs]
+        self.teacher_kl = sum(differences) / max(1, len(differences))
         return of_tokens
 
     def _update(self, inputs: "StepInputs") -> None:
@@ -354,16 +379,24 @@ class Learner:
         if values is not None and setting["entropy_target"]:
             setting["entropy_coefficient"] = self._adapt_entropy_bonus(values)
         gradient = {name: torch.zeros_like(tensor) for name, tensor in leaves.items()}
+        parts: dict[int, PaperPart] = {}
+        truncated_entropies: dict[int, list[float]] = {}
         for row, part_or_none in self._parts(inputs, values, setting):
             weights = self.model.weights_of(leaves, setting)
             now = self.model.token_values(weights, inputs.responses[row], setting)
             part = part_or_none or inputs.part_of(row, now, setting)
+            parts[row] = part
+            truncated_entropies[row] = now.truncated_entropies.tolist()
             self.is_near_edge |= is_near_edge(part, EDGE)
             add_row_gradient(gradient, leaves, now, paper_slopes(part))
         self.weights = {name: tensor.detach() for name, tensor in leaves.items()}
         if self.updates == 1:
             self.first_gradient = dict(gradient)
         rate = learning_rate(self.setting, self.updates)
+        coefficient = setting["entropy_coefficient"]
+        self.figures.append(
+            UpdateFigures(rate, norm_of(gradient), coefficient, parts, truncated_entropies)
+        )
         self.take_step(clipped(gradient, setting["max_grad_norm"]), rate)
 
     def _values_of(self, inputs: "StepInputs") -> dict[int, TokenValues]:

@@ -15,6 +15,7 @@ from alignment.core.tokens import Row
 from alignment.policy.policy import Policy
 from alignment.training.sft import Example, SFTConfig, SFTData, batches, fine_tune
 from alignment.verification.papers import PaperSlopes
+from alignment.verification.reported import Tolerance
 from alignment.verification.whole_update import (
     Learner,
     PlainModel,
@@ -23,12 +24,15 @@ from alignment.verification.whole_update import (
     add_row_gradient,
     clipped,
     make_learner,
+    norm_of,
     scheduled_rate,
 )
 
 BATCH = 4
 EXAMPLES = 10  # Their number is no multiple of a batch's.
 STEPS = 4  # The last of them is of the second epoch.
+RESUMED_AT = 1
+VALIDATED = 3
 SHUFFLED = 32
 
 
@@ -71,15 +75,53 @@ def supervised_config(config: SFTConfig, limit_of_norm: float, rate: float) -> S
     )
 
 
-def fine_tuned_batches(
-    policy: Policy, examples: Sequence[Example], pad_id: int, config: SFTConfig
-) -> list[list[Row]]:
-    """Run the warm start's loop. Returns the (prompt, response) rows of the batches that its steps
-    have computed."""
+class IdlePolicy(RecordingPolicy):
+    """A policy that computes nothing, and notes each batch that it should."""
+
+    def accumulate(self, batch: Batch, rows: Sequence[int], objective: Any) -> Iterator:
+        self.batches.append(batch)
+        return iter(())
+
+    def clip_gradient(self, max_norm: float) -> torch.Tensor:
+        return torch.zeros(())
+
+    def step(self, learning_rate: float) -> None:
+        pass
+
+    def log_probs(self, batch: Batch, *settings: Any) -> torch.Tensor:
+        return torch.zeros(batch.labels.shape)
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """What a warm start's loop has done: the (prompt, response) rows of the batches of its steps,
+    those of one that is resumed after `RESUMED_AT` steps, and the records of its steps."""
+
+    batches: list[list[Row]]
+    resumed: list[list[Row]]
+    records: list[dict[str, Any]]
+    validation: list[Row]
+
+
+def fine_tuned(policy: Policy, warm_start: WarmStart, config: SFTConfig) -> FineTuned:
+    """Run the warm start's loop."""
     recording = RecordingPolicy(policy)
-    data = SFTData(examples[:EXAMPLES], examples[:1], pad_id)
-    fine_tune(cast(Policy, recording), data, config, lambda record, message: None)
-    return [rows_of(batch) for batch in recording.batches]
+    idle = IdlePolicy(policy)
+    shown = warm_start.examples
+    data = SFTData(shown[:EXAMPLES], shown[-VALIDATED:], warm_start.pad_id)
+    records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any], message: str) -> None:
+        records.append(record)
+
+    fine_tune(cast(Policy, recording), data, config, keep)
+    fine_tune(cast(Policy, idle), data, config, lambda record, message: None, RESUMED_AT)
+    return FineTuned(
+        [rows_of(batch) for batch in recording.batches],
+        [rows_of(batch) for batch in idle.batches],
+        records,
+        [(tuple(prompt), tuple(response)) for prompt, response in data.validation],
+    )
 
 
 def rows_of(batch: Batch) -> list[Row]:
@@ -91,12 +133,15 @@ def rows_of(batch: Batch) -> list[Row]:
     return rows
 
 
-def faults_of_batches(
-    taken: Sequence[Sequence[Row]], examples: Sequence[Example], config: SFTConfig
-) -> list[str]:
+def faults_of_batches(done: FineTuned, warm_start: WarmStart, config: SFTConfig) -> list[str]:
     """What is wrong with the batches: each epoch takes each example once, in batches of one size
-    but for the last; in the order of the file with --curriculum, else in an order by chance."""
+    but for the last; in the order of the file with --curriculum, else in an order by chance; and a
+    resumed warm start takes those that are left."""
+    taken = done.batches
+    examples = warm_start.examples
     faults = []
+    if done.resumed != taken[RESUMED_AT:]:
+        faults.append("other batches after a resume")
     expected = sorted(examples[:EXAMPLES])
     in_epoch = math.ceil(EXAMPLES / config.batch_size)
     first_epoch = list(itertools.chain.from_iterable(taken[:in_epoch]))
@@ -117,35 +162,73 @@ def faults_of_batches(
     return faults
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """The state after a warm start's steps, by the papers, and what is reported of each step."""
+
+    state: TrainedState
+    records: list[dict[str, float]]
+
+
 def fit(
-    model: PlainModel,
-    start: TrainedState,
-    taken: Sequence[Sequence[Row]],
-    flags: Mapping[str, Any],
-) -> TrainedState:
-    """The state after a step on each of these batches, by the papers."""
+    model: PlainModel, start: TrainedState, done: FineTuned, flags: Mapping[str, Any]
+) -> Fitted:
+    """What the papers make of a step on each of a warm start's batches."""
     learner = make_learner(model, start, flags)
-    for step, rows in enumerate(taken, start=1):
-        take_supervised_step(learner, rows, step)
-    return TrainedState(learner.weights, learner.moments, learner.steps)
+    records = []
+    for step, rows in enumerate(done.batches, start=1):
+        records.append(take_supervised_step(learner, rows, step))
+    if records:
+        records[-1]["validation_loss"] = mean_surprise(learner, done.validation)
+    return Fitted(TrainedState(learner.weights, learner.moments, learner.steps), records)
 
 
-def take_supervised_step(learner: Learner, rows: Sequence[Row], step: int) -> None:
+def other_figures(done: FineTuned, fitted: Fitted, tolerance: Tolerance) -> list[str]:
+    """The names of what is reported of a warm start's steps that is not the papers'."""
+    faults = []
+    for record, expected in zip(done.records, fitted.records, strict=True):
+        for name, value in expected.items():
+            if not tolerance.allows(record.get(name), value):
+                faults.append(f"{name} of step {record['step']}")
+    return faults
+
+
+def plain_response(prompt: Sequence[int], response: Sequence[int]) -> PlainResponse:
+    """A worked solution as a response."""
+    zeros = (0.0,) * len(response)
+    return PlainResponse(tuple(prompt), tuple(response), 0.0, True, zeros)
+
+
+def mean_surprise(learner: Learner, rows: Sequence[Row]) -> float:
+    """The mean of -log p over the response tokens of some rows."""
+    total = 0.0
+    tokens = 0
+    for prompt, response in rows:
+        with torch.no_grad():
+            values = learner.model.token_values(
+                learner.whole_weights, plain_response(prompt, response), learner.setting
+            )
+        total -= values.log_probs.sum().item()
+        tokens += len(response)
+    return total / tokens
+
+
+def take_supervised_step(learner: Learner, rows: Sequence[Row], step: int) -> dict[str, float]:
     """One step on a batch: each response token's log-prob has the slope -1 / tokens of the batch's
-    responses."""
+    responses. Returns what is reported of the step."""
+    loss = mean_surprise(learner, rows)
     flags = learner.setting
     leaves = {name: tensor.requires_grad_() for name, tensor in learner.weights.items()}
     gradient = {name: torch.zeros_like(tensor) for name, tensor in leaves.items()}
     tokens = sum(len(response) for _, response in rows)
     for prompt, response in rows:
         weights = learner.model.weights_of(leaves, flags)
-        zeros = [0.0] * len(response)
-        plain = PlainResponse(prompt, response, 0.0, True, tuple(zeros))
-        values = learner.model.token_values(weights, plain, flags)
-        slopes = PaperSlopes([-1 / tokens] * len(response), zeros)
+        values = learner.model.token_values(weights, plain_response(prompt, response), flags)
+        slopes = PaperSlopes([-1 / tokens] * len(response), [0.0] * len(response))
         add_row_gradient(gradient, leaves, values, slopes)
     learner.weights = {name: tensor.detach() for name, tensor in leaves.items()}
     rate = scheduled_rate(
         flags["learning_rate"], flags["warmup_steps"], flags["lr_schedule"], step, STEPS
     )
     learner.take_step(clipped(gradient, flags["max_grad_norm"]), rate)
+    return {"loss": loss, "grad_norm": norm_of(gradient), "learning_rate": rate}

@@ -29,7 +29,7 @@ def test_no_answer_is_listed_twice():
 
 def test_the_runs_own_rules_come_first_and_the_users_own_is_not_checked():
     checks = list(checks_of_rules(RULES, ("boxed", "mine.module:rule")))
-    assert checks[0].what == "boxed: wrong rewards of 116 answers" and len(checks) == 7
+    assert checks[0].what == "boxed: wrong rewards of 121 answers" and len(checks) == 8
     assert checks[-1].not_checked == "your own rule"
 
 

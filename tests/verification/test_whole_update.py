@@ -362,13 +362,13 @@ def test_groups_of_equal_answers_stop_nothing(tiny_folder):
     updates = updates_of(tiny_folder)
     with changed(updates.sampler, "sample", sample):
         records = records_of(updates)
-    assert len(records) == 13
+    assert len(records) == 16
     assert not any(record["error"] for record in records.values()), records
 
 
 def test_one_update_of_a_rollout_is_compared_too(tiny_folder):
     records = records_of(updates_of(tiny_folder))
-    assert [record["verdict"] for record in records.values()] == ["passed"] * 13
+    assert [record["verdict"] for record in records.values()] == ["passed"] * 16
     assert WEIGHTS.replace("8", "2") in records and WEIGHTS in records
     assert "decay 0.5" in records[WEIGHTS]["note"]
 

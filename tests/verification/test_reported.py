@@ -1,0 +1,171 @@
+"""What is reported of a run, and what is asked in it, is judged by counting."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from alignment.core.records import Problem
+from alignment.evaluation.accuracy import figures, paired_difference
+from alignment.verification import reported
+from alignment.verification.asked import AskedQuestions
+from alignment.verification.made_up_evaluation import MadeUpEvaluation
+from alignment.verification.papers import PaperPart
+from alignment.verification.precision import rounded_share
+from alignment.verification.reported import EXACT, StepFigures, figures_of_rows
+from alignment.verification.whole_update import UpdateFigures
+
+
+def row(reward: float, length: int, finish_reason: str) -> dict:
+    score = {"reward": reward, "format_reward": 1.0, "answer_reward": reward, "part_x": 0.5}
+    return {"score": score, "token_ids": [1] * length, "finish_reason": finish_reason}
+
+
+def test_the_figures_of_a_steps_completions():
+    rows = [row(0.0, 2, "stop"), row(1.0, 4, "length"), row(1.0, 3, "stop"), row(1.0, 3, "stop")]
+    assert figures_of_rows(rows, {"group_size": 2}) == {
+        "reward": 0.75,
+        "reward_std": math.sqrt(3) / 4,
+        "frac_reward_zero_std": 0.5,
+        "format_reward": 1.0,
+        "answer_reward": 0.75,
+        "response_length": 3.0,
+        "finished": 0.75,
+        "responses": 4,
+        "part_x": 0.5,
+    }
+
+
+def test_an_interval_by_hand():
+    """Wilson's of 3 right answers of 4 problems: n = 4 * 3 / 4 = 3 by the unbiased variance 1/4,
+    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)."""
+    low, high = reported.wilson_interval([[1.0], [1.0], [0.0], [1.0]])
+    assert (low, high) == pytest.approx((0.2561, 0.9632), abs=1e-4)
+    assert reported.share_of_choices([[1, 0, 0], [0, 0, 0]], 2) == pytest.approx(1 / 3)
+
+
+SETTING = {
+    "loss": "grpo_clip",
+    "cliprange": 0.2,
+    "cliprange_high": None,
+    "dual_clip": 0.0,
+    "beta": 0.0,
+    "kl_estimator": "k3",
+    "teacher": "",
+    "entropy_coefficient": 0.0,
+    "entropy_target": 0.0,
+    "token_selection": "none",
+    "kl_cov_coefficient": 1.0,
+    "sampler_correction": "none",
+    "correction_floor": 0.0,
+    "correction_cap": 2.0,
+    "loss_normalization": "token_mean",
+    "max_new_tokens": 8,
+}
+
+
+def step_of(advantage: float) -> StepFigures:
+    """An update of one response of two tokens, whose ratios are 1 and 1.5."""
+    rows = [[-1.0, math.log(1.5) - 1], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [0.5, 1.5]]
+    part = PaperPart(SETTING, 1.0, [advantage] * 2, rows, [False] * 2, [2], share=0.0)
+    update = UpdateFigures(1e-3, 2.0, 0.0, {0: part}, {0: [0.5, 1.0]})
+    return StepFigures([update], SETTING, 0.0, None, is_near_edge=False)
+
+
+def test_the_figures_of_an_update_by_hand():
+    # -(min(1, 1) + min(1.5, 1.2)) / 2
+    expected = {"loss": -1.1, "grad_norm": 2.0, "learning_rate": 1e-3, "rows_with_gradient": 1}
+    expected |= {"entropy": 1.0, "sampling_entropy": 0.75, "ratio_mean": 1.25, "ratio_max": 1.5}
+    expected |= {"clip_fraction": 0.5}
+    found = step_of(1.0).expected()
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert step_of(1.0).faults(expected, EXACT) == []
+    assert step_of(1.0).faults({**expected, "entropy": 0.75, "kl": 0.0}, EXACT) == ["entropy", "kl"]
+
+
+def test_an_update_without_an_advantage_computes_no_row():
+    found = step_of(0.0).expected()
+    assert found["rows_with_gradient"] == 0 and "entropy" not in found
+
+
+def test_what_is_reported_of_made_up_answers():
+    sound = MadeUpEvaluation(figures, paired_difference)
+    assert sound.other_figures() == [] and sound.other_differences() == []
+    swapped = MadeUpEvaluation(figures, lambda a, b: paired_difference(b, a))
+    assert "difference" in swapped.other_differences()
+
+    def as_written(groups):
+        return figures(groups) | {"maj@4": {"value": 0.5}}
+
+    assert MadeUpEvaluation(as_written, paired_difference).other_figures() == ["maj@4"]
+
+
+def test_numbers_that_are_rounded_to_16_bits():
+    numbers = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    assert rounded_share([numbers]) < 0.01
+    assert rounded_share([numbers.bfloat16()]) == rounded_share([numbers.half()]) == 1
+    assert rounded_share([numbers[:5].bfloat16()]) == 0  # Of few numbers nothing is said.
+
+
+def asked(problems: list[Problem], tmp_path: Path, **flags) -> AskedQuestions:
+    """Questions in the words of a template, of a file of rows."""
+    (tmp_path / "plain.prompt").write_text("Q: {question}\nA:")
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "One?", "a": "so #### 17"}\n{"q": "Two?", "a": 5}\n')
+    values = {
+        "num_problems": 0,
+        "max_prompt_tokens": 0,
+        "pass_rates": "",
+        "stop": (),
+        "task": f"file:{file}",
+        "question_column": "q",
+        "answer_column": "a",
+        "answer_pattern": "",
+    }
+
+    def tokenizer(prompts):
+        return {"input_ids": [list(prompt) for prompt in prompts]}
+
+    return AskedQuestions(
+        problems,
+        [],
+        problems,
+        "plain",
+        tmp_path,
+        ("\n",),
+        [],
+        tokenizer,
+        values | flags,
+    )
+
+
+ROWS = [
+    Problem("1", "One?", "Q: One?\nA:", "17"),
+    Problem("2", "Two?", "Q: Two?\nA:", "5"),
+]
+
+
+def test_questions_as_their_file_and_template_have_them(tmp_path):
+    sound = asked(ROWS, tmp_path, num_problems=2, max_prompt_tokens=10, stop=("\n",))
+    assert (sound.other_prompts(), sound.faults_of_flags(), sound.misread_rows()) == (0, [], 0)
+    cut = [Problem("1", "One?", "Q: One?", "1"), ROWS[1]]
+    faulty = asked(cut, tmp_path, num_problems=1, max_prompt_tokens=9, stop=("#",))
+    assert faulty.other_prompts() == 1
+    assert faulty.faults_of_flags() == ["num_problems", "max_prompt_tokens", "stop"]
+    assert faulty.misread_rows() == 1
+    assert asked(ROWS[:1], tmp_path).misread_rows() == 1  # The second row is not asked.
+
+
+def test_a_chat_ends_where_its_answer_begins(tmp_path):
+    def render(turns, **options):
+        return f"<u>{turns[-1]['content']}</u><a>"
+
+    questions = asked([], tmp_path, system_prompt="Be brief.")
+    tokenizer = SimpleNamespace(apply_chat_template=render)
+    chat = AskedQuestions(**{**vars(questions), "template": "chat", "tokenizer": tokenizer})
+    prompts = ["<s>Be brief.</s><u>One?</u><a>", "<s>Be brief.</s><u>One?</u>", "<u>One?</u><a>"]
+    for prompt, faults in zip(prompts, (0, 1, 1), strict=True):
+        with_prompt = {**vars(chat), "trained": [Problem("1", "One?", prompt, "17")]}
+        assert AskedQuestions(**with_prompt).other_prompts() == faults
