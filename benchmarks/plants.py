@@ -514,7 +514,7 @@ DATA_AND_REWARDS = [
         "data/tasks/__init__.py",
         (
             "evaluations on training problems",
-            "return distinct(self.test_split(dataset_path), self.key, max_problems or None)",
+            "return distinct(problems, self.key, max_problems or None)",
             'return list(self.problems("train", dataset_path)[: max_problems or 100])',
             ("--task", "arithmetic"),
         ),

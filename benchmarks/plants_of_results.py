@@ -303,7 +303,7 @@ NUMBERS = [
         ),
     ),
     *of_file(
-        "model/loading.py",
+        "model/products.py",
         (
             "casts of weights that outlive an update",
             "        if torch.autocast_decrement_nesting() == 0:\n"

@@ -82,9 +82,15 @@ def short_run(args: VerifyArgs, plan: RunPlan, folder: str) -> RLArgs:
         changes["selected_share"] = 1.0  # All that are eligible, instead of some by chance.
     if args.eval_max_new_tokens:
         changes["eval_max_new_tokens"] = min(args.eval_max_new_tokens, short.max_new_tokens)
+    return configuration(RLArgs, short, **changes, **rewards_by_chance(args))
+
+
+def rewards_by_chance(args: VerifyArgs) -> dict[str, Any]:
+    """The arguments by which a run is paid by chance, where its reward is one that ships: an
+    untrained model's rewards are all 0, which trains nothing."""
     if args.reward in ("auto", *RULES) and "random" not in args.task_in_format.rules:
-        changes |= {"reward": "random", "prompt": args.task_in_format.prompt}
-    return configuration(RLArgs, short, **changes)
+        return {"reward": "random", "prompt": args.task_in_format.prompt}
+    return {}
 
 
 def short_run_checks(
@@ -201,6 +207,7 @@ def run_checks(args: VerifyArgs, console: Console, exact: bool) -> Iterator[Chec
             preview=0,
             output_dir=folder,
             trackers=RLArgs.trackers,  # the events of TensorBoard are compared
+            **rewards_by_chance(args),
         )
         straight = Path(folder) / rl.run_name
         resumed = Path(folder) / "killed"

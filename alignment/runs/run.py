@@ -282,7 +282,8 @@ class Run:
         """With --log_state, log digests of what the step's update begins with."""
         if self.config.log_state:
             self.clock.begin("")  # The peak of memory is then counted to no phase of the step.
-            self.folder.log_state(state_of(self.started.policy, sampled, self.path))
+            state = state_of(self.started.policy, sampled, self.path, self.advantage_state)
+            self.folder.log_state(state)
 
     def log_completions(self, sampled: SampledStep, rollout: Rollout, result) -> None:
         """Write the step's completions with the trainer's log-probs, and each mini-batch whose loss

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.core.records import SampledStep
+from alignment.core.state_tree import split_tensors
+from alignment.system.errors import RunStopped
 from alignment.system.files import read_jsonl
 
 if TYPE_CHECKING:
@@ -45,9 +47,23 @@ def digest_of_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
+def digest_of_tree(state: object) -> str:
+    """SHA-256 of the state of an estimator of advantages. Raises `RunStopped` for one that a
+    checkpoint cannot hold."""
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        tree = split_tensors(state, tensors)
+    except TypeError as error:
+        raise RunStopped(f"--advantage: {error}") from None
+    return digest_of_json([tree, digest_of_tensors(sorted(tensors.items()))])
+
+
+def state_of(
+    policy, sampled: SampledStep, folder: Path, advantage_state: object = None
+) -> dict[str, object]:
     """The state before the update of a sampled step: digests of "weights", "moments", "problems"
-    (their ids, in order) and "completions", the "sampling_seed", and "micro_batch_tokens".
+    (their ids, in order), "completions" and "advantage_state", of the estimator, the
+    "sampling_seed", and "micro_batch_tokens".
 
     The optimiser's state goes through a temporary folder in `folder`. On a device whose sums depend
     on timing, completions may differ although everything else is equal."""
@@ -62,6 +78,7 @@ def state_of(policy, sampled: SampledStep, folder: Path) -> dict[str, object]:
         "weights": digest_of_tensors(policy.weights()),
         "moments": moments,
         "problems": digest_of_json(sampled.problem_ids),
+        "advantage_state": digest_of_tree(advantage_state),
         "sampling_seed": sampled.seed,
         "micro_batch_tokens": policy.micro_batch_tokens,
         "completions": digest_of_json(completions),

@@ -51,6 +51,9 @@ from alignment.verification.whole_update import (
 # The norm of the difference of all weights from the papers', as a share of that of their change.
 # Adam's first step has the sign of a gradient, which rounding decides where the gradient is near 0.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.75}
+# A shorter gradient may be rounding's, as where a teacher has the policy's own weights: Adam's
+# first steps make it as long as any.
+ROUNDING_OF_GRADIENTS = 1e-5
 # Rules that leave thoughts out see the tag with which a prompt opens one.
 RULES_OF_TURNS = ("boxed", "flexible")
 # What a model's config says of how it was saved, not of what it computes.
@@ -75,7 +78,8 @@ class Trained:
     """The distance of the saved weights from the papers', as a share of their change."""
     other_figures: Sequence[str]
     """What is reported of a step that is not so."""
-    is_near_edge: bool
+    reason_of_rounding: str
+    """Why rounding may have decided on a step; empty where it has not."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,8 @@ class TrainedRun:
         reason = ""
         if self.setting["optimizer"] == "adamw_8bit":
             limit = math.inf  # Moments of 0 that are rounded to 8 bits leave most of a step open.
-        if trained().is_near_edge and self.dtype == torch.float32:
-            reason = "a ratio was within rounding of its clip's bound"
+        if self.dtype == torch.float32:
+            reason = trained().reason_of_rounding
         yield Check(
             f"{words}, saved weights: from papers' in float64",
             limit,
@@ -165,6 +169,7 @@ class TrainedRun:
         learner = make_learner(self.plain, self._start_state(), self.setting, self.teacher)
         of_version = {0: learner.whole_weights}
         other_figures: list[str] = []
+        reason = ""
         nats = [0.0]
         evaluation_nats = [self._nats(self.rows("eval", 0), of_version[0], self._of_evaluations)]
         for step in range(1, self.steps + 1):
@@ -178,6 +183,8 @@ class TrainedRun:
             rollout = self._rollout(step, rows)
             before = learner.whole_weights
             learner.train_on(rollout)
+            if any(0 < update.norm < ROUNDING_OF_GRADIENTS for update in learner.figures):
+                reason = "of an update's gradient rounding alone is left"
             found = self._other_figures_of_updates(step, learner)
             if rollout.mini_batches:
                 first = [rows[row] for row in rollout.mini_batches[0]]
@@ -189,6 +196,8 @@ class TrainedRun:
         evaluated = self.rows("eval", self.steps)
         last = of_version[self.steps]
         evaluation_nats.append(self._nats(evaluated, last, self._of_evaluations))
+        if learner.is_near_edge:
+            reason = "a ratio was within rounding of its clip's bound"
         greedy_nats = 0.0
         if self.setting["eval_greedy"]:
             greedy_nats = self._greedy_nats(last)
@@ -198,7 +207,7 @@ class TrainedRun:
             greedy_nats,
             self._distance(learner),
             other_figures,
-            learner.is_near_edge,
+            reason,
         )
 
     def _other_figures_of_updates(self, step: int, learner: Learner) -> list[str]:
@@ -483,7 +492,8 @@ class TrainedRun:
             faults.append("another number of samples than --eval_samples")
         distinct = len({words_of(problem.question) for problem in self.test_rows})
         most = self.setting["max_problems"] or distinct
-        if len(by_problem) < min(most, distinct) and not self.setting["max_prompt_tokens"]:
+        asks_all = not (self.setting["max_prompt_tokens"] or self.setting.get("validation_share"))
+        if len(by_problem) < min(most, distinct) and asks_all:
             faults.append("fewer problems than --max_problems")
         split = {
             (problem.id, words_of(problem.question), problem.ground_truth)
