@@ -183,8 +183,8 @@ class TrainedRun:
             rollout = self._rollout(step, rows)
             before = learner.whole_weights
             learner.train_on(rollout)
-            if any(0 < update.norm < ROUNDING_OF_GRADIENTS for update in learner.figures):
-                reason = "of an update's gradient rounding alone is left"
+            if self._trains_on_rounding(step, learner):
+                reason = "of a step's gradient rounding alone is left"
             found = self._other_figures_of_updates(step, learner)
             if rollout.mini_batches:
                 first = [rows[row] for row in rollout.mini_batches[0]]
@@ -209,6 +209,13 @@ class TrainedRun:
             other_figures,
             reason,
         )
+
+    def _trains_on_rounding(self, step: int, learner: Learner) -> bool:
+        """Whether a step has a gradient, and both the run and the papers say that it is shorter
+        than rounding."""
+        norms = [update.norm for update in learner.figures]
+        reported = self.record(step)["grad_norm"] or 0.0
+        return 0 < reported < ROUNDING_OF_GRADIENTS and max(norms) < ROUNDING_OF_GRADIENTS
 
     def _other_figures_of_updates(self, step: int, learner: Learner) -> list[str]:
         """What is reported of a step's updates that is not the papers'."""
