@@ -18,6 +18,11 @@ from benchmarks.plant import (
     of_file,
 )
 
+EACH_NUMBER_ONCE = (
+    "each random number still decides one draw, so that samples stay independent; what changes is"
+    " that answers depend on when others end, which rounding makes them do as well"
+)
+
 GROUPS = [
     *of_file(
         "rollouts/source.py",
@@ -413,6 +418,8 @@ ANSWERS = [
             "random numbers of other rows once some have ended",
             "                    uniforms = uniforms[keep]\n",
             "",
+            (),
+            EACH_NUMBER_ONCE,
         ),
     ),
     *of_file(

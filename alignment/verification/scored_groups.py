@@ -33,7 +33,8 @@ class ScoredGroups:
 
     def wrong(self) -> int:
         """How many responses of a step get another score than each has when it is alone, or a
-        reward that is not the weighted sum of its parts."""
+        reward that is not the weighted sum of its parts; and how many groups get another's
+        problem."""
         problems = list(self.problems[:PROBLEMS])
         answers = [problem.ground_truth for problem in problems]
         completions: list[list[Completion]] = []
@@ -44,6 +45,7 @@ class ScoredGroups:
         wrong = 0
         groups = self.reward.score(problems, completions)
         for problem, group in zip(problems, groups, strict=True):
+            wrong += group.problem != problem
             for completion, score in zip(group.completions, group.scores, strict=True):
                 (alone,) = self.reward.score([problem], [[completion]])
                 wrong += score != alone.scores[0] or not self._is_sum(score)
