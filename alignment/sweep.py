@@ -122,7 +122,7 @@ def tune(
     for arm, choice in choices.items():
         taken = choice.candidate
         console.print(
-            f"{arm}: {taken.words}, validation accuracy {taken.mean:.3f}",
+            f"{arm}: {taken.words}, validation {runs.measure} {taken.mean:.3f}",
             markup=False,
             soft_wrap=True,
         )

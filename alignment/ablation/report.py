@@ -32,7 +32,7 @@ from alignment.ablation.summary import (
     ranked,
     verdicts_of,
 )
-from alignment.ablation.tuning import Tuning
+from alignment.ablation.tuning import Tuning, measure_of_choice
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -140,6 +140,7 @@ def contents(study: Study) -> dict[str, Any]:
         "pairs_area": ranked(decide(study, whole_curve=True)) if has_area else [],
         "measured": "accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title,
         "selection_bias": bias,
+        "chosen_by": measure_of_choice(study.measure),
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
         "further": further_accuracies(run.evals) if run else {},

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -278,6 +279,30 @@ def make_rule_part(rule: RewardFn) -> PartFn:
     return make_part(lambda problem, text, score: rule(text, problem.ground_truth)["reward"])
 
 
+def make_vote_part(rule: RewardFn) -> PartFn:
+    """The part that is 1 for the answer, as `rule` finds it, that most responses to a problem gave,
+    of equally frequent ones the first, and 0 for others and for none: a control that never sees the
+    ground truth (Zuo et al. 2025, arXiv:2504.16084)."""
+
+    def rewards(
+        problems: Sequence[Problem], completions: Sequence[Completion], scores: Sequence[Score]
+    ) -> list[float | None]:
+        answers = []
+        votes: dict[str, Counter[str]] = {}
+        for problem, completion in zip(problems, completions, strict=True):
+            answer = extracted_answer(rule, problem, completion.text)
+            answers.append(answer)
+            if answer is not None:
+                votes.setdefault(problem.id, Counter())[answer] += 1
+        values: list[float | None] = []
+        for problem, answer in zip(problems, answers, strict=True):
+            is_majority = answer is not None and votes[problem.id].most_common(1)[0][0] == answer
+            values.append(float(is_majority))
+        return values
+
+    return rewards
+
+
 # A name that --reward takes -> the part.
 PARTS: Mapping[str, PartWithSettings] = {
     "format": make_part(lambda problem, text, score: score["format_reward"]),
@@ -300,7 +325,11 @@ PARTS: Mapping[str, PartWithSettings] = {
     "soft_format": make_turn_part(soft_format),
     "strict_format": make_turn_part(strict_format),
     "correct_in_text": make_graded_turn_part(correct_in_text),
+    # `_find_part` makes it for the task's rule
+    "majority_vote": make_vote_part(r1_zero_reward_fn),
 }
+# Parts that pay a response by the others to its problem.
+OF_GROUPS = frozenset({"majority_vote"})
 # A part and a rule that cannot go together -> the reason.
 _WANTS_NUMBER = "it looks for a number that is the answer, which Countdown's are not; use accuracy"
 _WANTS_TAGS = "it looks for tags, and the prompt asks for a box; use format"
@@ -474,6 +503,8 @@ def _find_part(
         return partial(find_judge(judge), settings=JudgeSettings(**fields))
     rules_as_parts = {key: make_rule_part(rule) for key, rule in RULES.items()}
     table = {**rules_as_parts, **CONTROLS, **PARTS}
+    if rules:
+        table["majority_vote"] = make_vote_part(find_rule(rules[0], seconds))
     part: Callable = find(
         "--reward", name, table, lambda _: users_function(name, seconds, settings).rewards
     )

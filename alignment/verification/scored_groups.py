@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from alignment.core.records import Completion, Problem
-from alignment.rewards.rules import Reward
+from alignment.rewards.rules import OF_GROUPS, Reward
 from alignment.verification.check import Check
 
 PROBLEMS = 4
@@ -28,6 +28,8 @@ class ScoredGroups:
         reason = ""
         if any(":" in name for name, _ in self.parts):
             reason = "your own reward"
+        if any(name in OF_GROUPS for name, _ in self.parts):
+            reason = "a response is paid by the others to its problem"
         what = "rewards: responses that are paid wrongly"
         yield Check(what, 0.0, self.wrong, not_checked=reason)
 
