@@ -33,9 +33,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from alignment.args import RLArgs, from_preset
 from alignment.core.records import Rollout, SamplingConfig
+from alignment.core.tokens import cut_by_tokens, packed_tokens
 from alignment.model.attention import AttentionRule
+from alignment.model.frozen import computed_rows
 from alignment.model.kernels import fuse_layers, use_fused_kernels
 from alignment.model.packing import pack
+from alignment.model.recomputation import recompute_mlps
 from alignment.planning import placement
 from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig
@@ -116,6 +119,18 @@ class Setting:
     """Whether an update adds to a gradient that is there already."""
     layers: int | None = None
     """Of the model; None: its own."""
+    recomputed_mlps: float = 0.0
+    """The share of the layers of which the MLP's inside is computed again in backward."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a card holds at most."""
+
+    tokens: int
+    """Of the micro-batch."""
+    held: Mapping[str, int]
+    """What made tensors -> their bytes."""
 
 
 def config_of(setting: Setting) -> PretrainedConfig:
@@ -198,6 +213,9 @@ def apply_kernels(setting: Setting, model, trace, stack: ExitStack) -> None:
     if setting.kernels != "eager":
         stack.enter_context(compiled_functions(trace))
         use_fused_kernels(model)
+    if setting.recomputed_mlps:
+        layers = model.config.num_hidden_layers
+        recompute_mlps(model, round(setting.recomputed_mlps * layers))
 
 
 def kernels_of(trace, work: Callable[[], object]) -> list[Kernel]:
@@ -205,6 +223,26 @@ def kernels_of(trace, work: Callable[[], object]) -> list[Kernel]:
     trace.kernels.clear()
     work()
     return list(trace.kernels)
+
+
+def trace_peak(setting: Setting) -> Peak:
+    """What the card holds at most in a later micro-batch of an update, of every layer: the largest,
+    with all gradients and AdamW's moments."""
+    args = arguments_of(setting)
+    rollout = rollout_of(setting, args)
+    objective = rollout_objective(rollout, range(len(rollout.lengths)), args.update_config)
+    with traced_card(setting.flash) as trace, fake_policy(setting) as policy, ExitStack() as stack:
+        apply_kernels(setting, policy.model, trace, stack)
+        rows = rows_with_gradient(rollout, args.update_config)
+        split = computed_rows(policy.model, rollout.batch, rows)
+        pieces = cut_by_tokens(split, setting.micro_batch_tokens)
+        sizes = [packed_tokens([split[number] for number in piece]) for piece in pieces]
+        largest = [rows[number] for number in pieces[sizes.index(max(sizes))]]
+        for _ in range(2):
+            for _ in policy.accumulate(rollout.batch, largest, objective):
+                pass
+        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+        return Peak(max(sizes), {**trace.memory.peak, "AdamW's moments": 8 * parameters})
 
 
 def trace_log_probs(setting: Setting) -> list[Kernel]:
@@ -494,6 +532,16 @@ def table_of_figures(rates: Rates) -> Table:
     return make_table("six figures of an H200", ("", "", *numbers), rows, numbers=numbers)
 
 
+def table_of_peak(peak: Peak) -> Table:
+    """What is held at most, by what made it."""
+    rows = []
+    for name, size in sorted(peak.held.items(), key=lambda item: -item[1]):
+        if size >= 5e6:
+            rows.append((name, f"{size / 1e9:.2f}"))
+    rows.append(("all", f"{sum(peak.held.values()) / 1e9:.2f}"))
+    return make_table(f"{peak.tokens:,} tokens, counted", ("", "GB"), rows, numbers=("GB",))
+
+
 def print_fit(rates: Rates) -> None:
     """Print the tables of the toml file."""
     print("[host]", f"launch = {rates.launch:.3g}", "", "[efficiency]", sep="\n")
@@ -512,6 +560,8 @@ def main(
     group_size: int = 8,
     prompt: int = 150,
     response: int = 1024,
+    recomputed_mlps: float = 0.0,
+    peak: bool = False,
     figures: bool = False,
     fit: bool = False,
 ) -> None:
@@ -528,6 +578,9 @@ def main(
         group_size: Responses to each prompt.
         prompt: Tokens of a prompt.
         response: Tokens of the longest response.
+        recomputed_mlps: Share of the layers of which the MLP's inside is computed again; 0 or 1
+            without --peak.
+        peak: Print what an update holds at most instead.
         figures: Model the six measured figures instead.
         fit: Print the coefficients that the measured figures give instead.
     """
@@ -548,7 +601,10 @@ def main(
         group_size,
         prompt,
         response,
+        recomputed_mlps=recomputed_mlps,
     )
+    if peak:
+        return console.print(table_of_peak(trace_peak(setting)))
     console.print(table_by_class(count_kernels(setting), rates, f"{work}, {model}: modelled"))
 
 

@@ -25,6 +25,7 @@ from alignment.builders.run_plan import (
     THIS_MACHINE,
     PlannedMachines,
     RunPlan,
+    counted_kernels,
     engines_on_shared_gpu,
     keeps_old_policy,
     plan_run,
@@ -415,6 +416,7 @@ def step_shape(
         frozen=sum([args.keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
+        kernels=counted_kernels(args, roles, args.policy_parallelism),
     )
 
 

@@ -123,6 +123,20 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) 
     )
 
 
+def counted_kernels(args: RLArgs, roles: Roles, kind: str) -> str:
+    """The value of --kernels by which a policy's bytes and seconds are counted: that which auto
+    chooses where the check of kernels accepts it. Adapters are computed by modules of their own,
+    and --compile keeps what the family's own code does: both count as eager."""
+    if args.lora_rank or args.compile:
+        return "eager"
+    if args.use_liger_kernel:
+        return "liger"
+    if args.kernels != "auto":
+        return args.kernels
+    on_gpu = roles.policy[0].startswith("cuda")
+    return "compiled" if on_gpu and not policy_kind(kind).ranked else "eager"
+
+
 def keeps_old_policy(args: RLArgs, roles: Roles, kind: str) -> bool:
     """Whether a copy of a policy of this kind computes old log-probs on the reference's device.
 

@@ -55,7 +55,9 @@ class OptimizerFlags:
         False, group="optimisation", bookkeeping=True, changeable=True, setting=True
     )
     """Compute each layer's activations again in backward, which takes a third more time and much
-    less memory. Without it that is done where --micro_batch_tokens is 0 and a row would not fit."""
+    less memory. Without it what is inside of MLPs is, in as few layers as that takes, where a row
+    or the given --micro_batch_tokens would not fit, and whole layers where a row would still
+    not."""
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,24 @@ FP32 = 4  # bytes of a number in float32
 
 # --- what a layer keeps of a token for backward ---------------------------------------------------
 
-KEPT_MLP_VECTORS = 4
-"""Vectors of the MLP's width, in the type of products, that a layer keeps of a token for backward.
+KEPT_MLP_VECTORS = {"eager": 4, "liger": 3, "compiled": 2}
+"""Kernels (--kernels) -> vectors of the MLP's width, in the type of products, that a layer keeps of
+a token for backward.
 
 Source: a Llama-like MLP keeps the gate's and the up projection's outputs, the gate after its
-activation, and the product of the two. Shown wrong by: torch's peak of an update, divided by its
-tokens: SmolLM2-135M in float32 took 1.53 MB a token, 1.50 by this formula; an H200 took 3.30 MB of
-1.5 billion parameters, as by it (docs/gpus.md#memory). Read by: `activation_bytes`."""
+activation, and the product of the two; a fused kernel makes the activated gate again, `GatedMLP`
+the product, too. Shown wrong by: torch's peak of an update, divided by its tokens: SmolLM2-135M in
+float32 took 1.53 MB a token, 1.50 by this formula; an H200 took 3.30 MB of 1.5 billion parameters,
+as by it (docs/gpus.md#memory), and with Liger's kernels 2.5, as by it (64 GB for 75). Compiled ones
+are counted over fake tensors alone (benchmarks/gpu_cost.md). Read by: `mlp_bytes`."""
 
-KEPT_HIDDEN_VECTORS = 11
-"""Vectors of the hidden size, in the type of products, that a layer keeps of a token for backward.
+KEPT_HIDDEN_VECTORS = {"eager": 11, "liger": 8, "compiled": 4}
+"""Kernels -> vectors of the hidden size, in the type of products, that a layer keeps of a token for
+backward.
 
-Source: with it the formula agrees with the two measurements that `KEPT_MLP_VECTORS` names; no count
-of the tensors is on record. Shown wrong by: what shows `KEPT_MLP_VECTORS` wrong. Read by:
+Source: for compiled kernels two norms' outputs, the turned queries, and attention's output. With
+the others the formula agrees with the measurements that `KEPT_MLP_VECTORS` names; no count of the
+tensors is on record. Shown wrong by: what shows `KEPT_MLP_VECTORS` wrong. Read by:
 `activation_bytes`."""
 
 FP32_NORM_VECTORS = 2
@@ -67,15 +72,25 @@ wrong by: tokens a second by `benchmarks.sampler` with half and with twice as mu
 `Decoding`, `StepWork`, `TransformersSampler`."""
 
 
-def activation_bytes(config, itemsize: int = 4) -> int:
+def activation_bytes(config, itemsize: int = 4, kernels: str = "eager") -> int:
     """Bytes of activations that backward needs for one token of a Llama-like decoder, with products
-    of numbers of `itemsize` bytes:
+    of numbers of `itemsize` bytes and one of --kernels:
 
-        L (I (4 M + 11 H) + 8 H in bfloat16)     L layers, I bytes, MLP of M, hidden size H"""
-    vectors = itemsize * (
-        KEPT_MLP_VECTORS * mlp_width(config) + KEPT_HIDDEN_VECTORS * config.hidden_size
-    )
-    return config.num_hidden_layers * (vectors + _norm_bytes(config, itemsize))
+        L (I (4 M + 11 H) + 8 H in bfloat16)   L layers, I bytes, MLP of M, hidden size H; eager
+        L (I (3 M +  8 H) + 8 H)               liger
+        L (I (2 M +  4 H) + 8 H)               compiled"""
+    hidden = itemsize * KEPT_HIDDEN_VECTORS[kernels] * config.hidden_size
+    norms = _norm_bytes(config, itemsize)
+    if kernels != "eager":
+        norms = _norm_bytes(config, 2)  # They keep what they are given, which is in float32.
+    mlps = mlp_bytes(config, itemsize, kernels)
+    return config.num_hidden_layers * (hidden + norms) + mlps
+
+
+def mlp_bytes(config, itemsize: int, kernels: str) -> int:
+    """Bytes of these that are inside of MLPs."""
+    vectors = KEPT_MLP_VECTORS[kernels] * config.num_hidden_layers
+    return itemsize * vectors * mlp_width(config)
 
 
 def _norm_bytes(config, itemsize: int) -> int:
@@ -83,10 +98,12 @@ def _norm_bytes(config, itemsize: int) -> int:
     return FP32_NORM_VECTORS * FP32 * config.hidden_size if itemsize == 2 else 0
 
 
-def checkpointed_activation_bytes(config, itemsize: int = 4, layers: float = 1.0) -> int:
+def checkpointed_activation_bytes(
+    config, itemsize: int = 4, layers: float = 1.0, kernels: str = "eager"
+) -> int:
     """`activation_bytes` under gradient checkpointing, of that share of the layers: the input of
     each, vectors at the ends, one whole layer."""
-    one_layer = activation_bytes(config, itemsize) // config.num_hidden_layers
+    one_layer = activation_bytes(config, itemsize, kernels) // config.num_hidden_layers
     vectors = layers * config.num_hidden_layers + CHECKPOINTED_END_VECTORS
     return int(FP32 * vectors * config.hidden_size) + one_layer
 

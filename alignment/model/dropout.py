@@ -3,17 +3,14 @@ router's scores.
 
 transformers makes all of it depend on training mode (`module.training`), wherever its size stands:
 in an `nn.Dropout`, in a number that a module has copied from the config, or in the config itself.
-So a policy that computes in evaluation mode has none of it, of any family. Two things that training
-mode also decides are done here for both modes: recomputing layers in backward, and whether two
-passes may run at once, which draw from one generator."""
+So a policy that computes in evaluation mode has none of it, of any family. Whether two passes may
+run at once, which draw from one generator, is decided here, too."""
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from alignment.model.huggingface import PreTrainedConfig, PreTrainedModel
 
@@ -59,22 +56,3 @@ def draws_at_random(model: PreTrainedModel) -> bool:
         if is_dropout and module.training and module.p > 0:
             return True
     return False
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Have the decoder's layers be computed again in backward, in both modes (gradient
-    checkpointing, Chen et al. 2016, arXiv:1604.06174): transformers does it in training mode alone.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for stack in model.get_decoder().children():
-        if isinstance(stack, torch.nn.ModuleList):
-            for layer in stack:
-                layer.forward = partial(_checkpoint_forward, layer, layer.forward)
-
-
-def _checkpoint_forward(layer: torch.nn.Module, forward, *arguments, **options):
-    """A layer's outputs, computed again in backward: by transformers in training mode, by torch in
-    evaluation mode."""
-    if layer.training or not torch.is_grad_enabled():
-        return forward(*arguments, **options)
-    return checkpoint(forward, *arguments, use_reentrant=False, **options)

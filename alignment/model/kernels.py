@@ -302,8 +302,7 @@ def _fuse_mlp(module: Any) -> None:
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         weights = [linear.weight for linear in projections]
-        keeps_inner = not getattr(module, "recomputes_inner", False)
-        return GatedMLP.apply(hidden, *weights, module.act_fn, keeps_inner)
+        return GatedMLP.apply(hidden, *weights, module.act_fn, not module.recomputes_inner)
 
     def forward_in_parts(hidden: torch.Tensor) -> torch.Tensor:
         gate = module.gate_proj(hidden)
@@ -311,6 +310,7 @@ def _fuse_mlp(module: Any) -> None:
         return module.down_proj(fused(gated)(module.act_fn, gate, up))
 
     if are_matrices and all(linear.bias is None for linear in projections):
+        module.recomputes_inner = False
         module.forward = forward
     else:
         module.forward = forward_in_parts

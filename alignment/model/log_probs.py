@@ -369,6 +369,7 @@ class FusedLabelLogProbs(torch.autograd.Function):
                 scores_3N[:, piece] = fused(label_scores)(logits, labels_N[piece], tempering)
                 if len(pieces) == 1 and any(ctx.needs_input_grad[:2]):
                     ctx.logits = logits
+                del logits  # before the next piece's are made
         ctx.save_for_backward(hidden, weight_VH, weight, labels_N, scores_3N)
         return scores_3N[0].clone(), scores_3N[1].clone()
 
@@ -403,6 +404,7 @@ class FusedLabelLogProbs(torch.autograd.Function):
                     to_hidden[piece] = by_logits @ weight
                 if for_weight:
                     to_weight = added_product(to_weight, by_logits.T, hidden[piece], dtype)
+                del logits, by_logits  # before the next piece's are made
         ctx.logits = None
         if to_hidden is not None:
             to_hidden = to_hidden.to(ctx.hidden_dtype)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alignment.model.log_probs import row_pieces
+from alignment.model.log_probs import FUSED_LOGITS_IN_MEMORY, row_pieces
 from alignment.planning.device_load import BF16, FP32
 from alignment.planning.step_shape import StepShape
 
@@ -46,6 +46,19 @@ GPU_TRUNCATED = LogitCopies(5, 5)
 Source: counted. Shown wrong by: that count. Read by: `logit_copies`."""
 
 
+FUSED_IN_FORWARD = 1
+"""Copies of a piece's logits by fused kernels in a forward pass.
+
+Source: counted: the logits. Shown wrong by: the count of a traced card (benchmarks/gpu_cost.md).
+Read by: `fused_head_bytes`."""
+
+FUSED_IN_BACKWARD = 1.5
+"""Copies of a piece's logits by fused kernels in backward.
+
+Source: counted: the logits, and their gradient in 16 bits. Shown wrong by: that count. Read by:
+`fused_head_bytes`."""
+
+
 def logit_copies(step: StepShape, device: str) -> LogitCopies:
     """The copies of a piece's logits on a device."""
     if device == "cpu":
@@ -67,6 +80,8 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: Head
     head = config.vocab_size * config.hidden_size
     # of a micro-batch's tokens the prompt's get no logits
     rows = max(tokens - step.prompt, step.max_new_tokens)
+    if step.kernels != "eager" and not step.truncated:
+        return fused_head_bytes(config, step, rows, use)
     piece_rows = row_pieces(rows, config.vocab_size)[0].stop
     piece = FP32 * piece_rows * config.vocab_size
     copies = logit_copies(step, device)
@@ -81,3 +96,13 @@ def head_bytes(config: Any, step: StepShape, tokens: int, device: str, use: Head
         product += piece // 2
     backward = FP32 * head + max(int(copies.without * piece), product)
     return cast + max(forward, backward)
+
+
+def fused_head_bytes(config: Any, step: StepShape, rows: int, use: HeadUse) -> int:
+    """`head_bytes` of so many rows by fused kernels, whose products add the head's gradient to that
+    of earlier micro-batches: the cast, and copies of a piece's logits."""
+    piece_rows = row_pieces(rows, config.vocab_size, FUSED_LOGITS_IN_MEMORY)[0].stop
+    piece = FP32 * piece_rows * config.vocab_size
+    cast = BF16 * config.vocab_size * config.hidden_size if step.in_bfloat16 else 0
+    copies = FUSED_IN_FORWARD if use == "pass" else FUSED_IN_BACKWARD
+    return cast + int(copies * piece)

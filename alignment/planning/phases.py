@@ -15,6 +15,7 @@ from alignment.model.activations import (
     activation_bytes,
     checkpointed_activation_bytes,
     key_value_bytes,
+    mlp_bytes,
     passing_bytes,
 )
 from alignment.model.loading import mlp_width
@@ -24,6 +25,7 @@ from alignment.policy.micro_batches import (
     GATHERED_LAYERS,
     MAX_ACTIVATION_BYTES,
     ActivationRoom,
+    MicroBatchNeed,
     gathered_bytes,
     tokens_that_fit,
 )
@@ -98,6 +100,7 @@ class MicroBatches:
     tokens: int  # Of all of them.
     parallel: int  # How many they are.
     recomputed: bool  # Whether layers are computed twice (gradient checkpointing).
+    recomputed_mlps: int  # Layers of which only the MLP's inside is computed twice.
 
     @property
     def tokens_of_one(self) -> int:
@@ -113,8 +116,9 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
         load.config,
         step.itemsize,
         ActivationRoom(step.card - taken, limit, step.layers),
-        step.longest_row,
-        step.gradient_checkpointing,
+        MicroBatchNeed(
+            step.longest_row, step.gradient_checkpointing, step.micro_batch_tokens, step.kernels
+        ),
     )
     most = step.micro_batch_tokens or largest.tokens
     # as in `cut_for_parallel`: each of several takes a group at least, and they share the rows
@@ -127,8 +131,8 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
     return MicroBatches(
         tokens=max(min(most, tokens), step.longest_row),
         parallel=parallel,
-        recomputed=step.gradient_checkpointing
-        or (largest.checkpointing and not step.micro_batch_tokens),
+        recomputed=largest.checkpointing,
+        recomputed_mlps=largest.recomputed_mlps,
     )
 
 
@@ -316,11 +320,11 @@ class Update(Phase):
         "attention"        T L x keys and values of a layer, repeated, and 4 a head of log-sums
         "logits"           of the micro-batches at the head, where it is here
         "gathered"         by a rank: see `RankUpdate`
-        "whole gradients"  by a rank: see `RankUpdate`
+        "whole gradients"  by a rank: see `RankUpdate`; else the embedding's, before it is added
 
-    Its worst instant is a later micro-batch's, at the head or in a layer's backward pass. With all
-    rows at work at once only the head's gradient is there before backward, and all gradients are
-    at its end."""
+    Its worst instant is a later micro-batch's, at the head, in a layer's backward pass or at the
+    end. With all rows at work at once only the head's gradient is there before backward, and all
+    gradients are at its end."""
 
     taken: int  # Bytes of the device that stay through all phases, and those of its engines.
     name: ClassVar[str] = "update"
@@ -370,7 +374,7 @@ class Update(Phase):
                 RankUpdate(self.load).in_backward(at_head),
             ]
         else:
-            instants = [at_head, self.layers_backward()]
+            instants = [at_head, self.layers_backward(), self.end_of_backward()]
         if self.load.keeps_gradients or self.limit.tokens < self.load.step.update_tokens:
             return instants
         # All rows are at work at once: no earlier micro-batch has left gradients.
@@ -395,11 +399,31 @@ class Update(Phase):
             kept["casts"] *= self.limit.parallel
         if self.recomputed:
             share = shape.layer_share(modules)
-            a_token = checkpointed_activation_bytes(config, step.itemsize, share)
+            a_token = checkpointed_activation_bytes(config, step.itemsize, share, step.kernels)
             kept["activations"] = self.tokens * a_token
             kept["casts"] //= len(shape.layers)
             kept["attention"] //= len(shape.layers)
+        kept["activations"] -= self.tokens * self.recomputed_bytes
         return {"gradients": self.gradients, **kept}
+
+    def end_of_backward(self) -> Bytes:
+        """Bytes when the embedding's gradient is there and not yet added to the earlier one."""
+        forward = self.layers_forward()
+        trained = min(self.gradients, self.load.embedding_bytes)
+        return {
+            "gradients": self.gradients,
+            "casts": forward["casts"],
+            "whole gradients": self.limit.parallel * trained,
+        }
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of a token inside of MLPs that are computed twice, of the layers here."""
+        step = self.load.step
+        shape = self.load.shape
+        inside = mlp_bytes(self.load.config, step.itemsize, step.kernels)
+        share_of_layers = shape.layer_share(self.load.share.modules)
+        return int(self.limit.recomputed_mlps * share_of_layers * inside / len(shape.layers))
 
     def head(self) -> int:
         """Bytes at the head of the micro-batches at work."""
@@ -415,7 +439,8 @@ class Update(Phase):
         """Bytes in the last layer's backward pass, which makes a share of what the layer keeps
         again."""
         part, parts = REMADE_IN_BACKWARD
-        all_layers = self.tokens * activation_bytes(self.load.config, self.load.step.itemsize)
+        step = self.load.step
+        all_layers = self.tokens * activation_bytes(self.load.config, step.itemsize, step.kernels)
         remade = part * all_layers // (parts * len(self.load.shape.layers))
         forward = self.layers_forward()
         return forward | {"activations": forward["activations"] + remade}
@@ -429,7 +454,8 @@ def layers_bytes(load: DeviceLoad, tokens: int) -> Bytes:
     step = load.step
     layers = [name for name in load.shape.layers if name in load.share.modules]
     hidden = FP32 * config.hidden_size
-    a_token = activation_bytes(config, step.itemsize) * len(layers) // config.num_hidden_layers
+    all_layers = activation_bytes(config, step.itemsize, step.kernels)
+    a_token = all_layers * len(layers) // config.num_hidden_layers
     if load.has_adapters:
         a_token -= FROZEN_NORM_VECTORS * hidden * len(layers)
     if load.has_head:

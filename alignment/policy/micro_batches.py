@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 
-from alignment.model.activations import activation_bytes, checkpointed_activation_bytes
+from alignment.model.activations import (
+    activation_bytes,
+    checkpointed_activation_bytes,
+    mlp_bytes,
+)
 from alignment.model.device_map import partition_layers
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.loading import devices_of
@@ -36,6 +41,15 @@ processes use the rest.
 Assumption: a choice. Shown wrong by: the measured peaks of updates, by what they leave free. Read
 by: `tokens_that_fit`."""
 
+SHARE_OF_GIVEN = 0.85
+"""Share of the free memory that the activations of micro-batches may take whose tokens
+--micro_batch_tokens gives, before MLPs are computed again.
+
+Assumption: the rest has casts of weights and the head's logits, which 1.5 billion parameters' 5 GB
+of the 55 beside their weights, gradients and moments on a card of 80 GB show. Shown wrong by: a run
+that ends for want of memory, or leaves some free and computes MLPs again. Read by:
+`tokens_that_fit`."""
+
 GATHERED_LAYERS = 2
 """Layers whose weights a rank has gathered at a time.
 
@@ -53,6 +67,8 @@ class MicroBatchSize:
     """A power of two, so that slightly less free memory changes no repeated run."""
     checkpointing: bool
     """Whether it takes gradient checkpointing, which computes layers twice."""
+    recomputed_mlps: int = 0
+    """Layers of which the MLP's inside is computed twice."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +83,30 @@ class ActivationRoom:
     """Its share of the model's layers."""
 
 
+@dataclass(frozen=True)
+class MicroBatchNeed:
+    """What a policy's micro-batches must have or may do."""
+
+    longest: int
+    """Tokens of the longest row."""
+    checkpointing: bool = False
+    """Whether layers are computed twice in any case."""
+    given: int = 0
+    """Their tokens, where they are given."""
+    kernels: str = "eager"
+    """A key of `KEPT_MLP_VECTORS`."""
+
+
 def choose_micro_batch_tokens(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     config: PolicyConfig,
-    longest: int,
+    need: MicroBatchNeed,
     processes: int = 1,
     copied_bytes: int = 0,
 ) -> MicroBatchSize:
     """The largest micro-batch whose activations fit beside weights, gradients, moments and
-    `copied_bytes` of gathered weights, where the longest row has `longest` tokens and `processes`
-    share a device."""
+    `copied_bytes` of gathered weights, where `processes` share a device; see `tokens_that_fit`."""
     devices = [str(device) for device in devices_of(model)]
     # a device's share of the trained parameters and of their moments
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,8 +125,7 @@ def choose_micro_batch_tokens(
             limit=MAX_ACTIVATION_BYTES[model.device.type] // processes,
             layers=largest_layer_share(model, devices),
         ),
-        longest,
-        config.gradient_checkpointing,
+        need,
     )
 
 
@@ -127,21 +155,36 @@ def largest_layer_share(model: PreTrainedModel, devices: Sequence[str]) -> float
 
 
 def tokens_that_fit(
-    config, itemsize: int, room: ActivationRoom, longest: int, checkpointing: bool = False
+    config, itemsize: int, room: ActivationRoom, need: MicroBatchNeed
 ) -> MicroBatchSize:
     """The largest micro-batch whose activations, in a type of `itemsize` bytes, fit the `room` of a
-    device. It takes gradient `checkpointing` where that is asked for, or the longest row, of
-    `longest` tokens, does not fit otherwise."""
+    device; or the given one. Where the longest row, or the given tokens, do not fit, what is inside
+    of MLPs is computed twice, in as few layers as that takes. Where all of these are not enough for
+    a row, and no number is given, whole layers are; or from the start, if `need` says so."""
     layers = room.layers
+    bytes_of_token = layers * activation_bytes(config, itemsize, need.kernels)
+    of_an_mlp = mlp_bytes(config, itemsize, need.kernels) / config.num_hidden_layers
     available = int(ACTIVATION_SHARE * max(room.free, 0))
-    bytes_of_token = layers * activation_bytes(config, itemsize)
-    checkpointing = checkpointing or available < longest * bytes_of_token
+    least = need.longest
+    if need.given:
+        available = int(SHARE_OF_GIVEN * max(room.free, 0))
+        least = max(need.given, need.longest)
+    # Of all layers, as many on each device as its share.
+    excess = max(bytes_of_token - available / least, 0)
+    mlps = ceil(excess / (layers * of_an_mlp))
+    checkpointing = need.checkpointing
+    if mlps > config.num_hidden_layers and not need.given:
+        checkpointing = True
+    mlps = 0 if checkpointing else min(mlps, config.num_hidden_layers)
+    if need.given:
+        return MicroBatchSize(need.given, checkpointing, mlps)
+    bytes_of_token -= mlps * layers * of_an_mlp
     if checkpointing:
-        bytes_of_token = checkpointed_activation_bytes(config, itemsize, layers)
+        bytes_of_token = checkpointed_activation_bytes(config, itemsize, layers, need.kernels)
     fitting = max(int(min(available, room.limit) / bytes_of_token), 1)
     tokens = min(fitting, int(MAX_TOKENS / layers))
     power_of_two = 2 ** (tokens.bit_length() - 1)
-    return MicroBatchSize(power_of_two, checkpointing)
+    return MicroBatchSize(power_of_two, checkpointing, mlps)
 
 
 def gathered_bytes(layers: Sequence[int], outside: int, itemsize: int) -> int:

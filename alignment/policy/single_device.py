@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, packed_tokens, take_rows
-from alignment.model.dropout import recompute_layers
 from alignment.model.frozen import ONE_TOKEN, MicroBatchedModel, computed_rows
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.kernel_choice import use_kernels
@@ -26,9 +25,10 @@ from alignment.model.loading import (
 from alignment.model.log_probs import EntropyKind, head_log_probs, hidden_states
 from alignment.model.packing import compile_layers, send
 from alignment.model.products import one_gradient
+from alignment.model.recomputation import recompute_layers, recompute_mlps
 from alignment.model.saving import save_model
 from alignment.policy import lora
-from alignment.policy.micro_batches import choose_micro_batch_tokens
+from alignment.policy.micro_batches import MicroBatchNeed, choose_micro_batch_tokens
 from alignment.policy.optimizers import OPTIMIZERS, AdamSettings
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.shards import own_part, whole
@@ -218,15 +218,26 @@ class SingleDevicePolicy(MicroBatchedModel):
     def choose_micro_batch_tokens(
         self, longest: int, previous: int = 0, processes: int = 1, copied_bytes: int = 0
     ) -> str | None:
-        """See `Policy.choose_micro_batch_tokens`. Turns gradient checkpointing on if the longest
-        row does not fit without, where `processes` share the device, beside `copied_bytes` of
-        gathered weights."""
-        if self.micro_batch_tokens:
-            return None
-        size = choose_micro_batch_tokens(
-            self.model, self.optimizer, self.policy_config, longest, processes, copied_bytes
+        """See `Policy.choose_micro_batch_tokens`. What is inside of MLPs, or whole layers, are
+        computed again in backward if the longest row, or the given tokens, do not fit otherwise,
+        where `processes` share the device, beside `copied_bytes` of gathered weights."""
+        need = MicroBatchNeed(
+            longest,
+            self.policy_config.gradient_checkpointing,
+            self.micro_batch_tokens,
+            self.kernels,
         )
-        self.micro_batch_tokens = previous or size.tokens
+        size = choose_micro_batch_tokens(
+            self.model, self.optimizer, self.policy_config, need, processes, copied_bytes
+        )
+        self.micro_batch_tokens = self.micro_batch_tokens or previous or size.tokens
+        if size.recomputed_mlps:
+            recompute_mlps(self.model, size.recomputed_mlps)
+            return (
+                "memory is short: what is inside of the MLPs of"
+                f" {size.recomputed_mlps} of {self.config.num_hidden_layers} layers is computed"
+                " again in backward"
+            )
         if not size.checkpointing or self.policy_config.gradient_checkpointing:
             return None
         recompute_layers(self.model)

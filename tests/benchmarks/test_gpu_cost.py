@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from alignment.args import RLArgs, from_preset
+from alignment.builders.prediction import step_shape
 from alignment.model import kernels
+from alignment.model.shape import ModelShape
+from alignment.planning.peaks import peak_bytes
+from alignment.planning.placement import assign_roles
 from benchmarks import gpu_cost
 from benchmarks.gpu_cost import MEASURED, Rates, Setting, cost_of
 from benchmarks.gpu_fused import compiled_functions
@@ -201,3 +206,38 @@ def test_two_of_the_six_figures_are_held_out():
         "attention layer, forward and backward",
     ]
     assert MEASURED["figures"].keys() == gpu_cost.FIGURES.keys()
+
+
+@pytest.mark.slow
+def test_the_plan_counts_what_compiled_kernels_keep_and_what_is_computed_again():
+    """Two layers of the true widths, whose MLPs' insides are computed again in one, at the head.
+    The form has the trainer's share of all roles' bytes beside."""
+    setting = Setting(kernels="compiled", layers=2, prompts=1, response=600)
+    config = gpu_cost.config_of(setting)
+    roles = assign_roles(1)
+    args = from_preset(RLArgs, "single_gpu_gsm8k_kl", gradient_checkpointing=False, beta=0.0)
+    sums = []
+    for share in (0.0, 0.5):
+        peak = gpu_cost.trace_peak(replace(setting, recomputed_mlps=share))
+        step = replace(
+            step_shape(args, roles, 80e9, True),
+            optimizer="adamw",
+            micro_batch_tokens=0,
+            update_tokens=10**6,
+            prompt=150,
+            max_new_tokens=600,
+            truncated=False,
+            frozen=0,
+            largest_micro_batch=peak.tokens,
+        )
+        (device,) = peak_bytes(ModelShape.from_config(config), config, roles, step)
+        update = device.phases["update"]
+        others = {"sampler", "reference", "teacher", "context", "engine", "margin", "reserved"}
+        form = sum(size for kind, size in update.items() if kind not in others)
+        counted = sum(peak.held.values())
+        sums.append((counted, peak.tokens))
+        if share == 0:
+            assert counted <= form <= 1.05 * counted
+    # Gate and up of one layer, 8,960 numbers of two bytes.
+    (whole, tokens), (recomputed, _) = sums
+    assert whole - recomputed == 2 * 2 * 8960 * tokens

@@ -255,17 +255,25 @@ def test_a_cpu_counts_libraries_and_the_holes_in_its_heap():
     assert phases(optimizer="adamw_cpu_offload")[0]["sync"]["moments"] == 0
 
 
-def test_layers_that_are_computed_twice_keep_their_inputs_only():
-    """Where one row of 30 tokens does not fit into half of what is free."""
-    free = 30 * 2 * (2 * (4 * 128 + 11 * 64) + 8 * 64) * 2
-    (once,), (twice,) = (
-        phases(card=sum(KEPT.values()) + 4 * PARAMETERS + free + more, micro_batch_tokens=0)
-        for more in (10, -9)
-    )
-    layer = 2 * (4 * 128 + 11 * 64) + 8 * 64
-    assert once["update"]["casts"] == 2 * LAYERS and twice["update"]["casts"] == LAYERS
-    assert once["update"]["activations"] >= 30 * 2 * layer
-    assert twice["update"]["activations"] % (4 * 5 * 64 + layer) == 0
+def test_what_is_computed_twice_is_kept_of_one_layer_alone():
+    """Where one row of 30 tokens does not fit into half of what is free: the insides of one of two
+    MLPs, and where that of both is not enough, whole layers."""
+    inside = 2 * 4 * 128
+    layer = inside + 2 * 11 * 64 + 8 * 64
+    free = 30 * 2 * layer * 2
+    without_mlps = 30 * 2 * (layer - inside) * 2
+    updates = []
+    for available in (free + 10, free - 9, without_mlps + 10, without_mlps - 9):
+        card = sum(KEPT.values()) + 4 * PARAMETERS + available
+        (of_device,) = phases(card=card, micro_batch_tokens=0)
+        updates.append(of_device["update"])
+    once, of_one_mlp, of_mlps, of_layers = updates
+    assert [update["casts"] // LAYERS for update in updates] == [2, 2, 2, 1]
+    ends = 4 * 4 * 64
+    assert once["activations"] == 30 * (2 * layer + ends)
+    assert of_one_mlp["activations"] == 32 * (2 * layer - inside + ends)
+    assert of_mlps["activations"] == 30 * (2 * layer - 2 * inside + ends)
+    assert of_layers["activations"] % (4 * 5 * 64 + layer) == 0
 
 
 @pytest.mark.slow

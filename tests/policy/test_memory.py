@@ -1,5 +1,6 @@
 """Bytes of activations, and the micro-batches that the free memory allows."""
 
+from math import ceil
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from alignment.builders.run_plan import plan_policy
 from alignment.model.activations import activation_bytes, checkpointed_activation_bytes
 from alignment.model.log_probs import get_response_log_probs
 from alignment.policy import micro_batches
-from alignment.policy.micro_batches import MicroBatchSize, choose_micro_batch_tokens
+from alignment.policy.micro_batches import (
+    MicroBatchNeed,
+    MicroBatchSize,
+    choose_micro_batch_tokens,
+)
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import make_optimizer
 
@@ -108,11 +113,15 @@ def test_no_more_than_a_useful_number_is_taken(policy, monkeypatch):
 def test_a_given_number_stays_and_a_stopped_runs_number_returns(policy, monkeypatch):
     monkeypatch.setattr(micro_batches, "free_bytes", lambda device: 0)
     policy.micro_batch_tokens = 77
-    assert policy.choose_micro_batch_tokens(longest=9) is None and policy.micro_batch_tokens == 77
+    message = policy.choose_micro_batch_tokens(longest=9)
+    assert message == (
+        "memory is short: what is inside of the MLPs of 4 of 4 layers is computed again in backward"
+    )
+    assert policy.micro_batch_tokens == 77
     assert not policy.model.is_gradient_checkpointing
     monkeypatch.setattr(micro_batches, "free_bytes", lambda device: 2**40)
     policy.micro_batch_tokens = 0
-    policy.choose_micro_batch_tokens(longest=10, previous=32)
+    assert policy.choose_micro_batch_tokens(longest=10, previous=32) is None
     assert policy.micro_batch_tokens == 32
 
 
@@ -132,7 +141,7 @@ def test_existing_moments_are_not_counted_again(policy, monkeypatch):
 
     def chosen(optimizer, dtype="float32") -> int:
         config = PolicyConfig("", ("cpu",), dtype)
-        return choose_micro_batch_tokens(model, optimizer, config, longest=10).tokens
+        return choose_micro_batch_tokens(model, optimizer, config, MicroBatchNeed(10)).tokens
 
     assert chosen(policy.optimizer) == 256
     assert chosen(policy.optimizer, "bfloat16") == 256  # 300 / 0.6 = 500
@@ -156,15 +165,49 @@ def test_layers_are_computed_twice_where_a_flag_says_so(folder, monkeypatch):
     assert torch.equal(*gradients)
 
 
-def test_layers_are_computed_twice_only_where_a_row_would_not_fit(policy, monkeypatch):
-    assert (
-        chosen_with_free(monkeypatch, policy, 300, longest=300) == 256
-        and not policy.model.is_gradient_checkpointing
-    )
-    checkpointed = chosen_with_free(monkeypatch, policy, 300, longest=301)
+def gradient_of(policy) -> torch.Tensor:
+    ids = torch.arange(20).reshape(2, 10)
+    policy.model(ids, labels=ids).loss.backward()
+    gradient = policy.gradient()
+    policy.drop_gradient()
+    return gradient
+
+
+def test_mlps_are_computed_twice_where_a_row_would_not_fit_and_layers_where_that_is_too_little(
+    policy, monkeypatch
+):
+    own = gradient_of(policy)
+    before = saved_bytes(policy.model, 128)
+    assert chosen_with_free(monkeypatch, policy, 300, longest=300) == 256
+    assert saved_bytes(policy.model, 128) == before
+    # Of 4 layers the MLPs' insides are 4 x 4 x 384 of 4 x (4 x 384 + 11 x 144) numbers, 49 %: of
+    # one layer 12 %, of two 25 %.
+    assert chosen_with_free(monkeypatch, policy, 300, longest=380) == 256
+    tokens = 31 + 2 * 33  # Of a shared prompt, and of two responses.
+    assert before - saved_bytes(policy.model, 128) == 4 * 2 * 4 * 384 * tokens
+    assert torch.equal(gradient_of(policy), own)
+    assert not policy.model.is_gradient_checkpointing
+    checkpointed = chosen_with_free(monkeypatch, policy, 300, longest=600)
     assert policy.model.is_gradient_checkpointing and checkpointed > 256
     tokens = 300 * activation_bytes(policy.config) // checkpointed_activation_bytes(policy.config)
     assert checkpointed == 2 ** (tokens.bit_length() - 1)
+
+
+def test_given_tokens_that_do_not_fit_take_as_few_mlps_as_they_need():
+    """By compiled kernels in bfloat16, of two layers with M = 40 and H = 10: of 640 bytes a token
+    320 are inside of MLPs."""
+    config = LlamaConfig(
+        hidden_size=10, intermediate_size=40, num_hidden_layers=2, num_attention_heads=1
+    )
+    a_token = activation_bytes(config, 2, "compiled")
+    assert a_token == 2 * (2 * (2 * 40 + 4 * 10) + 8 * 10)
+    sizes = []
+    for kept in (a_token, a_token - 1, a_token - 160, a_token - 161, 1):
+        room = micro_batches.ActivationRoom(ceil(100 * kept / micro_batches.SHARE_OF_GIVEN), 2**60)
+        need = MicroBatchNeed(50, given=100, kernels="compiled")
+        sizes.append(micro_batches.tokens_that_fit(config, 2, room, need))
+    assert [size.recomputed_mlps for size in sizes] == [0, 1, 1, 2, 2]
+    assert {(size.tokens, size.checkpointing) for size in sizes} == {(100, False)}
 
 
 def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, monkeypatch):
@@ -174,7 +217,7 @@ def test_a_split_policy_is_charged_for_the_layers_of_its_fullest_device(policy, 
     parameters = sum(weight.numel() for _, weight in policy.weights())
     monkeypatch.setattr(micro_batches, "free_bytes", lambda device: free + 12 * parameters // 2 + 1)
     monkeypatch.setattr(micro_batches, "devices_of", lambda model: ["cpu", "cpu:0"])
-    size = choose_micro_batch_tokens(policy.model, policy.optimizer, config, longest=10)
+    size = choose_micro_batch_tokens(policy.model, policy.optimizer, config, MicroBatchNeed(10))
     assert size == MicroBatchSize(512, checkpointing=False)
 
 
@@ -188,10 +231,10 @@ def test_checkpointing_a_share_of_the_layers_keeps_one_whole_layer(policy):
     )
     assert whole - half == 4 * 2 * config.hidden_size
     a_token = activation_bytes(config)
-    # A row of 100 tokens does not fit in the room of 40 with half of the layers each, so layers are
+    # A row of 200 tokens does not fit in the room of 40 with half of the layers each, so layers are
     # computed twice.
     free = int(40 * a_token / micro_batches.ACTIVATION_SHARE)
     device = micro_batches.ActivationRoom(free, 2**60, layers=0.5)
-    size = micro_batches.tokens_that_fit(config, 4, device, 100)
+    size = micro_batches.tokens_that_fit(config, 4, device, MicroBatchNeed(200))
     assert size.checkpointing and size.tokens == 2 ** ((40 * a_token // half).bit_length() - 1)
-    assert not micro_batches.tokens_that_fit(config, 4, device, 79).checkpointing
+    assert not micro_batches.tokens_that_fit(config, 4, device, MicroBatchNeed(79)).checkpointing

@@ -13,7 +13,7 @@ from rollout_helpers import open_tiny
 
 from alignment import EXPANDABLE_SEGMENTS
 from alignment.policy import micro_batches
-from alignment.policy.micro_batches import choose_micro_batch_tokens
+from alignment.policy.micro_batches import MicroBatchNeed, choose_micro_batch_tokens
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SamplerConfig, SamplerEngine
 from alignment.sampling.vllm import worker_environment
@@ -110,7 +110,9 @@ def test_the_budget_of_micro_batches_counts_what_torch_keeps_as_free(tiny_folder
     monkeypatch.setattr(
         micro_batches, "free_bytes", lambda device: frees.append(read(device)) or frees[-1]
     )
-    choose_micro_batch_tokens(policy.model, policy.optimizer, policy.policy_config, longest=9)
+    choose_micro_batch_tokens(
+        policy.model, policy.optimizer, policy.policy_config, MicroBatchNeed(9)
+    )
     assert frees == [24 * GIB] * 2 and len(collected) == 1
 
 
