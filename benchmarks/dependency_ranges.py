@@ -232,7 +232,8 @@ def run_checks(environment: Environment) -> list[Outcome]:
     for name, command in COMMANDS.items():
         words = ["-m", "alignment", *command.split()]
         outcomes.append(environment.run(name, words))
-    pytest = ["-m", "pytest", "-o", "addopts=", "-q", "--strict-markers", "-m", "not slow"]
+    pytest = ["-m", "pytest", "-o", "addopts=", "-q", "--strict-markers", "--allow-leaks"]
+    pytest += ["-m", "not slow"]
     for subject, file in TESTS.items():
         outcomes.append(environment.run(f"{file} ({subject})", [*pytest, *file.split()]))
     return outcomes
