@@ -26,7 +26,7 @@ from alignment.builders.base_models import (
     has_chat_template,
     resolve_model,
 )
-from alignment.builders.checks import check, check_rules
+from alignment.builders.checks import check, check_length, check_rules
 from alignment.builders.data_checks import check_test_split
 from alignment.builders.devices import roles_of
 from alignment.builders.held_out import GREEDY, task_arguments, with_greedy
@@ -102,6 +102,7 @@ def check_evaluation(args: EvaluateArgs, console: Console) -> CheckedEvaluation:
         task = check(task_args)
         for model in models:
             check_tokenizer_files(task, model)
+            check_length(task_args, model)
         problems = check_test_split(task, args.dataset_path, args.max_problems)
         check_rules(task_args, task, problems)
     if args.reward != EvaluateArgs.reward and not (args.audit_base or args.eval_rule):

@@ -5,13 +5,15 @@ from pathlib import Path
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import Task
 from alignment.system.errors import UserError
-from alignment.system.files import read_json
+from alignment.system.files import json_object, read_json
 from alignment.system.hub import wait_for_hub
 from alignment.system.manifests import MANIFEST, find_damage
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
+# The context of each, in tokens.
+EMBEDDED_CONTEXTS = {"tiny": 256, "tiny_student": 256, "smollm2": 8192}
 # Files of which a tokenizer has one at least.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -50,6 +52,14 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
             f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
         )
     return str(folder)
+
+
+def check_model(name: str, flag: str, made: bool = False) -> None:
+    """Check a model as `check_model_path` does, and that one of the hub, not to be `made`, is on
+    this machine or can be downloaded. Raises `UserError`."""
+    folder = check_model_path(name, flag, made)
+    if folder is None and name not in EMBEDDED and not made:
+        check_hub(name, flag)
 
 
 def check_hub(name: str, flag: str) -> None:
@@ -92,6 +102,19 @@ def check_tokenizer_files(task: Task, model: str, flag: str = "--model") -> None
             f"--prompt chat: the tokenizer of {flag} {model} has no chat template; choose"
             " --prompt boxed, which asks a base model for the same, or another model"
         )
+
+
+def context_of(model: str) -> int | None:
+    """The most tokens that a model takes, read from its configuration without a library; None where
+    it is not on this machine, damaged, or does not say so."""
+    if model in EMBEDDED:
+        return EMBEDDED_CONTEXTS[model]
+    config = Path(model).expanduser() / "config.json"
+    if not config.is_file():
+        return None
+    values = json_object(config.read_bytes()) or {}
+    context = values.get("max_position_embeddings", values.get("n_positions"))
+    return context if isinstance(context, int) and context > 0 else None
 
 
 def has_chat_template(model: str) -> bool | None:

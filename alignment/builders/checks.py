@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from alignment.args import (
     CHANGEABLE_ON_RESUME,
@@ -18,7 +21,12 @@ from alignment.args import (
     preset_title,
     refuse_missing_warm_start,
 )
-from alignment.builders.base_models import EMBEDDED, check_model_path, check_tokenizer_files
+from alignment.builders.base_models import (
+    EMBEDDED,
+    check_model,
+    check_tokenizer_files,
+    context_of,
+)
 from alignment.builders.data_checks import (
     check_pass_rates,
     check_test_split,
@@ -57,10 +65,13 @@ from alignment.runs.run import RunConfig
 from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run_name
 from alignment.runs.trackers import TRACKERS, find_tracker
 from alignment.sampling.sampler import check_sampler_url, find_engine
+from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import try_writing
 from alignment.system.manifests import sha256
 from alignment.system.registry import find
+
+SERVER_SECONDS = 5  # that a vLLM server has to take a connection
 
 
 def check(args: Args) -> Task:
@@ -102,8 +113,11 @@ def check_rl(args: RLArgs) -> None:
     reward = find_reward(args.reward, task.rules, args.reward_timeout, args.reward_settings)
     if args.sampler_url:
         token = os.environ.get("ALIGNMENT_SAMPLER_TOKEN", "")
-        for url in args.sampler_url.split(","):
+        urls = args.sampler_url.split(",")
+        for url in urls:
             check_sampler_url(url, token)
+        for url in urls:
+            check_server(url)
     if args.resume:
         resumed_run_name(args.output_dir, args.run_name, default_run_name(args))
     else:
@@ -112,11 +126,12 @@ def check_rl(args: RLArgs) -> None:
         )
         refuse_missing_warm_start(args)
         if args.sft_base:
-            check_model_path(args.sft_base, "--sft_base", made=args.auto_sft)
+            check_model(args.sft_base, "--sft_base", made=args.auto_sft)
         check_tokenizer_files(task, args.sft_base, "--sft_base")
         if not args.sft_base or not Path(args.sft_base).exists():
-            check_model_path(args.model, "--model")
+            check_model(args.model, "--model")
             check_tokenizer_files(task, args.model)
+        check_length(args, policy_folder(args))
     check_teacher(args)
     check_test_split(task, args.dataset_path, args.max_problems)
     held_out = check_held_out(args)
@@ -125,6 +140,28 @@ def check_rl(args: RLArgs) -> None:
     check_reward(args, task, reward, training[0])
     # This comes last, because it may load torch to count the GPUs.
     check_policy_devices(args)
+
+
+def check_server(url: str) -> None:
+    """Raise `UserError` where nothing takes connections at the address of a vLLM server. Behind a
+    proxy that cannot be told."""
+    if getproxies():
+        return
+    address = urlsplit(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+
+    def connect() -> None:
+        socket.create_connection((address.hostname, port), timeout=SERVER_SECONDS).close()
+
+    try:
+        # In a thread, because looking up the name obeys no timeout.
+        start_in_background(connect).result(SERVER_SECONDS)
+    except OSError as error:
+        raise UserError(
+            f"--sampler_url: the vLLM server at {url} cannot be reached"
+            f" ({type(error).__name__}: {error.strerror or 'no answer'}). Check host and port, and"
+            " start it as docs/asynchronous.md says"
+        ) from None
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -177,11 +214,9 @@ def check_teacher(args: RLArgs) -> None:
     compared where it is loaded."""
     if not args.teacher:
         return
-    check_model_path(args.teacher, "--teacher")
-    has_warm_start = args.sft_base and Path(args.sft_base).exists()
-    policy = args.sft_base if has_warm_start else args.model
+    check_model(args.teacher, "--teacher")
     vocabularies = []
-    for name in (policy, args.teacher):
+    for name in (policy_folder(args), args.teacher):
         folder = Path(name).expanduser()
         if name in EMBEDDED:
             folder = Path(args.output_dir) / f"{name}_base"
@@ -189,6 +224,28 @@ def check_teacher(args: RLArgs) -> None:
     policys, teachers = vocabularies
     if policys is not None and teachers is not None:
         refuse_other_vocabulary(args.teacher, teachers, policys)
+
+
+def policy_folder(args: RLArgs) -> str:
+    """The model that training begins with: that of --sft_base, or where it is not made yet or not
+    given, that of --model."""
+    has_warm_start = args.sft_base and Path(args.sft_base).exists()
+    return args.sft_base if has_warm_start else args.model
+
+
+def check_length(args: Args, model: str) -> None:
+    """Raise `UserError` where a response of --max_new_tokens leaves no room for a prompt in the
+    model's context. Lengths of prompts are checked with the tokenizer, later."""
+    context = context_of(model)
+    lengths = {"--max_new_tokens": args.max_new_tokens}
+    if isinstance(args, RLArgs):
+        lengths["--eval_max_new_tokens"] = args.eval_max_new_tokens
+    for flag, length in lengths.items():
+        if context is not None and length >= context:
+            raise UserError(
+                f"{flag} {length}: the context of {model} is {context} tokens, for a prompt and its"
+                " response; give fewer"
+            )
 
 
 def check_loss(args: RLArgs) -> None:
@@ -220,7 +277,9 @@ def check_rules(args: Args, task: Task, problems: Problems) -> None:
     names = dict.fromkeys((*task.rules, args.evaluation_rule))
     for name in names:
         if name not in RULES and problems:
-            try_reward(Reward(find_rule(name, args.reward_timeout)), problems[0])
+            flag = "--eval_rule" if name == args.eval_rule else "--reward"
+            rule = find_rule(name, args.reward_timeout, flag=flag)
+            try_reward(Reward(rule), problems[0])
 
 
 def check_output(folder: str | Path, name: str = "room") -> None:
@@ -243,8 +302,9 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
             f"--sft_base {args.sft_base} exists already: delete it, or name another folder"
         )
     task = check(args)
-    check_model_path(args.model, "--model")
+    check_model(args.model, "--model")
     check_tokenizer_files(task, args.model)
+    check_length(args, args.model)
     if args.resume:
         resumed_run_name(str(target.parent), args.run_name, f"{target.name}_unfinished")
     if not args.preview:

@@ -203,6 +203,8 @@ def _unknown_flag(cls: type[DataclassInstance], given: str) -> str:
     for remedy, names in read_toml(OTHER_NAMES, given).items():
         if name in names:
             return f"{given}: there is no such flag; {remedy}"
+    if given.isalnum() and not given.isdigit():
+        return f"{given}: there is no such flag; a value follows its flag, as in --FLAG {given}"
     known = sorted({"--help", *names_by_spelling(cls, hints_of_flags(cls))})
     nearest = did_you_mean(f"--{name}", known) or "; --help lists all"
     return f"{given}: there is no such flag{nearest}"

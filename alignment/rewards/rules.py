@@ -77,13 +77,19 @@ _EXTRACTORS: Mapping[RewardFn, Callable[[str], str | None]] = {
 }
 
 
-def find_rule(name: str, seconds: float | None = None, settings: Settings = ()) -> RewardFn:
+def find_rule(
+    name: str, seconds: float | None = None, settings: Settings = (), flag: str = "--reward"
+) -> RewardFn:
     """The rule `name` of `RULES`, or the user's package.module:function.
 
-    A call of the user's function may take `seconds`; `settings` are its own ones. Raises
-    `UserError` where there is neither.
+    A call of the user's function may take `seconds`; `settings` are its own ones, and `flag` is the
+    one that errors name. Raises `UserError` where there is neither.
     """
-    return find("--reward", name, RULES, lambda _: users_function(name, seconds, settings).score)
+
+    def wrap(_: object) -> RewardFn:
+        return users_function(name, seconds, settings, flag).score
+
+    return find(flag, name, RULES, wrap)
 
 
 def settings_of_reward(name: str) -> list[type | None]:

@@ -44,9 +44,12 @@ class UsersFunction:
         name: str,
         parameters: Mapping[str, inspect.Parameter],
         settings: Mapping[str, object] | None = None,
+        flag: str = "--reward",
     ):
-        """`settings` are the values that its own settings are made of; None where it has none."""
+        """`settings` are the values that its own settings are made of; None where it has none.
+        Errors name the `flag`."""
         self.name = name
+        self._flag = flag
         self._settings = settings
         self.seconds = 60.0
         self._child: ChildProcess | None = None
@@ -143,7 +146,7 @@ class UsersFunction:
         raise self._fault(f"gave {repr(value)[:100]}, which is no number")
 
     def _fault(self, fault: str) -> RunStopped:
-        return RunStopped(f"--reward {self.name}: {fault}")
+        return RunStopped(f"{self._flag} {self.name}: {fault}")
 
 
 # (name, its settings) -> the function.
@@ -151,14 +154,15 @@ _FUNCTIONS: dict[tuple[str, Settings], UsersFunction] = {}
 
 
 def users_function(
-    name: str, seconds: float | None = None, settings: Settings = ()
+    name: str, seconds: float | None = None, settings: Settings = (), flag: str = "--reward"
 ) -> UsersFunction:
     """The `UsersFunction` of that name with those of `settings` that its `settings_class` has, the
     same object each time. `seconds`, if given, becomes the time limit of its calls.
+    Errors name the `flag` of the first call.
 
     Raises `UserError` if the function cannot be imported, and `ValueError` if it has no signature.
     """
-    function: Any = import_object("--reward", name)
+    function: Any = import_object(flag, name)
     parameters = dict(inspect.signature(function).parameters)
     cls = settings_class(function)
     own: dict[str, object] | None = None
@@ -167,7 +171,7 @@ def users_function(
         own = fields_among(cls, settings)
     key = (name, tuple((own or {}).items()))
     if key not in _FUNCTIONS:
-        _FUNCTIONS[key] = UsersFunction(name, parameters, own)
+        _FUNCTIONS[key] = UsersFunction(name, parameters, own, flag)
     _FUNCTIONS[key].seconds = seconds or _FUNCTIONS[key].seconds
     return _FUNCTIONS[key]
 

@@ -501,6 +501,9 @@ def no_score(response, ground_truth):
 
 def breaks(response, ground_truth):
     return {}["missing"]
+
+def breaks_too(response, ground_truth):
+    return {}["missing"]
 """
 
 
@@ -524,6 +527,10 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
     ):
         with pytest.raises(RunStopped, match=message):
             find_rule(evaluation_rule("random", (f"users_rule:{name}",)))("5", "5")
+    with pytest.raises(RunStopped, match="^--eval_rule users_rule:breaks_too: "):
+        find_rule("users_rule:breaks_too", flag="--eval_rule")("5", "5")
+    with pytest.raises(UserError, match="^--eval_rule users_rule:absent: cannot be imported"):
+        find_rule("users_rule:absent", flag="--eval_rule")
 
 
 def test_a_part_that_cannot_go_with_a_rule_says_why():
