@@ -24,7 +24,8 @@ from alignment.data.prompts import prompted
 from alignment.data.tasks import find_task
 from alignment.rewards.rules import find_reward
 
-REFERENCE = {"claims.md", "files.md"}  # looked up, not read: claims' verdicts, and fields of files
+# Looked up, not read: claims' verdicts, fields of files, and planted faults.
+REFERENCE = {"claims.md", "files.md", "verify_faults.md"}
 # of uv, TensorBoard, commands, vLLM
 OTHER_PROGRAMS = {
     "extra",

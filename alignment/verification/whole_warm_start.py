@@ -151,15 +151,20 @@ def faults_of_batches(done: FineTuned, warm_start: WarmStart, config: SFTConfig)
         faults.append("batches of other sizes")
     if config.curriculum and first_epoch != list(examples[:EXAMPLES]):
         faults.append("another order than the curriculum's")
+    for has_curriculum in (False, True):
+        if has_fixed_order(replace(config, curriculum=has_curriculum)) != has_curriculum:
+            faults.append(f"an order by chance or not with --curriculum {has_curriculum}")
+    return faults
+
+
+def has_fixed_order(config: SFTConfig) -> bool:
+    """Whether one of two epochs of many solutions has the order of the file, or of the other."""
     numbered: list[Example] = [((number,), (number,)) for number in range(SHUFFLED)]
     size = math.ceil(SHUFFLED / config.batch_size)
     order = list(itertools.islice(batches(numbered, config), 2 * size))
     epochs = [list(itertools.chain.from_iterable(order[:size]))]
     epochs.append(list(itertools.chain.from_iterable(order[size:])))
-    is_fixed = epochs[0] == epochs[1] or numbered in epochs
-    if is_fixed != config.curriculum:
-        faults.append("epochs whose order is not by chance")
-    return faults
+    return epochs[0] == epochs[1] or numbered in epochs
 
 
 @dataclass(frozen=True)
