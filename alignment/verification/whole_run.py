@@ -51,9 +51,11 @@ from alignment.verification.whole_update import (
 # The norm of the difference of all weights from the papers', as a share of that of their change.
 # Adam's first step has the sign of a gradient, which rounding decides where the gradient is near 0.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.75}
-# A shorter gradient may be rounding's, as where a teacher has the policy's own weights: Adam's
-# first steps make it as long as any.
+# A shorter gradient may be rounding's: Adam's first steps make it as long as any.
 ROUNDING_OF_GRADIENTS = 1e-5
+# A teacher's gradient is the difference of two log-probs of a token, each rounded by some 1e-6
+# nats: of a shorter one than this, more than a thousandth is rounding's.
+ROUNDING_WITH_TEACHER = 0.02
 # Rules that leave thoughts out see the tag with which a prompt opens one.
 RULES_OF_TURNS = ("boxed", "flexible")
 # What a model's config says of how it was saved, not of what it computes.
@@ -183,7 +185,7 @@ class TrainedRun:
             rollout = self._rollout(step, rows)
             before = learner.whole_weights
             learner.train_on(rollout)
-            if self._trains_on_rounding(step, learner):
+            if self._trains_on_rounding(learner):
                 reason = "of a step's gradient rounding alone is left"
             found = self._other_figures_of_updates(step, learner)
             if rollout.mini_batches:
@@ -210,12 +212,11 @@ class TrainedRun:
             reason,
         )
 
-    def _trains_on_rounding(self, step: int, learner: Learner) -> bool:
-        """Whether a step has a gradient, and both the run and the papers say that it is shorter
-        than rounding."""
-        norms = [update.norm for update in learner.figures]
-        reported = self.record(step)["grad_norm"] or 0.0
-        return 0 < reported < ROUNDING_OF_GRADIENTS and max(norms) < ROUNDING_OF_GRADIENTS
+    def _trains_on_rounding(self, learner: Learner) -> bool:
+        """Whether an update of the step has a gradient by the papers that is so short that rounding
+        decides where it points."""
+        shortest = ROUNDING_OF_GRADIENTS if self.teacher is None else ROUNDING_WITH_TEACHER
+        return any(0 < update.norm < shortest for update in learner.figures)
 
     def _other_figures_of_updates(self, step: int, learner: Learner) -> list[str]:
         """What is reported of a step's updates that is not the papers'."""
