@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import small_tokenizers
 from pages import DOCUMENTS, ROOT
 
 from alignment.__main__ import command_names
@@ -409,12 +410,9 @@ def test_what_trls_settings_become_is_a_flag_of_train_rl_or_of_evaluate():
 
 def test_the_first_run_of_trl_goes_as_the_page_says(tmp_path, monkeypatch):
     text = (ROOT / "docs/coming_from.md").read_text()
-    function, template = (
-        text.split("```python\n")[2].split("```")[0],
-        re.search(r"```\n(<\|im_start.*?)```", text, re.S)[1],
-    )
+    block = text.split("```python\n")[1].split("```")[0]
+    function = block[block.index("def reward") : block.index("trainer =")]
     (tmp_path / "my_rewards.py").write_text(function)
-    (tmp_path / "chat.txt").write_text(template)
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "What is {n} + 2?"}}\n' for n in range(40))
     )
@@ -428,14 +426,14 @@ def test_the_first_run_of_trl_goes_as_the_page_says(tmp_path, monkeypatch):
     monkeypatch.setattr(base_models, "check_hub", lambda name, flag: None)
     check_rl(args)
     problem = find_task(args.task, args.data).training_problems("")[0]
-    [prompted_problem] = prompted([problem], args.prompt, None)
-    assert (
-        prompted_problem.prompt
-        == f"<|im_start|>user\n{problem.question}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    tokenizer = small_tokenizers.wrapped(small_tokenizers.byte_level())
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = f"{turns}<assistant>"
+    [asked] = prompted([problem], args.prompt, tokenizer)
+    assert asked.prompt == f"<user>{problem.question}<assistant>"
     texts = ["abab", "abc"]
     completions = [[Completion((), (), (), text, "stop", 0) for text in texts]]
-    [group] = find_reward(args.reward, ("r1_zero",)).score([problem], completions)
+    [group] = find_reward(args.reward, ("r1_zero",)).score([asked], completions)
     assert [score["reward"] for score in group.scores] == [2, 3]
 
 

@@ -11,6 +11,8 @@ from alignment.system.manifests import MANIFEST, find_damage
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
+TINY = ("tiny", "tiny_student")
+TINY_WIDTH = 128  # of their hidden states
 EMBEDDED_CHATS = ("smollm2",)  # those of them with a chat template
 # The context of each, in tokens.
 EMBEDDED_CONTEXTS = {"tiny": 256, "tiny_student": 256, "smollm2": 8192}
@@ -52,6 +54,17 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
             f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
         )
     return str(folder)
+
+
+def is_larger_than_tiny(name: str) -> bool:
+    """Whether a model has more numbers a token than the embedded tiny ones, or is one of a hub."""
+    if name in EMBEDDED:
+        return name not in TINY
+    config = Path(name).expanduser() / "config.json"
+    if not config.is_file():
+        return check_model_path(name, "--model") is None
+    width = read_json(config).get("hidden_size")
+    return isinstance(width, int) and width > TINY_WIDTH
 
 
 def check_model(name: str, flag: str, made: bool = False) -> None:

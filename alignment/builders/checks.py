@@ -18,6 +18,7 @@ from alignment.args import (
     RLArgs,
     SFTArgs,
     configuration,
+    from_preset,
     preset_title,
     refuse_missing_warm_start,
 )
@@ -26,6 +27,7 @@ from alignment.builders.base_models import (
     check_model,
     check_tokenizer_files,
     context_of,
+    is_larger_than_tiny,
 )
 from alignment.builders.data_checks import (
     check_pass_rates,
@@ -70,7 +72,10 @@ from alignment.system.errors import UserError, in_words
 from alignment.system.files import try_writing
 from alignment.system.manifests import sha256
 from alignment.system.registry import find
+from alignment.system.terminal import say_once
 
+# Numbers of a preset that suit models of one size.
+NUMBERS_OF_A_MODEL = ("learning_rate", "max_new_tokens")
 SERVER_SECONDS = 5  # that a vLLM server has to take a connection
 
 
@@ -138,8 +143,28 @@ def check_rl(args: RLArgs) -> None:
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
     print_shared_questions(training, held_out, "training problems")
     check_reward(args, task, reward, training[0])
+    starts_warm = args.sft_base and Path(args.sft_base).exists()
+    say_numbers_of_tiny(args, "--sft_base" if starts_warm else "--model")
     # This comes last, because it may load torch to count the GPUs.
     check_policy_devices(args)
+
+
+def say_numbers_of_tiny(args: RLArgs | SFTArgs, flag: str) -> None:
+    """Print which numbers are those of the default preset, where the model that `flag` names is too
+    large for them."""
+    model = getattr(args, flag.removeprefix("--"))
+    if args.preset != Args.preset or not is_larger_than_tiny(model):
+        return
+    preset = from_preset(type(args), args.preset)
+    numbers = []
+    for name in NUMBERS_OF_A_MODEL:
+        if getattr(args, name) == getattr(preset, name):
+            numbers.append(f"--{name} {getattr(args, name)}")
+    if numbers:
+        say_once(
+            f"{flag} {model}: {' and '.join(numbers)} are of --preset {args.preset}, the default,"
+            " which is for a tiny model; name them, or another preset (`presets` lists all)"
+        )
 
 
 def check_server(url: str) -> None:
@@ -318,6 +343,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     print_left_out(len(training), len(kept), "demonstrations")
     print_shared_questions([problem for problem, _ in kept], held_out, "demonstrations")
     splits = {"train": kept, "test": read_demonstrations(args, task, "test") or kept}
+    say_numbers_of_tiny(args, "--model")
     check_policy_devices(args)
     return splits
 

@@ -126,6 +126,8 @@ def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = 
     if not text.strip() or not can_be_written:
         columns = ", ".join(map(str, row))
         fault = f'"{column}" must hold text or a number; the row has {columns}'
+        if column not in row:
+            fault = f'there is no "{column}"; the row has {columns}'
         raise UserError(f"{place}: {fault}{remedy}")
     return text
 

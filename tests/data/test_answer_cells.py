@@ -102,7 +102,7 @@ def test_messages_are_a_question_and_a_solution(tmp_path, capsys):
         ({"messages": CHAT[:2]}, "rows.jsonl:1: .*the assistant's turn is missing"),
         ({"messages": CHAT + CHAT[1:]}, 'rows.jsonl:1: "messages" must hold one message of the'),
         ({"messages": CHAT[2:]}, 'rows.jsonl:1: "messages" must hold one message of the user'),
-        (VERL | {"reward_model": {"style": "rule"}}, 'rows.jsonl:1: "answer" must hold text'),
+        (VERL | {"reward_model": {"style": "rule"}}, 'rows.jsonl:1: there is no "answer"'),
         (VERL | {"reward_model": {"ground_truth": {"target": 5}}}, "rows.jsonl:1: .* must hold"),
         (VERL | {"prompt": []}, 'rows.jsonl:1: "prompt" must hold text'),
     ],

@@ -203,6 +203,11 @@ def test_worked_solutions_of_a_chat_end_in_a_box():
     response = " 48/2 = 24 </think> <answer> 24 </answer>"
     assert answer_in_box(response) == "48/2 = 24\nThe final answer is \\boxed{24}."
     assert answer_in_box("own words") == "own words"
+    # a row whose solution boxes its answer
+    response = "So $\\boxed{24}$. </think> <answer> 24 </answer>"
+    assert answer_in_box(response) == "So $\\boxed{24}$."
+    response = "So $\\boxed{24}$. Halved: 12. </think> <answer> 12 </answer>"
+    assert answer_in_box(response).endswith("The final answer is \\boxed{12}.")
 
 
 @pytest.mark.parametrize("command", [evaluate, rejection_sample, sft, train_rl])

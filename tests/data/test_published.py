@@ -180,7 +180,7 @@ def test_line_separators_inside_text_do_not_split_a_row(tmp_path):
         (GOOD + "\n{oops", r"train\.jsonl:2: not a JSON object"),
         (
             '{"question": "?"}',
-            r'train\.jsonl:1: "answer" must hold text or a number; the row has question',
+            r'train\.jsonl:1: there is no "answer"; the row has question',
         ),
         ("[1]", r"train\.jsonl:1: not a JSON object"),
         ('{"question": [1], "answer": "#### 5"}', r'train\.jsonl:1: "question" must hold text'),

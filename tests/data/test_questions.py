@@ -94,8 +94,8 @@ def test_the_order_of_a_countdown_does_not_count_and_its_target_does(data, numbe
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("arithmetic", 627),
         ("countdown_small", 212),
+        pytest.param("arithmetic", 627, marks=pytest.mark.slow),
         pytest.param("countdown", 1024, marks=pytest.mark.slow),
     ],
 )

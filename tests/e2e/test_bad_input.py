@@ -540,7 +540,7 @@ CASES = [
     (
         "evaluate",
         [*GSM8K, "--dataset_path", "{world}/data_keys"],
-        'test.jsonl:2: "question" must hold text or a',
+        'test.jsonl:2: there is no "question"',
     ),
     (
         "evaluate",
@@ -565,7 +565,7 @@ CASES = [
     (
         "sft",
         ["--sft_base", "x", "--demonstrations", "{world}/data_keys/train.jsonl"],
-        'train.jsonl:1: "response" must hold',
+        'train.jsonl:1: there is no "response"',
     ),
     (
         "sft",
@@ -597,7 +597,7 @@ CASES = [
     (
         "sft",
         ["--task", "file:{world}/data_keys/test.jsonl", "--sft_base", "x"],
-        'test.jsonl:2: "question" must hold text',
+        'test.jsonl:2: there is no "question"',
     ),
     (
         "rejection_sample",

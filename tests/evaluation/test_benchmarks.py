@@ -215,7 +215,7 @@ def test_the_problems_are_in_the_splits_of_the_entry_or_in_the_only_one(read, tm
         (
             "gsm8k",
             [{"question": "a", "reply": "#### 5"}],
-            'test: row 1: "answer" must hold text or a number; the row has question, reply',
+            'test: row 1: there is no "answer"; the row has question, reply',
         ),
         (
             "minerva",

@@ -260,19 +260,9 @@ def test_an_evaluation_tries_a_rule_of_the_users_own_before_a_model_loads(
     body, said, own, tmp_path, monkeypatch, capsys
 ):
     module, file = own(RULE.format(body=body))
-    monkeypatch.setattr(
-        "alignment.builders.checks.check_model_path", lambda *given, **options: None
-    )
-    flags = [
-        "--task",
-        f"{module}:task",
-        "--reward",
-        f"{module}:rule",
-        "--model",
-        "nobody/nothing",
-        "--output_dir",
-        str(tmp_path),
-    ]
+    monkeypatch.setattr("alignment.model.loading.load_model", None)
+    flags = ["--task", f"{module}:task", "--reward", f"{module}:rule", "--model", "tiny"]
+    flags += ["--output_dir", str(tmp_path)]
     assert exit_code(monkeypatch, evaluate.main, "alignment.evaluate", *flags) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert (

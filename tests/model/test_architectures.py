@@ -130,7 +130,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", FAULTS)
 def test_the_self_check_notices_what_attention_leaves_out(family, dtype, monkeypatch, capsys):
     """In bfloat16 as in float32: rounding alone makes four times the difference of Gemma's cap,

@@ -189,12 +189,18 @@ def check(config: PretrainedConfig, devices: tuple[str, ...]) -> None:
     assert logits.shape == (2, 16, config.vocab_size)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "count",
+    [1, 8, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_qwen_1_5b_runs_over_simulated_gpus(count: int):
     check(QWEN_1_5B, tuple(f"cuda:{index}" for index in range(count)))
 
 
-@pytest.mark.parametrize("num_gpus", [1, 4, 8])
+@pytest.mark.parametrize(
+    "num_gpus",
+    [8, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_the_policy_runs_on_the_devices_without_another_role(num_gpus: int):
     check(QWEN3_06B, assign_roles(num_gpus).policy)
 
@@ -209,6 +215,7 @@ def test_policy_on_chosen_gpus_in_a_chosen_order():
     check(QWEN_1_5B, assign_roles(8, policy_devices=("cuda:6", "cuda:2", "cuda:4")).policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA_1B, QWEN3_06B], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("count", [2, 5])
 def test_other_families_run_over_simulated_gpus(config: PretrainedConfig, count: int):

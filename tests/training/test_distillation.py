@@ -160,6 +160,7 @@ def test_the_gradient_is_the_oracles_however_the_batch_is_cut(
         torch.testing.assert_close(gradient_D.double(), expected_D, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_updates_towards_a_teacher_lower_the_divergence(policy, sampler, tiny_folder):
     """The policy's first weights are the teacher of weights that have been moved away."""
     teacher = FrozenModel(str(tiny_folder), "cpu", torch.float32)

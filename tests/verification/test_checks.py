@@ -145,6 +145,7 @@ def test_stale_weights(healthy, monkeypatch):
     assert failed(healthy) == {ARRIVED, SYNCED}
 
 
+@pytest.mark.slow
 def test_a_dropped_tensor(healthy, monkeypatch):
     def drop(load, tensors, version):
         load(
@@ -156,6 +157,7 @@ def test_a_dropped_tensor(healthy, monkeypatch):
     assert failed(healthy) == {ARRIVED, SYNCED}
 
 
+@pytest.mark.slow
 def test_a_mask_off_by_one(healthy, monkeypatch):
     def shifted(collate_groups, groups, config, pad_token_id):
         rollout = collate_groups(groups, config, pad_token_id)
@@ -176,6 +178,7 @@ def test_a_wrong_temperature_in_log_probs(healthy, monkeypatch):
     assert failed(healthy) == {LOG_PROBS, SYNCED}
 
 
+@pytest.mark.slow
 def test_a_sampler_whose_top_p_differs(healthy, monkeypatch):
     def wider(sample, prompts, sampling):
         return sample(prompts, dataclasses.replace(sampling, top_p=0.95))
@@ -184,6 +187,7 @@ def test_a_sampler_whose_top_p_differs(healthy, monkeypatch):
     assert failed(healthy) == {SAMPLED, SYNCED}
 
 
+@pytest.mark.slow
 def test_a_window_that_is_ignored(tiny_folder, tmp_path):
     tokenizer = load_tokenizer(str(tiny_folder))
     torch.manual_seed(0)
@@ -212,6 +216,7 @@ def test_a_window_that_is_ignored(tiny_folder, tmp_path):
     assert failed(checked) == {LOG_PROBS, SYNCED}
 
 
+@pytest.mark.slow
 def test_a_seed_shared_by_two_prompts(healthy, monkeypatch):
     def shared(sample, prompts, sampling):
         half = sample(prompts[: len(prompts) // 2], sampling)
@@ -225,6 +230,7 @@ def test_a_seed_shared_by_two_prompts(healthy, monkeypatch):
     assert failed(healthy) == {"prompts asked twice: share of same answers"}
 
 
+@pytest.mark.slow
 def test_sampling_that_the_seed_does_not_decide(healthy, monkeypatch):
     seeds = iter(range(100))
 
@@ -235,6 +241,7 @@ def test_sampling_that_the_seed_does_not_decide(healthy, monkeypatch):
     assert failed(healthy) == {"same seed again: other answers"}
 
 
+@pytest.mark.slow
 def test_answers_that_depend_on_what_shares_a_batch(healthy, monkeypatch):
     def of_batch(sample, prompts, sampling):
         return sample(prompts, dataclasses.replace(sampling, seed=len(prompts)))
@@ -300,6 +307,7 @@ def test_how_far_a_run_is_reproducible(tmp_path, measured, word):
     assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == "not verified"
 
 
+@pytest.mark.slow
 def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
     plant(monkeypatch, healthy.policy, "step", lambda step, rate: step(1e-3))
     assert failed(healthy) == {RATE_0}

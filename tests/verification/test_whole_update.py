@@ -276,19 +276,10 @@ SEEN_BY = {
     denominator_of_some_rows: ALL_BUT_ROWS,
     shifted_mask: ALL_BUT_ROWS,
 }
-QUICK = (late_old_log_probs,)
 
 
-def plant_cases() -> list:
-    """Every plant; all but a few are slow tests."""
-    cases = []
-    for planted in SEEN_BY:
-        marks = [] if planted in QUICK else [pytest.mark.slow]
-        cases.append(pytest.param(planted, marks=marks, id=planted.__name__))
-    return cases
-
-
-@pytest.mark.parametrize("planted", plant_cases())
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", SEEN_BY, ids=lambda planted: planted.__name__)
 def test_a_planted_fault_is_seen(tiny_folder, planted):
     updates = updates_of(tiny_folder, epochs_per_rollout=2, beta=0.05)
     with planted(updates.policy):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
+from alignment.data.answer_cells import IN_BOX, final_answer
 from alignment.data.prompts import ChatOptions, is_chat_file, prompted
 from alignment.data.questions import (
     Key,
@@ -278,11 +279,14 @@ _IN_TAGS = re.compile(
 
 
 def answer_in_box(response: str) -> str:
-    r"""A worked solution as a chat gives it: the thought, and the answer in \boxed{}; unchanged
-    where it has no tags."""
+    r"""A worked solution as a chat gives it: the thought, and the answer in \boxed{}, unless the
+    thought ends with it in one; unchanged where it has no tags."""
     match = _IN_TAGS.fullmatch(response)
     if match is None:
         return response
+    stated = final_answer(match["thought"])
+    if stated.source == IN_BOX and stated.answer == match["answer"].strip():
+        return match["thought"]
     answer = rf"The final answer is \boxed{{{match['answer'].strip()}}}."
     return f"{match['thought']}\n{answer}".lstrip()
 

@@ -103,8 +103,10 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     if kind == "hf":
         rows = _rows_of_data_set(name, source, data.test_split)
     else:
-        train_rows = read_rows(Path(source))
-        test_rows = read_rows(Path(data.test_split)) if data.test_split else None
+        train_rows = _read_file(f"--task {name}", source)
+        test_rows = None
+        if data.test_split:
+            test_rows = _read_file(f"--test_split {data.test_split}", data.test_split)
         rows = _SplitRows(train_rows, test_rows)
     pairs = worked_problems(rows.train, data)
     if rows.test is not None:
@@ -120,7 +122,19 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
             number += f" that ask {questions} {noun}"
         fault = f"{number} are too few to hold some out for tests"
         raise UserError(f"--task {name}: {fault}; name --test_split")
+    tested = len({question_text(problem) for problem, _ in by_split["test"]})
+    say_once(
+        f"--task {name}: {tested} questions of {len(pairs)} rows are held out for tests, by a hash;"
+        " --test_split FILE names others"
+    )
     return by_split
+
+
+def _read_file(flag: str, file: str) -> Rows:
+    """The rows of a file that a flag names. Raises `UserError` as `read_rows` does."""
+    if not Path(file).exists():
+        raise UserError(f"{flag}: {file} does not exist")
+    return read_rows(Path(file))
 
 
 def _rows_of_data_set(name: str, source: str, test_split: str) -> _SplitRows:

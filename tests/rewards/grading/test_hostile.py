@@ -123,6 +123,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(done.stdout) * unit < 100 * 2**20
 
 
+@pytest.mark.slow
 def test_the_same_in_eight_threads(tmp_path):
     marker = tmp_path / "ran"
     answers = hostile_answers(str(marker))
@@ -138,7 +139,8 @@ def _slowest_elsewhere(answers: list[str]) -> float:
     return slowest(answers)[0]
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_the_same_in_a_daemonic_process(tmp_path, method):
     marker = tmp_path / "ran"
     answers = hostile_answers(str(marker))[::4]

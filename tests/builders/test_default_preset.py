@@ -1,0 +1,39 @@
+"""What a run says of the default preset's numbers, which are for a tiny model."""
+
+import json
+
+import pytest
+
+from alignment.args import RLArgs, SFTArgs
+from alignment.builders.checks import say_numbers_of_tiny
+
+
+@pytest.fixture
+def wide(tmp_path) -> str:
+    """The folder of a model that is wider than the tiny one."""
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 576}))
+    return str(tmp_path)
+
+
+def test_a_larger_model_with_its_numbers_is_told(wide, capsys):
+    say_numbers_of_tiny(RLArgs(model=wide), "--model")
+    assert capsys.readouterr().err == (
+        f"--model {wide}: --learning_rate 0.0002 and --max_new_tokens 48 are of --preset tiny, the"
+        " default, which is for a tiny model; name them, or another preset (`presets` lists all)\n"
+    )
+    say_numbers_of_tiny(RLArgs(sft_base=wide, learning_rate=1e-6), "--sft_base")
+    assert f"--sft_base {wide}: --max_new_tokens 48 are of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        RLArgs(),
+        RLArgs(model="tiny_student"),
+        RLArgs(model="smollm2", learning_rate=1e-6, max_new_tokens=256),
+        SFTArgs(model="smollm2", preset="smollm2_svamp"),
+    ],
+)
+def test_nothing_is_said_of_others(args, capsys):
+    say_numbers_of_tiny(args, "--model")
+    assert capsys.readouterr().err == ""
