@@ -93,7 +93,6 @@ def one_gpu(warm_start, tmp_path_factory):
 # On two GPUs the policy has the first, on five the first two, on eight the first five. Every rank
 # is a process: two say what more would.
 MACHINES = {
-    "auto on two": (2, []),
     "auto on five": (5, []),
     "layer_split on eight": (8, ["--policy_parallelism", "layer_split"]),
     "sharded on five": (5, ["--policy_parallelism", "sharded"]),

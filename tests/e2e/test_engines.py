@@ -58,17 +58,9 @@ def one(warm, tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("one"), *command(warm))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--sample_device", "cpu", "cpu"],
-        ["--sample_device", "cpu,cpu,cpu", "--rollouts", "async", "--max_staleness", "0"],
-    ],
-    ids=["two", "three, in a process of their own"],
-)
-def test_several_engines_draw_the_completions_of_one_and_make_its_weights(
-    flags, one, warm, tmp_path
-):
+def test_several_engines_draw_the_completions_of_one_and_make_its_weights(one, warm, tmp_path):
+    """Two engines in a process of their own, beside the trainer's."""
+    flags = ["--sample_device", "cpu,cpu", "--rollouts", "async", "--max_staleness", "0"]
     other = run(tmp_path, *command(warm, *flags))
     assert drawn(other) == drawn(one) and len(drawn(one)) > 4
     assert (other / "final" / "model.safetensors").read_bytes() == (

@@ -89,14 +89,6 @@ def other_betas(policy: SingleDevicePolicy) -> Planted:
     return other_optimizer(policy, betas=(0.8, 0.99))
 
 
-def other_second_beta(policy: SingleDevicePolicy) -> Planted:
-    return other_optimizer(policy, betas=(0.9, 0.999))
-
-
-def other_epsilon(policy: SingleDevicePolicy) -> Planted:
-    return other_optimizer(policy, eps=1e-5)
-
-
 def late_old_log_probs(policy: SingleDevicePolicy) -> Planted:
     """The first update of a rollout, whose ratio is 1, is as it was."""
     seen: list[torch.Tensor] = []
@@ -127,17 +119,6 @@ def coupled_decay(policy: SingleDevicePolicy) -> Planted:
     return changed(policy, "step", step)
 
 
-def decay_by_rate_twice(policy: SingleDevicePolicy) -> Planted:
-    def step(real, rate):
-        for group in policy.optimizer.param_groups:
-            group["weight_decay"] *= rate
-        real(rate)
-        for group in policy.optimizer.param_groups:
-            group["weight_decay"] /= rate or 1.0
-
-    return changed(policy, "step", step)
-
-
 def clip_by_value(policy: SingleDevicePolicy) -> Planted:
     def clip(real, limit):
         norm = real(float("inf"))
@@ -146,23 +127,6 @@ def clip_by_value(policy: SingleDevicePolicy) -> Planted:
         return norm
 
     return changed(policy, "clip_gradient", clip)
-
-
-def clip_at_twice(policy: SingleDevicePolicy) -> Planted:
-    return changed(policy, "clip_gradient", lambda real, limit: real(2 * limit))
-
-
-def step_of_twice_the_rate(policy: SingleDevicePolicy) -> Planted:
-    return changed(policy, "step", lambda real, rate: real(2 * rate))
-
-
-def denominator_of_some_rows(policy: SingleDevicePolicy) -> Planted:
-    """As of every rank for itself."""
-    return changed(
-        update,
-        "rollout_objective",
-        lambda real, rollout, rows, config: real(rollout, rows[::2], config),
-    )
 
 
 def gradient_that_stays(policy: SingleDevicePolicy) -> Planted:
@@ -176,12 +140,6 @@ def gradient_that_stays(policy: SingleDevicePolicy) -> Planted:
     return changed(policy, "step", step)
 
 
-def late_warm_up(policy: SingleDevicePolicy) -> Planted:
-    return changed(
-        update, "learning_rate", lambda real, config, number: real(config, max(1, number - 1))
-    )
-
-
 def dropped_mini_batch(policy: SingleDevicePolicy) -> Planted:
     return changed(update, "mini_batches", lambda real, *arguments: real(*arguments)[::2])
 
@@ -190,18 +148,6 @@ def swapped_divergence(policy: SingleDevicePolicy) -> Planted:
     return changed(
         losses, "kl_penalty", lambda real, policys, other, name: real(other, policys, name)
     )
-
-
-def swapped_log_probs(policy: SingleDevicePolicy) -> Planted:
-    def annotate(real, *arguments):
-        rollout = real(*arguments)
-        return dataclasses.replace(
-            rollout,
-            old_log_probs_BT=rollout.reference_log_probs_BT,
-            reference_log_probs_BT=rollout.old_log_probs_BT,
-        )
-
-    return changed(References, "annotate", annotate)
 
 
 def samplers_log_probs(policy: SingleDevicePolicy) -> Planted:
@@ -260,20 +206,12 @@ SEEN_BY = {
     other_betas: STATE,
     coupled_decay: STATE,
     clip_by_value: STATE,
-    other_second_beta: STATE,
-    other_epsilon: {WEIGHTS},
-    decay_by_rate_twice: {WEIGHTS},
-    clip_at_twice: STATE,
-    step_of_twice_the_rate: STATE,
     gradient_that_stays: STATE,
-    late_warm_up: STATE,
     dropped_mini_batch: STATE,
     swapped_divergence: {MOMENTS},
-    swapped_log_probs: STATE,
     samplers_log_probs: STATE,
     advantages_of_other_rows: ALL_BUT_ROWS,
     denominator_of_micro_batch: ALL_BUT_ROWS,
-    denominator_of_some_rows: ALL_BUT_ROWS,
     shifted_mask: ALL_BUT_ROWS,
 }
 
