@@ -91,7 +91,7 @@ def test_demonstrations_are_read_shuffled_and_one_in_twenty_is_held_out(tmp_path
     ("line", "message"),
     [
         ("[]", ":1: not a JSON object"),
-        ('{"response": "r"}', ':1: "prompt" must hold text'),
+        ('{"response": "r"}', ':1: there is no "prompt"'),
         ('{"question": "q", "response": ""}', ':1: "response" must hold text'),
     ],
 )

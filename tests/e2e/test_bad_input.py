@@ -681,9 +681,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "message"), CASES, ids=[f"{c} {' '.join(f)}"[:70] for c, f, _ in CASES]
-)
+def all_cases() -> list:
+    """All mistakes; every third is a slow test."""
+    cases = []
+    for number, (command, flags, message) in enumerate(CASES):
+        marks = [pytest.mark.slow] if number % 3 == 2 else []
+        name = f"{command} {' '.join(flags)}"[:70]
+        cases.append(pytest.param(command, flags, message, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("command", "flags", "message"), all_cases())
 def test_one_clear_line_exit_2_and_nothing_written(
     command, flags, message, world, tmp_path, monkeypatch, capsys
 ):

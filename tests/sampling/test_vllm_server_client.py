@@ -502,7 +502,16 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def garbage_cases() -> list:
+    """All of them; two of three are slow tests."""
+    cases = []
+    for number, (name, garbage) in enumerate(GARBAGE.items()):
+        marks = [pytest.mark.slow] if number % 3 else []
+        cases.append(pytest.param(garbage, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("garbage", garbage_cases())
 def test_garbage_loses_the_sampler_in_bounded_time(garbage, connect, server):
     sampler = connect(timeout=4.0)
     server.answers["/v1/completions"] = completions(choice(1), choice(2))
