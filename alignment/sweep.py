@@ -18,8 +18,10 @@ from rich.console import Console
 from alignment.ablation import schedule, tuning
 from alignment.ablation.design import (
     ALPHA,
+    SEED_STD,
     Design,
     grid,
+    is_control,
     lint,
     named_arms,
     rare_evaluations,
@@ -54,8 +56,6 @@ if TYPE_CHECKING:
     from alignment.ablation.statistics import Contrast, Power
     from alignment.core.records import Problem
 
-# assumed standard deviation of an arm's accuracy between seeds, for the design's power
-SEED_STD = 0.02
 # of the designs among which --show_difference looks for the cheapest
 MOST_SEEDS = 64
 
@@ -65,15 +65,15 @@ def main() -> None:
     console = make_console(args.quiet)
     from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
     design = make_design(args)
-    tuning = make_tuning_design(design, args)
-    print_design(design, args, console, tuning)
+    tuning_runs = make_tuning_design(design, args)
+    print_design(design, args, console, tuning_runs)
     if args.dry_run:
         return
     refuse_other_folder(design.folder)
     check_output(design.folder)
     with schedule.open_executor(design.folder, args.resources, console) as executor:
-        if tuning is not None:
-            design = tune(design, tuning, executor, args, console)
+        if tuning_runs is not None:
+            design = tune(design, tuning_runs, executor, args, console)
         schedule.claim_folder(design, sys.argv)
         train(design, executor, args, console)
 
@@ -363,7 +363,7 @@ def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
     arms = list(design.arms)
     if tables:
         # controls are beside the grid, not in it
-        arms = [arm for arm in arms if not arm.startswith("control_")]
+        arms = [arm for arm in arms if not is_control(arm)]
     else:
         tables["two arms"] = pairs(arms)
     std = score_std(SEED_STD, questions)

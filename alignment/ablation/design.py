@@ -34,6 +34,9 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 
 ALPHA = 0.05  # largest chance that any verdict of a sweep is false
+# standard deviation of an arm's accuracy between seeds that is assumed before it is measured
+SEED_STD = 0.02
+CONTROL = "control_"  # what the names of control arms begin with
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,12 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     first = next(iter(arms.values()))
     controls = {name: replaced(first, reward=name) for name in CONTROLS}
     controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
-    return {**arms, **{f"control_{name}": arm for name, arm in controls.items()}}
+    return {**arms, **{f"{CONTROL}{name}": arm for name, arm in controls.items()}}
+
+
+def is_control(arm: str) -> bool:
+    """Whether an arm of this name is a control, beside the arms that are compared."""
+    return arm.startswith(CONTROL)
 
 
 def _values_in_words(arms: Mapping[str, RLArgs], field: str) -> list[str]:

@@ -26,7 +26,8 @@ def evaluation_values(run: Run, measure: str) -> np.ndarray:
         )
     if kind != "pass":
         return run.scores.rewards_EQ
-    return np.array([pass_at_k(rewards_QN, int(number)) for rewards_QN in run.sample_rewards()])
+    of_samples = run.scores.rewards_of_samples
+    return np.array([pass_at_k(rewards_QN, int(number)) for rewards_QN in of_samples])
 
 
 def pass_at_k(rewards_QN: np.ndarray, k: int) -> np.ndarray:

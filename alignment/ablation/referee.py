@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Run, Study, amounts_of
 
@@ -71,7 +72,7 @@ def _tuning(study: Study) -> Answer:
 
 def _baseline(study: Study) -> Answer:
     question = "What comes by itself, without the true reward?"
-    controls = [arm for arm, runs in study.arms.items() if runs and arm.startswith("control_")]
+    controls = [arm for arm, runs in study.arms.items() if runs and is_control(arm)]
     if controls:
         return Answer(question, "yes", f"control arms: {', '.join(controls)}")
     words = "each arm's accuracy before training is shown; --controls adds arms of false rewards"

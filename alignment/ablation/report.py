@@ -106,8 +106,7 @@ def contents(study: Study) -> dict[str, Any]:
     if varied:
         question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?"
         if study.measure != "accuracy":
-            title = verdicts.outcome(study).title
-            question = f"Does {' or '.join(varied)} make a difference to the {title}?"
+            question = f"Does {' or '.join(varied)} make a difference to the {measured(study)}?"
     run = None
     completions = []
     if len(arms) == len(study.runs) == 1:
@@ -138,7 +137,7 @@ def contents(study: Study) -> dict[str, Any]:
         "pairs": ranked(pairs),
         "referee": answers,
         "pairs_area": ranked(decide(study, whole_curve=True)) if has_area else [],
-        "measured": "accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title,
+        "measured": measured(study),
         "selection_bias": bias,
         "chosen_by": measure_of_choice(study.measure),
         "over_tasks": verdicts.over_tasks(study),
@@ -215,6 +214,11 @@ def _summarise(comparisons: Sequence[Comparison]) -> str:
             words = f"{numbers[kind]} of {len(comparisons)} pairs {kind}"
             parts.append(words + TIE_ASSUMPTION * (kind == "tie"))
     return "; ".join(parts)
+
+
+def measured(study: Study) -> str:
+    """What arms are measured by, as the head of a column."""
+    return "accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title
 
 
 def _noise_words(comparison: Comparison) -> str:
@@ -495,7 +499,7 @@ def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:
     if study.measure == "accuracy":
         axes.set_xlim(_within_accuracies(axes.get_xlim()))
     axes.set(
-        xlabel="accuracy" if study.measure == "accuracy" else verdicts.outcome(study).title,
+        xlabel=measured(study),
         yticks=range(len(scores)),
         yticklabels=list(scores),
         ylim=(-0.6, len(scores) - 0.4),

@@ -146,6 +146,7 @@ class EvalScores(NamedTuple):
     rewards_EQ: np.ndarray  # mean over a question's completions
     texts: tuple[str, ...]  # [Q]
     samples: int = 1  # of each question in the last evaluation
+    rewards_of_samples: tuple[np.ndarray, ...] = ()  # [E] of [Q, N]: of each sample of a question
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Run:
         """The rewards of all evaluations. Raises `UserError` where a file is damaged, or where two
         evaluations asked different questions."""
         rewards: list[list[float]] = []
+        rewards_of_samples: list[np.ndarray] = []
         samples = 1
         questions: tuple[str, ...] | None = None
         texts: tuple[str, ...] = ()
@@ -200,19 +202,11 @@ class Run:
             scores = [line["score"]["reward"] for line in lines]
             starts = range(0, len(lines), samples)
             rewards.append([sum(scores[start : start + samples]) / samples for start in starts])
+            rewards_of_samples.append(np.array(scores, dtype=float).reshape(-1, samples))
         steps = tuple(record["step"] for record in self.evals)
-        return EvalScores(steps, questions or (), np.array(rewards), texts, samples)
-
-    def sample_rewards(self) -> list[np.ndarray]:
-        """Of each evaluation, the reward of every sample of every question [Q, N]. Raises
-        `UserError` as `scores`."""
-        questions = len(self.scores.questions)
-        rewards = []
-        for record in self.evals:
-            file = self.path / "completions" / f"eval_{record['step']:06d}.jsonl"
-            of_lines = [line["score"]["reward"] for line in read_jsonl(file)]
-            rewards.append(np.array(of_lines, dtype=float).reshape(questions, -1))
-        return rewards
+        return EvalScores(
+            steps, questions or (), np.array(rewards), texts, samples, tuple(rewards_of_samples)
+        )
 
 
 @dataclass(frozen=True)

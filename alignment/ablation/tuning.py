@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignment.ablation.design import Design, given_value, label_of, with_settings
+from alignment.ablation.design import (
+    SEED_STD,
+    Design,
+    given_value,
+    is_control,
+    label_of,
+    with_settings,
+)
 from alignment.args import RLArgs
 from alignment.config.settings import flag_values
 from alignment.system.errors import UserError
@@ -21,8 +28,6 @@ from alignment.system.files import read_json, write_json
 
 FOLDER = "tuning"  # of the tuning runs, in the sweep's folder
 FILE = "tuning.json"  # in the sweep's folder
-# standard deviation of a run's accuracy between seeds that is assumed at least
-SEED_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def read_grid(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 def tuned_arms(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     """The arms that are tuned: all but the controls, which take the values of the first arm."""
-    return {name: arm for name, arm in arms.items() if not name.startswith("control_")}
+    return {name: arm for name, arm in arms.items() if not is_control(name)}
 
 
 def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int]) -> Design:
@@ -278,18 +283,24 @@ def choose(
             by_seed = dict(accuracies.get(_run_name(arm, values), {}))
             failed = tuple(seed for seed in seeds if seed not in by_seed)
             candidates.append(Candidate(values, by_seed, failed))
-        complete = [place for place, one in enumerate(candidates) if not one.failed]
-        if not complete:
+        choice = _best_of(candidates)
+        if choice is None:
             raise UserError(
                 f"--tune: arm {arm} has no value with which all runs finished, so it cannot choose"
             )
-
-        def mean_of(place: int, candidates: Sequence[Candidate] = candidates) -> float:
-            return candidates[place].mean
-
-        # `max` takes the first of equal ones
-        choices[arm] = Choice(tuple(candidates), max(complete, key=mean_of))
+        choices[arm] = choice
     return choices
+
+
+def _best_of(candidates: Sequence[Candidate]) -> Choice | None:
+    """The choice of the candidate with the best mean, the first of equal ones, of those whose runs
+    have all finished; None where there is no such one."""
+    complete = [place for place, one in enumerate(candidates) if not one.failed]
+    if not complete:
+        return None
+    # `max` takes the first of equal ones
+    best = max(complete, key=lambda place: candidates[place].mean)
+    return Choice(tuple(candidates), best)
 
 
 def with_choices(design: Design, choices: Mapping[str, Choice]) -> Design:

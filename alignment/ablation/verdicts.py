@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.ablation import statistics
-from alignment.ablation.design import varied_values
+from alignment.ablation.design import is_control, varied_values
 from alignment.ablation.measures import OF_RUNS, RunMeasures, evaluation_values, measure_words
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
 from alignment.ablation.study import Run, Study, read_measure
@@ -264,7 +264,7 @@ def over_tasks(study: Study) -> dict[str, float]:
 def factor_contrasts(varied: Mapping[str, Mapping[str, object]]) -> dict[str, list[Contrast]]:
     """For each varied argument the contrasts of its values; {} unless the arms, but controls, form
     a full grid of one task."""
-    arms = {arm: values for arm, values in varied.items() if not arm.startswith("control_")}
+    arms = {arm: values for arm, values in varied.items() if not is_control(arm)}
     names = choices(arms)
     # by argument: its levels, each with the arms that have it
     factors: dict[str, dict[str, list[str]]] = {}
@@ -296,7 +296,7 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     run."""
     factors = factor_contrasts(study.varied)
     scores = final_scores(study)
-    arms = {arm: scores[arm] for arm in study.arms if not arm.startswith("control_")}
+    arms = {arm: scores[arm] for arm in study.arms if not is_control(arm)}
     if not all(arms.values()) or not factors:
         return {}
     groups = question_groups(_runs_of(study, arms))

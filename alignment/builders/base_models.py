@@ -1,6 +1,8 @@
 """Where a model and its chat template are, before it is loaded."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import Task
@@ -60,11 +62,20 @@ def is_larger_than_tiny(name: str) -> bool:
     """Whether a model has more numbers a token than the embedded tiny ones, or is one of a hub."""
     if name in EMBEDDED:
         return name not in TINY
-    config = Path(name).expanduser() / "config.json"
-    if not config.is_file():
+    config = _read_config(name)
+    if config is None:
         return check_model_path(name, "--model") is None
-    width = read_json(config).get("hidden_size")
+    width = config.get("hidden_size")
     return isinstance(width, int) and width > TINY_WIDTH
+
+
+def _read_config(model: str) -> Mapping[str, Any] | None:
+    """The configuration of a model, read without a library; None where it is not on this machine,
+    and empty where it is damaged."""
+    file = Path(model).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    return json_object(file.read_bytes()) or {}
 
 
 def check_model(name: str, flag: str, made: bool = False) -> None:
@@ -122,11 +133,8 @@ def context_of(model: str) -> int | None:
     it is not on this machine, damaged, or does not say so."""
     if model in EMBEDDED:
         return EMBEDDED_CONTEXTS[model]
-    config = Path(model).expanduser() / "config.json"
-    if not config.is_file():
-        return None
-    values = json_object(config.read_bytes()) or {}
-    context = values.get("max_position_embeddings", values.get("n_positions"))
+    config = _read_config(model) or {}
+    context = config.get("max_position_embeddings", config.get("n_positions"))
     return context if isinstance(context, int) and context > 0 else None
 
 

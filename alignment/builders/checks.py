@@ -143,16 +143,14 @@ def check_rl(args: RLArgs) -> None:
     training = check_pass_rates(args, check_training_split(task, args.dataset_path))
     print_shared_questions(training, held_out, "training problems")
     check_reward(args, task, reward, training[0])
-    starts_warm = args.sft_base and Path(args.sft_base).exists()
-    say_numbers_of_tiny(args, "--sft_base" if starts_warm else "--model")
+    say_numbers_of_tiny(args, policy_folder(args))
     # This comes last, because it may load torch to count the GPUs.
     check_policy_devices(args)
 
 
-def say_numbers_of_tiny(args: RLArgs | SFTArgs, flag: str) -> None:
-    """Print which numbers are those of the default preset, where the model that `flag` names is too
-    large for them."""
-    model = getattr(args, flag.removeprefix("--"))
+def say_numbers_of_tiny(args: RLArgs | SFTArgs, model: str) -> None:
+    """Print which numbers are those of the default preset, where the model that training begins
+    with is too large for them."""
     if args.preset != Args.preset or not is_larger_than_tiny(model):
         return
     preset = from_preset(type(args), args.preset)
@@ -161,6 +159,7 @@ def say_numbers_of_tiny(args: RLArgs | SFTArgs, flag: str) -> None:
         if getattr(args, name) == getattr(preset, name):
             numbers.append(f"--{name} {getattr(args, name)}")
     if numbers:
+        flag = "--model" if model == args.model else "--sft_base"
         say_once(
             f"{flag} {model}: {' and '.join(numbers)} are of --preset {args.preset}, the default,"
             " which is for a tiny model; name them, or another preset (`presets` lists all)"
@@ -343,7 +342,7 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     print_left_out(len(training), len(kept), "demonstrations")
     print_shared_questions([problem for problem, _ in kept], held_out, "demonstrations")
     splits = {"train": kept, "test": read_demonstrations(args, task, "test") or kept}
-    say_numbers_of_tiny(args, "--model")
+    say_numbers_of_tiny(args, args.model)
     check_policy_devices(args)
     return splits
 

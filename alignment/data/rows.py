@@ -85,16 +85,18 @@ class WrittenNumber(float):
         return self.text
 
 
-def read_rows(file: Path, *texts: str) -> list[PlacedRow]:
+def read_rows(file: Path, *texts: str, flag: str = "") -> list[PlacedRow]:
     """The rows of a .csv, .tsv or .parquet file, a .json file of one list or an object a line, or
     any other file, of JSON lines.
 
     Raises `UserError` with file and line for a file that is not there or, unless `texts` are given,
-    empty, and for a row without those texts, or with two values of one name."""
+    empty, and for a row without those texts, or with two values of one name. An error of the file
+    itself names the `flag` that gave it."""
+    place_of_file = f"{flag}: {file}" if flag else str(file)
     if file.is_dir():
-        raise UserError(f"{file} is a folder: name a file in it")
+        raise UserError(f"{place_of_file} is a folder: name a file in it")
     if not file.is_file():
-        raise UserError(f"{file} does not exist")
+        raise UserError(f"{place_of_file} does not exist")
     reader = READERS.get(file.suffix.lower(), json_lines)
     rows = list(reader(file))
     if not rows and not texts:

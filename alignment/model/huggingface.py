@@ -113,3 +113,12 @@ from transformers.utils.hub import cached_file  # noqa: E402, F401
 def input_embeddings(model: PreTrainedModel) -> torch.Tensor:
     """The matrix [vocabulary, hidden] of a model's input embeddings."""
     return cast("torch.Tensor", model.get_input_embeddings().weight)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model's decoder, in order."""
+    layers: list[torch.nn.Module] = []
+    for stack in model.get_decoder().children():
+        if isinstance(stack, torch.nn.ModuleList):
+            layers += stack
+    return layers

@@ -149,11 +149,13 @@ def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     trained and whole. Where there are several kinds of layers, these two are seldom of one kind."""
     numbers = []
     for name, _ in model.named_parameters():
-        numbers += layer_number(name)
-    ends = {min(numbers, default=0), max(numbers, default=0)}
+        number = layer_number(name)
+        if number is not None:
+            numbers.append(number)
+    counted = {None, min(numbers, default=None), max(numbers, default=None)}
     weights = []
     for name, parameter in model.named_parameters():
-        is_counted = not layer_number(name) or ends & set(layer_number(name))
+        is_counted = layer_number(name) in counted
         # Those of a sharded model are put together from parts for a pass, and are others there.
         is_whole = not hasattr(parameter, "to_local")
         if is_counted and is_whole and parameter.requires_grad:
@@ -161,9 +163,13 @@ def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return weights
 
 
-def layer_number(name: str) -> list[int]:
-    """The number of the layer that a weight's name has, if it has one: that of the first list."""
-    return [int(part) for part in name.split(".") if part.isdigit()][:1]
+def layer_number(name: str) -> int | None:
+    """The number of the layer that a weight's name has, which is its first number; None outside of
+    layers."""
+    for part in name.split("."):
+        if part.isdigit():
+            return int(part)
+    return None
 
 
 def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Responses:

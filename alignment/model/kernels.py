@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from alignment.model.huggingface import PreTrainedModel
+from alignment.model.huggingface import PreTrainedModel, decoder_layers
 from alignment.model.products import cast_weight, dtype_of_products, weight_gradient
 
 VARIANTS = 64
@@ -199,10 +199,8 @@ def fuse_layers(model: PreTrainedModel) -> None:
             _fuse_mlp(module)
         if ROTATION in _names_in_forward(module):
             _fuse_rotation(module)
-    for stack in decoder.children():
-        if isinstance(stack, torch.nn.ModuleList):
-            for layer in stack:
-                _cast_norms_of_layer(layer)
+    for layer in decoder_layers(model):
+        _cast_norms_of_layer(layer)
 
 
 def _names_in_forward(module: torch.nn.Module) -> set[str]:

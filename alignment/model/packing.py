@@ -18,6 +18,7 @@ from alignment.model.huggingface import (
     ALL_ATTENTION_FUNCTIONS,
     AttentionInterface,
     PreTrainedModel,
+    decoder_layers,
 )
 from alignment.model.kernels import compiled
 
@@ -254,12 +255,9 @@ def compile_layers(model: PreTrainedModel) -> None:
     attention, whose layout differs from batch to batch, is left as it is. Only one thread at a time
     may run a model that `is_compiled`."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(attention))
-    for stack in model.get_decoder().children():
-        if not isinstance(stack, torch.nn.ModuleList):
-            continue
-        for layer in stack:
-            # Without hooks, which move inputs between devices.
-            layer.forward = compiled(layer.forward)
+    for layer in decoder_layers(model):
+        # Without hooks, which move inputs between devices.
+        layer.forward = compiled(layer.forward)
     # The types of torch say that a module's attributes are tensors or modules.
     model.is_compiled = True  # pyright: ignore[reportArgumentType]
 

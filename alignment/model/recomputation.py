@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from alignment.model.huggingface import PreTrainedModel
+from alignment.model.huggingface import PreTrainedModel, decoder_layers
 
 MLP = "mlp"
 """The name of a layer's MLP, in nearly all families."""
@@ -36,15 +36,6 @@ def recompute_mlps(model: PreTrainedModel, number: int) -> None:
             mlp.recomputes_inner = True
         else:
             mlp.forward = partial(_recompute, mlp.forward)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of a model's decoder."""
-    layers = []
-    for stack in model.get_decoder().children():
-        if isinstance(stack, torch.nn.ModuleList):
-            layers += stack
-    return layers
 
 
 def _recompute_in_evaluation(layer: torch.nn.Module, forward: Callable, *arguments, **options):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
-from alignment.model.huggingface import PreTrainedModel
+from alignment.model.huggingface import PreTrainedModel, decoder_layers
 from alignment.model.saving import save_model
 from alignment.policy import lora
 from alignment.policy.micro_batches import gathered_bytes
@@ -92,11 +92,7 @@ class Shard(SingleDevicePolicy):
         for name in self.mesh_shape:
             _set_pg_timeout(timedelta(seconds=self.ranks.timeout), mesh.get_group(name))
         model.compute = MethodType(_compute, model)
-        wrapped: list[Any] = []
-        for child in model.get_decoder().children():
-            if isinstance(child, torch.nn.ModuleList):
-                wrapped += child
-        wrapped.append(model)
+        wrapped: list[Any] = [*decoder_layers(model), model]
         mesh_of_weights = mesh["parts"]
         if self.mesh_shape["copies"] > 1:
             mesh_of_weights = mesh

@@ -108,6 +108,9 @@ class SingleDevicePolicy(MicroBatchedModel):
     """A `Policy` of one process, on one device. Raises `UserError` for weights that cannot be
     loaded."""
 
+    gathers_weights = False
+    """Whether each pass gathers the weights anew, so that no cast of them may outlive it."""
+
     def __init__(self, config: PolicyConfig):
         self.policy_config = config
         super().__init__(self._load(), getattr(torch, config.dtype), config.micro_batch_tokens)
@@ -133,9 +136,6 @@ class SingleDevicePolicy(MicroBatchedModel):
         if config.gradient_checkpointing:
             recompute_layers(self.model)
 
-    gathers_weights = False
-    """Whether each pass gathers the weights anew, so that no cast of them may outlive it."""
-
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
 
@@ -157,8 +157,8 @@ class SingleDevicePolicy(MicroBatchedModel):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         split = computed_rows(self.model, batch, rows)  # each row as (prompt, response)
-        casts = nullcontext() if self.gathers_weights else one_gradient()
-        with casts:
+        block = nullcontext() if self.gathers_weights else one_gradient()
+        with block:
             for piece, micro_batch in self._micro_batches(batch, rows, split, objective):
                 tokens = packed_tokens([split[i] for i in piece])
                 yield MicroBatchResult(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from alignment.verification.papers import PaperPart, paper_kl, paper_part_loss, paper_weight
 from alignment.verification.papers import Token as PaperToken
 from alignment.verification.whole_update import UpdateFigures
@@ -42,6 +44,13 @@ class Tolerance:
 # a step open, log-probs are only known to a tenth of a nat.
 EXACT = Tolerance(absolute=2e-6, relative=0.02)
 ROUGH = Tolerance(absolute=0.1, relative=0.5)
+
+
+def tolerance_of(dtype: torch.dtype, optimizer: str) -> Tolerance:
+    """How far figures of updates may be from the papers', by the type of matrix products and
+    --optimizer."""
+    is_exact = dtype == torch.float32 and optimizer != "adamw_8bit"
+    return EXACT if is_exact else ROUGH
 
 
 def mean(values: Sequence[float]) -> float:

@@ -29,6 +29,7 @@ from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import RolloutSource
 from alignment.sampling.sampler import Sampler
 from alignment.verification.check import Check
+from alignment.verification.reported import is_near
 from alignment.verification.whole_update import kept_tokens
 
 PROMPTS = 4
@@ -345,11 +346,7 @@ class SampledAnswers:
             "reward_sampled": sum(rewards) / len(rewards),
             "tokens_sampled": sum(len(completion.token_ids) for completion in completions),
         }
-        return [
-            name
-            for name, value in expected.items()
-            if not math.isclose(report[name], value, rel_tol=1e-6, abs_tol=1e-6)
-        ]
+        return [name for name, value in expected.items() if not is_near(report[name], value)]
 
     def same_in_later_piece(self, first: Request, hot: SamplingConfig) -> float:
         """The share of answers, drawn from a flat distribution, that are the same where prompts are

@@ -28,7 +28,7 @@ from alignment.system.errors import RunStopped
 from alignment.training.update import References, mini_batches, rollout_objective, update
 from alignment.verification.check import Check
 from alignment.verification.precision import MOST_ROUNDED, rounded_share
-from alignment.verification.reported import EXACT, ROUGH
+from alignment.verification.reported import tolerance_of
 from alignment.verification.whole_update import (
     Outcome,
     PlainModel,
@@ -196,11 +196,11 @@ class TwoRollouts:
             0.0,
             lambda: faults_of_batches(done, warm_start, config),
         )
-        is_exact = self.policy.dtype == torch.float32 and flags["optimizer"] != "adamw_8bit"
+        tolerance = tolerance_of(self.policy.dtype, flags["optimizer"])
         yield Check(
             f"{words}: other reported figures",
             0.0,
-            lambda: other_figures(done, expected(), EXACT if is_exact else ROUGH),
+            lambda: other_figures(done, expected(), tolerance),
         )
 
     def _checks_of(self, several: bool) -> Iterator[Check]:

@@ -22,8 +22,6 @@ from alignment.core.records import Problem
 from alignment.system.files import read_json, read_jsonl
 from alignment.verification.check import Check
 from alignment.verification.reported import (
-    EXACT,
-    ROUGH,
     Row,
     Rules,
     StepFigures,
@@ -33,6 +31,7 @@ from alignment.verification.reported import (
     figures_of_rules,
     is_near,
     mean_mismatch,
+    tolerance_of,
 )
 from alignment.verification.splits import words_of
 from alignment.verification.whole_update import (
@@ -234,8 +233,7 @@ class TrainedRun:
     @property
     def _tolerance(self) -> Tolerance:
         """How far figures of updates may be from the papers'."""
-        is_exact = self.dtype == torch.float32 and self.setting["optimizer"] != "adamw_8bit"
-        return EXACT if is_exact else ROUGH
+        return tolerance_of(self.dtype, self.setting["optimizer"])
 
     def _other_log_probs(self, step: int, rows: Sequence[Row], weights: Weights) -> list[str]:
         """What is wrong with the trainer's log-probs of the rows of a step's first update, which

@@ -221,14 +221,15 @@ def mean_surprise(learner: Learner, rows: Sequence[Row]) -> float:
 def take_supervised_step(learner: Learner, rows: Sequence[Row], step: int) -> dict[str, float]:
     """One step on a batch: each response token's log-prob has the slope -1 / tokens of the batch's
     responses. Returns what is reported of the step."""
-    loss = mean_surprise(learner, rows)
     flags = learner.setting
+    loss = 0.0
     leaves = {name: tensor.requires_grad_() for name, tensor in learner.weights.items()}
     gradient = {name: torch.zeros_like(tensor) for name, tensor in leaves.items()}
     tokens = sum(len(response) for _, response in rows)
     for prompt, response in rows:
         weights = learner.model.weights_of(leaves, flags)
         values = learner.model.token_values(weights, plain_response(prompt, response), flags)
+        loss -= values.log_probs.detach().sum().item() / tokens
         slopes = PaperSlopes([-1 / tokens] * len(response), [0.0] * len(response))
         add_row_gradient(gradient, leaves, values, slopes)
     learner.weights = {name: tensor.detach() for name, tensor in leaves.items()}

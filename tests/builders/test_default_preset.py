@@ -16,12 +16,12 @@ def wide(tmp_path) -> str:
 
 
 def test_a_larger_model_with_its_numbers_is_told(wide, capsys):
-    say_numbers_of_tiny(RLArgs(model=wide), "--model")
+    say_numbers_of_tiny(RLArgs(model=wide), wide)
     assert capsys.readouterr().err == (
         f"--model {wide}: --learning_rate 0.0002 and --max_new_tokens 48 are of --preset tiny, the"
         " default, which is for a tiny model; name them, or another preset (`presets` lists all)\n"
     )
-    say_numbers_of_tiny(RLArgs(sft_base=wide, learning_rate=1e-6), "--sft_base")
+    say_numbers_of_tiny(RLArgs(sft_base=wide, learning_rate=1e-6), wide)
     assert f"--sft_base {wide}: --max_new_tokens 48 are of" in capsys.readouterr().err
 
 
@@ -35,5 +35,5 @@ def test_a_larger_model_with_its_numbers_is_told(wide, capsys):
     ],
 )
 def test_nothing_is_said_of_others(args, capsys):
-    say_numbers_of_tiny(args, "--model")
+    say_numbers_of_tiny(args, args.model)
     assert capsys.readouterr().err == ""

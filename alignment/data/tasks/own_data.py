@@ -103,10 +103,11 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
     if kind == "hf":
         rows = _rows_of_data_set(name, source, data.test_split)
     else:
-        train_rows = _read_file(f"--task {name}", source)
+        train_rows = read_rows(Path(source), flag=f"--task {name}")
         test_rows = None
         if data.test_split:
-            test_rows = _read_file(f"--test_split {data.test_split}", data.test_split)
+            flag = f"--test_split {data.test_split}"
+            test_rows = read_rows(Path(data.test_split), flag=flag)
         rows = _SplitRows(train_rows, test_rows)
     pairs = worked_problems(rows.train, data)
     if rows.test is not None:
@@ -128,13 +129,6 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
         " --test_split FILE names others"
     )
     return by_split
-
-
-def _read_file(flag: str, file: str) -> Rows:
-    """The rows of a file that a flag names. Raises `UserError` as `read_rows` does."""
-    if not Path(file).exists():
-        raise UserError(f"{flag}: {file} does not exist")
-    return read_rows(Path(file))
 
 
 def _rows_of_data_set(name: str, source: str, test_split: str) -> _SplitRows:
