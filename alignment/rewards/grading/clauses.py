@@ -14,8 +14,9 @@ from typing import NamedTuple
 from alignment.rewards.grading import patterns
 from alignment.rewards.grading.answers import Labelled, Quantity, Relation, Words, unlabelled
 from alignment.rewards.grading.expressions import NAMES, Refused
+from alignment.rewards.grading.measures import conversion
 from alignment.rewards.grading.notation import TABLES
-from alignment.rewards.grading.quantities import answer_in_sentence, is_number_word
+from alignment.rewards.grading.quantities import answer_in_sentence, hedged, is_number_word
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import split
 
@@ -24,10 +25,15 @@ MAX_UNIT_WORDS = 4  # of a quantity with a unit: 12 large red balls
 
 
 class StatedValue(NamedTuple):
-    """The text of a value, and whether an unread noun follows it, as in `12 sheep were sold`."""
+    """The text of a value.
+
+    `has_noun`: an unread noun follows it, as in `12 sheep were sold`. `is_rounded`: it says about
+    how large the value before it is, as in `25\\pi, or about 78.5`.
+    """
 
     text: str
     has_noun: bool = False
+    is_rounded: bool = False
 
 
 _CONNECTIVES = (
@@ -36,7 +42,8 @@ _CONNECTIVES = (
 # Where a clause ends: at a sign with a space, before a conjunction, and before a bracket.
 _END_OF_CLAUSE = re.compile(
     rf"""
-    [,;.:][ ](?=\S) | [ ]-[ ](?=[a-z]) | [ ](?=\([a-z])
+    (?<!i\.e)(?<!e\.g)[,;.:][ ](?=\S) | [ ]-[ ](?=[a-z]) | [ ](?=\([a-z])
+    | [ ](?=or[ ](?:about|approximately|roughly)[ ])
     | [ ](?=(?!and\b|as[ ](?:many|much)\b){_CONNECTIVES.replace(" ", "[ ]")}[ ])
     | [ ](?=which[ ](?:is|are)[ ])
     """,
@@ -51,6 +58,16 @@ _CONCLUSION = re.compile(
     rf"(?i:(?:{_CONNECTIVES},? )*(?:the|our|my) (?:(?:final|correct|exact) )?answer (?:is|=|:) ?)"
     "(.+)"
 )
+_ROUNDED_AGAIN = re.compile(
+    "(?i:(?:or|which is|that is|i\\.e\\.),? )?(?:(?:about|approximately|roughly) |≈ ?)(.*[0-9].*)"
+)
+# The place of an extreme value: "attained at x = 2".
+_PLACE = re.compile(
+    "(?:which (?:is|are) )?(?:attained|achieved|reached|obtained|occurring)"
+    " (?:only )?(?:at|for|when|where|if) [a-zA-Z(][^=<>≤≥]{0,12} ?= ?[^=<>≤≥]{1,30}"
+)
+# Groups: a quantity, another one that says for what, in what or after what the first is.
+_CIRCUMSTANCE = re.compile("(.+?) (?:for|in|after|within) ([0-9].*)")
 # A number or formula, and words after it.
 _WITH_WORDS = re.compile(r"(.*(?:[0-9)}\]%]|\\pi|\\degree))((?: [A-Za-z][A-Za-z'-]*)+)[.]?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[.!]?")
@@ -83,13 +100,17 @@ def values_in_clauses(text: str) -> Sequence[StatedValue]:
     A last clause `so the answer is 13` replaces equations before it: `m = 5, n = 8, so the answer
     is 13`.
     """
-    clauses = _clauses(text)
+    clauses = [] if hedged(text.lower()) else _clauses(text)
     if not 1 <= len(clauses) <= MAX_CLAUSES:
         return ()
     conclusion = _CONCLUSION.fullmatch(clauses[-1])
     values = []
     for clause in clauses:
-        if _is_neutral(clause):
+        if _is_neutral(clause) or (values and _PLACE.fullmatch(clause)):
+            continue
+        rounded = _ROUNDED_AGAIN.fullmatch(clause)
+        if values and rounded:
+            values.append(StatedValue(f"≈{rounded[1]}", is_rounded=True))
             continue
         value = _value_of_clause(clause)
         if value is None:
@@ -129,8 +150,9 @@ def _is_neutral(clause: str) -> bool:
         return True
     if not _WORDS.fullmatch(clause) or _ABOUT_ANSWER.search(clause):
         return False
-    words = re.findall("[a-z']+", _NEGATED_VERB.sub(" ", clause.lower()))
-    return not any(map(_is_telling, words))
+    lowered = _NEGATED_VERB.sub(" ", clause.lower())
+    words = re.findall("[a-z']+", lowered)
+    return not hedged(lowered) and not any(map(_is_telling, words))
 
 
 def _is_telling(word: str) -> bool:
@@ -151,6 +173,9 @@ def _value_of_clause(clause: str) -> StatedValue | None:
     text = answer_in_sentence(text) or text
     if _is_value(text):
         return StatedValue(text)
+    circumstance = _CIRCUMSTANCE.fullmatch(text)
+    if circumstance and _differ_in_dimension(circumstance[1], circumstance[2]):
+        return StatedValue(circumstance[1])
     with_words = _WITH_WORDS.fullmatch(text)
     if with_words is None:
         return None
@@ -187,6 +212,17 @@ def _may_follow(words: Sequence[str]) -> bool:
 def _is_value(text: str) -> bool:
     with suppress(Refused):
         return not isinstance(read(text), Words)
+    return False
+
+
+def _differ_in_dimension(text: str, other: str) -> bool:
+    """Whether two texts are quantities with units of two dimensions: `$12` and `3 apples`."""
+    with suppress(Refused):
+        quantity = unlabelled(read(text))
+        circumstance = read(other)
+        if isinstance(quantity, Quantity) and isinstance(circumstance, Quantity):
+            have_units = bool(quantity.unit and circumstance.unit)
+            return have_units and conversion(quantity.unit, circumstance.unit) is None
     return False
 
 

@@ -84,6 +84,8 @@ class Comparison:
         """
         if not answer or not truth:
             return False
+        if quantities.substances_differ(answer, truth):
+            return False
         same_digits = "..." in answer and answer.replace(" ", "") == truth.replace(" ", "")
         if same_digits or squeeze(answer) == squeeze(truth):
             return True
@@ -119,8 +121,9 @@ class Comparison:
                 return unread
         if inner := quantities.answer_in_sentence(answer):
             equal = self.compare_texts(inner, truth, extracted=True)
-            if equal is not None:
-                return equal
+            if equal:
+                return True
+            unread = unread if equal is None else equal
         if forms := quantities.two_forms(answer):
             agree = self.compare_texts(*forms, extracted=True)
             return agree and self.compare_texts(forms[0], truth, extracted=True)
@@ -129,12 +132,22 @@ class Comparison:
         return unread
 
     def _compare_clauses(self, answer: str, truth: str, truth_read: Answer) -> bool:
-        """Whether every value that the clauses of a sentence state is the truth."""
+        """Whether every value that the clauses of a sentence state is the truth, and every rounded
+        one that of the first."""
         values = values_in_clauses(answer)
-        has_unit = isinstance(truth_read, Quantity) and truth_read.unit
-        if not values or (has_unit and any(value.has_noun for value in values)):
+        truth_value = answers.unlabelled(truth_read)
+        is_bare = isinstance(truth_value, Quantity) and not truth_value.unit
+        if not values or (not is_bare and any(value.has_noun for value in values)):
             return False
-        return all(self.compare_texts(value.text, truth, extracted=True) for value in values)
+        exact = values[0].text
+        for value in values:
+            if value.is_rounded:
+                agrees = self.compare_texts(exact, value.text, extracted=True)
+            else:
+                agrees = self.compare_texts(value.text, truth, extracted=True)
+            if not agrees:
+                return False
+        return True
 
     def compare_answers(self, answer: Answer, truth: Answer) -> bool | None:
         """Whether an answer equals the truth; None where that cannot be decided."""

@@ -62,8 +62,8 @@ CONGRUENCE = re.compile(rf"([^≡]*?) ?≡ ?((?:(?!mod)[^≡])*?) ?{_MODULUS}")
 
 # 12 cows; 3 red pens
 COUNT = re.compile(r"[0-9.]+ [A-Za-z]+(?: [A-Za-z]+){0,2}")
-# 72 (clips). Groups: the amount, the unit.
-UNIT_IN_BRACKETS = re.compile(r"(.*[0-9}\])]) ?\(([A-Za-z]{2,}(?: [a-z]+){0,2})\)")
+# 72 (clips), 72 [cm]. Groups: the amount, the unit.
+UNIT_IN_BRACKETS = re.compile(r"(.*[0-9}\])]) ?[(\[]([A-Za-z]{2,}(?: [a-z]+){0,2})[)\]]")
 
 # 30\degree 15' 20". Groups: degrees, minutes, seconds.
 MINUTES = re.compile(
@@ -236,6 +236,8 @@ PREDICATE = re.compile(r"(?:[a-z]+ ){1,5}(?:is|are|was|were) (.*)")
 SENTENCE_END = re.compile(r"(.*?)( (?:every|each|at|in|for|on|with|by|after|to) ([A-Za-z' ]+))?")
 # 1/4 (or 0.25). Groups: the two forms of the answer.
 SAME_AGAIN = re.compile(r"(.*[^ ]) \((?:or|=|i\.e\.,?|which is|that is,?) ?(.*)\)")
+# five (5); thirty-two (32). Groups: the number in words, the same in digits.
+NUMBER_AGAIN = re.compile(r"([A-Za-z]+(?:[ -][A-Za-z]+)*) \(([0-9][0-9,./]*)\)")
 # A clause about a free parameter begins with a word (x = 2k, where k is an integer), or with the
 # parameter or "for integers" (x = 2k, k ∈ ℤ).
 CLAUSE_WORD = re.compile(r"(?:, ?| )(?:where |for |with )")
@@ -319,6 +321,8 @@ COLON_LABELS = re.compile(
     """,
     re.VERBOSE,
 )
+# x = 1 and y = 2; x = 1, y = 2. The beginning of the values of several variables.
+ASSIGNMENTS = re.compile(r"[a-z](?:_\{?\w\}?)? ?= ?[^=]*(?:,| and) ?[a-z](?:_\{?\w\}?)? ?=")
 # rate * time; speed / distance. A formula whose names are words.
 FORMULA_OF_WORDS = re.compile(
     r"""

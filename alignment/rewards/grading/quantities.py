@@ -31,6 +31,8 @@ from alignment.rewards.grading.text import split
 
 _NOT_UNITS = frozenset(TABLES["no_units"].split())
 _QUALIFYING = frozenset(TABLES["qualifying_words"].split())
+_HEDGE = re.compile(rf"\b(?:{'|'.join(TABLES['hedges'])})\b")
+_BOUNDING = re.compile(rf"(?<!\bthe) (?:{TABLES['bounding_words'].replace(' ', '|')})[.!]?$")
 SCALES: dict[str, int] = TABLES["scales"]
 
 _CARDINALS = (*range(20), *range(20, 100, 10))
@@ -198,9 +200,12 @@ def is_number_word(word: str) -> bool:
 
 
 def _fraction_in_words(words: list[str]) -> Fraction | None:
-    """The value of "a half" or "two thirds"."""
+    """The value of "a half", "two thirds" or "half a dozen"."""
     if not words:
         return None
+    if len(words) > 2 and words[:2] == ["half", "a"] and words[2] in SCALES:
+        scale = _cardinal_in_words(words[1:])
+        return None if scale is None else scale / 2
     *numerator, noun = words
     bottom = TABLES["denominators"].get(noun.removesuffix("s"))
     # "half" alone is a number, but "third" alone is a rank.
@@ -216,7 +221,9 @@ def _fraction_in_words(words: list[str]) -> Fraction | None:
 
 
 def _cardinal_in_words(words: list[str]) -> Fraction | None:
-    """The value of a whole number in words."""
+    """The value of a whole number in words; "a dozen" and "a hundred and five" begin with one."""
+    if len(words) > 1 and words[0] in ("a", "an") and words[1] in SCALES:
+        words = ["one", *words[1:]]
     total = 0
     current = 0  # what the next scale multiplies: the 25 of "twenty-five thousand"
     for word in words:
@@ -334,6 +341,8 @@ def _unit_powers(text: str) -> Counter[str]:
         power_before = 1
     if "".join(factor[0] for factor in factors) != text:
         return Counter()
+    if has_substance and set(powers) == {"pound"}:
+        return Counter({"lb": powers["pound"]})  # Pounds of apples are no money.
     return powers
 
 
@@ -378,11 +387,24 @@ def same_unit(a: str, b: str) -> bool:
 
     "marbles" match "red marbles", which do not match "blue marbles".
     """
-    if {a, b} == {"£", "pound"}:
-        return True  # of money; the word is a weight's too
+    if "pound" in (a, b) and not {a, b}.isdisjoint(("£", "lb")):
+        return True  # The word is of money and of a weight; its sign says which.
     if a == b or a.endswith(f" {b}") or b.endswith(f" {a}"):
         return True
     return (a + b).isalpha() and min(len(a), len(b)) > 2 and b in (f"{a}s", a[:-1])
+
+
+_SUBSTANCE = re.compile(r"([a-z]+) of ([a-z ]+?)[.]?$")
+
+
+def substances_differ(a: str, b: str) -> bool:
+    """Whether two texts are amounts of two things: 5 cups of flour and 5 cups of sugar. One of
+    them may leave the thing out, or say more of it: brown sugar."""
+    match = _SUBSTANCE.search(a)
+    other = _SUBSTANCE.search(b)
+    if match is None or other is None or not (read_unit(match[1]) and read_unit(other[1])):
+        return False
+    return not same_unit(match[2], other[2])
 
 
 def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
@@ -472,13 +494,28 @@ def option_letters(text: str) -> frozenset[str]:
 
 def qualified(text: str) -> bool:
     """Whether a text denies, hedges, offers a choice or describes a calculation."""
-    words = re.findall("[a-z']+", text.lower())
-    return any(word in _QUALIFYING or word.endswith("n't") for word in words)
+    lowered = text.lower()
+    words = re.findall("[a-z']+", lowered)
+    has_word = any(word in _QUALIFYING or word.endswith("n't") for word in words)
+    return has_word or hedged(lowered)
+
+
+def hedged(lowered: str) -> bool:
+    """Whether a text in small letters has a phrase that hedges, such as "at best", or ends in a
+    word that makes a bound of its number, as "12 apples minimum" does."""
+    return _HEDGE.search(lowered) is not None or _BOUNDING.search(lowered) is not None
 
 
 def qualified_in_chinese(text: str) -> bool:
     """Whether a Chinese text denies, hedges, offers a choice or describes a calculation."""
     return any(word in text for word in _CHINESE_QUALIFYING)
+
+
+# 25 square metres: the word squares no number.
+_AREA_OR_VOLUME = re.compile(
+    r"(?<=[0-9)}i]) (?:square|cubic) (?=(?:units?|[a-z]*met(?:er|re)s?|feet|foot|inch(?:es)?|miles?"
+    r"|yards?|[ckm]?m)\b)"
+)
 
 
 def answer_in_sentence(text: str) -> str:
@@ -489,7 +526,7 @@ def answer_in_sentence(text: str) -> str:
     if chinese := patterns.CHINESE_SENTENCE.fullmatch(text):
         return "" if qualified_in_chinese(text) else chinese[1]
     sentence = patterns.SENTENCE.fullmatch(text)
-    if sentence is None or qualified(text):
+    if sentence is None or qualified(_AREA_OR_VOLUME.sub(" ", text)):
         return ""
     predicate = patterns.SENTENCE_END.fullmatch(sentence[1])
     if predicate is None:
@@ -508,10 +545,13 @@ def words_in_sentence(words: str) -> str:
 
 
 def two_forms(text: str) -> tuple[str, str] | None:
-    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)`.
+    """The two forms of an answer with a second form in brackets, `1/4 (or 0.25)` or `five (5)`.
 
     None for anything else.
     """
+    again = patterns.NUMBER_AGAIN.fullmatch(text)
+    if again and number_in_words(again[1]) is not None:
+        return again[1], again[2]
     match = patterns.SAME_AGAIN.fullmatch(text)
     if match is None or any(map(patterns.SAME_AGAIN.fullmatch, match.groups())):
         return None
@@ -579,9 +619,34 @@ def read_date(text: str, levels: int) -> Answer | None:
     return Words(f"date {int(year or 0)}-{number}-{int(day)}")
 
 
+_SHARE = re.compile(
+    "(?:a )?([0-9]+|[a-z]+(?:-[a-z]+)?) (?:in|out of|chances? in) "
+    "([0-9]+|[a-z]+(?:-[a-z]+)?)(?: chance)?"
+)
+
+
+def read_share(text: str, levels: int) -> Answer | None:
+    """`1 in 8`, `three out of ten`: a fraction not above one; None for anything else."""
+    match = _SHARE.fullmatch(text)
+    if match is None:
+        return None
+    numbers = []
+    for part in match.groups():
+        number = fraction("", part) if part.isdigit() else number_in_words(part)
+        numbers.append(number)
+    top, bottom = numbers
+    if top is None or bottom is None or not 0 <= top <= bottom or not bottom:
+        return None
+    return Quantity(top / bottom)
+
+
+# 2h30m; 2 h 30 min. Groups: hours, minutes.
+_HOURS_AND_MINUTES = re.compile(r"([0-9]{1,3}) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?")
+
 _TWO_UNITS = re.compile(
     r"""
     ([0-9.]+)[ ]?([A-Za-z]+) ,?[ ](?:and[ ])? ([0-9.]+)[ ]?([A-Za-z]+)
+    | ([0-9.]+)[ ]?([\u4e00-\u9fff]{1,3}?) [零又]? ([0-9.]+)[ ]?([\u4e00-\u9fff]{1,3})
     | ([0-9]+)[ ]?' [ ]? ([0-9.]+)[ ]?(?:"|'')  # feet and inches
     """,
     re.VERBOSE,
@@ -622,15 +687,18 @@ def read_ratio(text: str, levels: int) -> Answer | None:
 
 
 def read_two_units(text: str, levels: int) -> Answer | None:
-    """`5 feet 3 inches`, `2 hours and 30 minutes`, `5 dollars and 30 cents`, `5'3"`."""
+    """`5 feet 3 inches`, `2 hours and 30 minutes`, `5 dollars and 30 cents`, `5'3"`, `2h30m`."""
+    if time := _HOURS_AND_MINUTES.fullmatch(text):
+        return _listing_of_units((f"{time[1]} h", f"{time[2]} min"))
     match = _TWO_UNITS.fullmatch(text)
     if match is None:
         return None
-    if match[1]:
-        measures = (f"{match[1]} {match[2]}", f"{match[3]} {match[4]}")
-    else:
-        measures = (f"{match[5]} ft", f"{match[6]} in")
-    return _listing_of_units(measures)
+    groups = [group for group in match.groups() if group]
+    if len(groups) == 4:
+        first, unit, second, other_unit = groups
+        return _listing_of_units((f"{first} {unit}", f"{second} {other_unit}"))
+    feet, inches = groups
+    return _listing_of_units((f"{feet} ft", f"{inches} in"))
 
 
 def read_several_units(text: str, levels: int) -> Answer | None:

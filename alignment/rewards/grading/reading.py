@@ -13,7 +13,7 @@ from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 
-from alignment.rewards.grading import answers, patterns, quantities
+from alignment.rewards.grading import answers, bounds, patterns, quantities
 from alignment.rewards.grading.answers import (
     About,
     Answer,
@@ -96,6 +96,19 @@ def _phrase(text: str, levels: int) -> Answer | None:
     if not words:
         return None
     return Words(words, text if text.isascii() and text.isalpha() else "")
+
+
+def _bounds_in_words(text: str, levels: int) -> Answer | None:
+    """`between 2 and 5 inclusive`, `x is at least 3`."""
+    return bounds.read_bounds(text, _interval_end)
+
+
+def _solutions(text: str, levels: int) -> Answer | None:
+    """`x = 1 and y = 2; x = 3 and y = 4`: pairs of values, with a semicolon between them."""
+    pieces = split(text, ";")
+    if not 2 <= len(pieces) <= MAX_PARTS or not all(map(patterns.ASSIGNMENTS.match, pieces)):
+        return None
+    return _collect("or", [read(piece, levels - 1) for piece in pieces])
 
 
 def _alternatives(text: str, levels: int) -> Answer | None:
@@ -278,6 +291,11 @@ def _relation(text: str, levels: int) -> Answer | None:
     sides, signs = split_with_signs(text, RELATIONS)
     if not signs:
         return None
+    if "∉" in signs:
+        if len(signs) == 1 and patterns.VARIABLE.fullmatch(sides[0]):
+            excluded = answers.as_region(read(sides[1], levels - 1))
+            return _with_label(sides[0], answers.complement(excluded))
+        raise NoAnswer("a membership that is no answer")
     if "∈" in signs:
         if len(signs) == 1 and patterns.LABEL.fullmatch(sides[0]):
             return _with_label(sides[0], read(sides[1], levels - 1))
@@ -638,12 +656,15 @@ _READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     quantities.read_date,
     quantities.read_clock,
     quantities.read_rank,
+    quantities.read_share,
     _phrase,
     quantities.quantity_in_words,
     quantities.read_two_units,
     quantities.read_several_units,
     _colon_labels,
     _congruence,
+    _bounds_in_words,
+    _solutions,
     _alternatives,
     _comma_list,
     _plus_minus,

@@ -72,6 +72,21 @@ _AUXILIARY = "(?:is|are|was|were|do|does|did|can|will|has|have)"
 # The index of a number before or after the C of a binomial coefficient.
 _INDEX = r"\s*\{{?\s*(?P<{}>[0-9]{{1,4}}|[a-z])\s*\}}?\s*"
 
+
+def _open_alignment(match: re.Match[str]) -> str:
+    r"""The lines of an environment such as align: a line that begins with = goes on the one before,
+    others are listed. An environment that holds another one, such as a matrix, stays."""
+    lines = match["lines"]
+    if match["name"].startswith("equation"):
+        return f" {lines} "
+    if r"\begin" in lines:
+        return match[0]
+    lines = re.sub(r"\\\\\s*&?\s*=", " =", lines.replace("&=", "="))
+    lines = re.sub(r"\s*(?:\\\\\s*)+$", "", lines).replace("&", " ")
+    listed = ", ".join(lines.split(r"\\"))
+    return f" {listed} "
+
+
 # Chinese words that lead to an answer: "therefore", "the final answer is".
 _CHINESE_THEREFORE = "(?:所以|因此|因而|从而|于是|综上所述|综上|解得|可得|故|则|即)"
 _CHINESE_LEAD = (
@@ -95,8 +110,11 @@ _LAYOUT = _any_of(
 _WRAPPERS = _any_of(
     "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol "
     "bm rm bf hat vec mathtt texttt mathcal textsf underline hbox emph boxed fbox framebox "
-    "overrightarrow"
+    "overrightarrow ensuremath"
 )
+# Text in braces, which may hold two levels of braces.
+_ONE_LEVEL = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
+_BRACED = rf"\{{([^{{}}]*(?:\{{{_ONE_LEVEL}\}}[^{{}}]*)*)\}}"
 _BLACKBOARD = _any_of("mathbb mathbf mathrm Bbb")
 _VECTOR = r"(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)"
 
@@ -157,6 +175,14 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"(?<![0-9.,])(?<![0-9] )[1-9][0-9]{0,2}(?:, ?[0-9]{3})*, 000(?!,? ?[0-9])", _join_digits),
     # Values side by side are a list.
     (r"(?<=[0-9])\s*\\q?quad(?![A-Za-z])\s*(?=[-+]?[0-9])", ", "),
+    # The end of a proof, the number of an equation; equations on lines of their own.
+    (r"\s*(?:\\q?quad\s*)?\\(?:blacksquare|square|qed|Box|QED)(?![A-Za-z])\s*$", ""),
+    (r"\\(?:tag\*?|label)\s*\{[^{}]*\}|\\(?:nonumber|notag)(?![A-Za-z])", " "),
+    (
+        r"\\begin\s*\{(?P<name>(?:align|aligned|equation|gather|gathered|multline|split)\*?)\}"
+        r"(?P<lines>.*?)\\end\s*\{(?P=name)\}",
+        _open_alignment,
+    ),
     # Sizing, layout and the delimiters \( \) \[ \] go, and so do phrases around an answer.
     (rf"\\{_LAYOUT}(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
     (r"\\thinspace(?![A-Za-z])", r"\\,"),
@@ -178,9 +204,9 @@ _RULES: list[tuple[str, Replacement]] = [
     (rf"\\{_BLACKBOARD}\s*\{{?C\}}?(?![a-z])", "ℂ"),
     # The unit vectors i, j, k; then the text of the other text commands.
     (rf"\\{_VECTOR}\s*\{{? ?\\?([ijk])(?:math)? ?\}}?(?![A-Za-z(])", r" \\\1hat "),
-    (rf"\\{_WRAPPERS}\s*\{{([^{{}}]*)\}}", r" \1 "),
+    (rf"\\{_WRAPPERS}\s*{_BRACED}", r" \1 "),
     # Once more, for one in another.
-    (rf"\\{_WRAPPERS}\s*\{{([^{{}}]*)\}}", r" \1 "),
+    (rf"\\{_WRAPPERS}\s*{_BRACED}", r" \1 "),
     (r"\\(?:textcolor|color|colorbox)\{[a-z]+\}|\\[hv]?phantom\{[^{}]{0,2}\}", " "),
     # Logical signs are words.
     (r"\\(?:arc)?(?:land|wedge)(?![A-Za-z])", " and "),

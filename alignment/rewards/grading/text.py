@@ -11,7 +11,7 @@ import unicodedata
 from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.rewrites import REWRITES
 
-RELATIONS = "=<>≤≥≠≈∈≡"
+RELATIONS = "=<>≤≥≠≈∈∉≡"
 
 # The line break or tab between two numbers, with the commas around it.
 _BREAK_BETWEEN_NUMBERS = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")

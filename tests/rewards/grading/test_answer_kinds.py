@@ -36,7 +36,7 @@ CPU_SECONDS = 2.0  # of any grading below
 def test_there_are_pairs_of_every_kind_and_label():
     assert len({(pair["answer"], pair["ground_truth"]) for pair in PAIRS}) == len(PAIRS) > 1000
     counts = Counter((pair["kind"], pair["equal"]) for pair in PAIRS)
-    assert len(KINDS) == 18
+    assert len(KINDS) == 24
     assert all(counts[kind, label] >= 4 for kind in KINDS for label in (True, False))
 
 
