@@ -5,8 +5,10 @@ A cell with a worked solution ends in an answer that a mark or a box shows: `###
 arXiv:2103.03874). Rows of verl have the question as "prompt", a list of messages, and the answer
 nested in "reward_model"; rows of chats have both as "messages"."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from alignment.data.row_warnings import stripped
@@ -103,10 +105,21 @@ def cell_at(row: Mapping[str, Any], column: str) -> object:
         return row[column]
     value: object = row
     for name in column.split("."):
+        if isinstance(value, str):
+            value = opened_json(value)
         if not isinstance(value, Mapping):
             return None
         value = value.get(name)
     return value
+
+
+def opened_json(cell: object) -> object:
+    """The list or object that a cell holds as JSON text, as cells of CSV do; any other cell as it
+    is."""
+    if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(cell)
+    return cell
 
 
 def present_column(row: Mapping[str, Any], column: str, default: str, others: Sequence[str]) -> str:
@@ -144,5 +157,22 @@ def read_turns(place: str, column: str, messages: Sequence[Mapping[str, Any]]) -
             "one message of the user, and one of the assistant or none, after one of the system"
         )
         raise UserError(f'{place}: "{column}" must hold {wanted} or none, not {roles}')
-    answer = turns[1].get("content") if len(turns) == 2 else ""
-    return Turns(turns[0].get("content"), answer, has_system)
+    question = _content(place, turns[0])
+    answer = _content(place, turns[1]) if len(turns) == 2 else ""
+    return Turns(question, answer, has_system)
+
+
+def _content(place: str, message: Mapping[str, Any]) -> object:
+    """The content of a message, whose parts of text are joined. Raises `UserError` for other
+    parts, such as images."""
+    content = message.get("content")
+    if content is None:
+        raise UserError(f'{place}: a message of the {message["role"]} has no "content"')
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise UserError(f'{place}: the "content" of a message has a part that is no text')
+        texts.append(part["text"])
+    return "".join(texts)

@@ -11,8 +11,10 @@ import io
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -125,13 +127,42 @@ def cell_text(place: str, row: Mapping[str, object], column: str, remedy: str = 
     text = value if isinstance(value, str) else _number_text(value)
     # half of a surrogate pair is no text
     can_be_written = text.encode(errors="ignore").decode() == text
-    if not text.strip() or not can_be_written:
+    is_blank = not any(sign.isprintable() and not sign.isspace() for sign in text)
+    if is_blank or not can_be_written:
         columns = ", ".join(map(str, row))
-        fault = f'"{column}" must hold text or a number; the row has {columns}'
+        held = _describe(value)
+        fault = f'"{column}" must hold text or a number, not {held}; the row has {columns}'
         if column not in row:
-            fault = f'there is no "{column}"; the row has {columns}'
+            near = [name for name in row if _is_near(name, column)]
+            hint = f' (did you mean "{near[0]}"?)' if near else ""
+            fault = f'there is no "{column}"{hint}; the row has {columns}'
         raise UserError(f"{place}: {fault}{remedy}")
     return text
+
+
+def _is_near(name: object, column: str) -> bool:
+    """Whether two columns' names differ only in case and white space."""
+    return isinstance(name, str) and name.strip().casefold() == column.strip().casefold()
+
+
+_NAMES_OF_TYPES = {
+    bool: "a truth value (write it as text)",
+    bytes: "bytes",
+    dict: "an object",
+    type(None): "nothing (null)",
+}
+
+
+def _describe(value: object) -> str:
+    """What a cell holds that is neither text nor a finite number, in words."""
+    if isinstance(value, str):
+        is_whole = value.encode(errors="ignore").decode() == value
+        return "blank text" if is_whole else "half of a surrogate pair"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, float | Decimal):
+        return f"{value}, which is no finite number"
+    return _NAMES_OF_TYPES.get(type(value), f"a {type(value).__name__}")
 
 
 def _number_text(value: object) -> str:
@@ -172,13 +203,26 @@ def _has_an_object_a_line(text: str) -> bool:
 
 
 def json_lines(file: Path) -> Rows:
-    """The value of each line that is not blank."""
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
+    """The value of each line that is not blank; those of a file that is one list."""
+    text = read_text(file)
+    if _is_one_list(text):
+        yield from json_rows(file)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             place = f"{file}:{number}"
             row = _parse(file, number, line)
             _refuse_repeated_keys(place, row)
             yield place, row
+
+
+def _is_one_list(text: str) -> bool:
+    """Whether a text is a list of objects in JSON."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return False
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), list)
+    return False
 
 
 class _Ambiguous(dict):
@@ -231,9 +275,9 @@ def _parse(file: Path, number: int, text: str) -> Any:
 def csv_rows(file: Path, delimiter: str = ",") -> Rows:
     """The rows of a CSV file, all cells as text. A row may have several lines, and is named by its
     last."""
-    reader = csv.DictReader(
-        io.StringIO(read_text(file)), restval="", strict=True, delimiter=delimiter
-    )
+    text = read_text(file)
+    _check_heading(f"{file}:1", text.partition("\n")[0], delimiter)
+    reader = csv.DictReader(io.StringIO(text), restval="", strict=True, delimiter=delimiter)
     try:
         _refuse_repeated_columns(f"{file}:1", reader.fieldnames or [])
         for row in reader:
@@ -242,6 +286,22 @@ def csv_rows(file: Path, delimiter: str = ",") -> Rows:
             yield f"{file}:{reader.line_num}", row
     except csv.Error as error:
         raise UserError(f"{file}:{reader.line_num + 1}: not CSV ({error})") from None
+
+
+_NAMES_OF_DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+
+
+def _check_heading(place: str, heading: str, delimiter: str) -> None:
+    """Raise `UserError` where a heading is blank, or has other delimiters alone."""
+    if not heading.strip():
+        raise UserError(f"{place}: the first line is the heading, and it is blank")
+    others = [sign for sign in _NAMES_OF_DELIMITERS if sign in heading]
+    if others and delimiter not in heading:
+        given = _NAMES_OF_DELIMITERS[others[0]]
+        raise UserError(
+            f"{place}: the heading has {given} between its columns: write commas, or tabs in a .tsv"
+            " file"
+        )
 
 
 def described_csv_rows(file: Path, options: Mapping[str, object]) -> Rows:

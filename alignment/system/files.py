@@ -158,13 +158,38 @@ def read_jsonl(file: Path, require_steps: bool = False) -> list[dict]:
     return records
 
 
+# The first bytes of files that are no text, what such a file is, and what to do.
+_NO_TEXT = {
+    b"\x1f\x8b": "compressed by gzip: unpack it",
+    b"BZh": "compressed by bzip2: unpack it",
+    b"\xfd7zXZ": "compressed by xz: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"PK\x03\x04": "a zip archive, as Excel's files are: unpack it, or save the table as CSV",
+    b"PAR1": "Parquet: end its name in .parquet",
+    b"ARROW1": "Arrow: save it as .parquet",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+}
+
+
 def read_text(file: Path) -> str:
-    """The text of a user's file, without a byte order mark. Raises `UserError` if it is not
-    UTF-8."""
+    """The text of a user's file, without a byte order mark, its lines ended by \\n. Raises
+    `UserError`, with the line, if it is not UTF-8 or has a zero byte."""
+    content = file.read_bytes()
+    for first_bytes, kind in _NO_TEXT.items():
+        if content.startswith(first_bytes):
+            raise UserError(f"{file}: not UTF-8 text, but {kind}")
     try:
-        return file.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        reason = f"{error.reason} at byte {error.start}"
+        raise UserError(f"{file}: not UTF-8 text ({reason}, line {line})") from None
+    zero = text.find("\0")
+    if zero >= 0:
+        line = text.count("\n", 0, zero) + 1
+        raise UserError(f"{file}:{line}: has a zero byte: if it is UTF-16, save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def flush(path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import csv
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -170,6 +171,37 @@ def test_a_column_of_solutions_is_what_sft_learns_from():
     assert [response for _, response in pairs] == [" Well, 2. </think> <answer> 2 </answer>", ""]
 
 
+SHAPES = [  # (file, text): each asks "a", whose answer is 1
+    ("one_list.jsonl", '[{"question": "a", "answer": "1"}]'),
+    ("one_list_in_lines.jsonl", '[\n {"question": "a",\n "answer": 1}\n]\n'),
+    ("mac.csv", "question,answer\ra,1\r"),
+    ("windows.jsonl", '{"question": "a", "answer": "1"}\r\n'),
+    ("bom.csv", "\ufeffquestion,answer\na,1\n"),
+    ("empty_column.csv", "question,answer,\na,1,\n"),
+    (
+        "verl.jsonl",
+        '{"prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": 1}}',
+    ),
+    (
+        "verl_as_text.csv",
+        'prompt,reward_model\n"[{""role"": ""user"", ""content"": ""a""}]",'
+        '"{""ground_truth"": 1}"\n',
+    ),
+    (
+        "parts.jsonl",
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},'
+        ' {"role": "assistant", "content": "1"}]}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), SHAPES, ids=[name for name, _ in SHAPES])
+def test_shapes_of_files_that_say_the_same(name, text, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    [(problem, _)] = worked_problems(read_rows(tmp_path / name), DataConfig())
+    assert (problem.question, problem.ground_truth) == ("a", "1")
+
+
 GOOD = '{"question": "a", "answer": "1"}\n'
 BAD = [  # (file, text, flags, message)
     ("e.jsonl", "\n \n", {}, "e.jsonl holds no row"),
@@ -191,7 +223,7 @@ BAD = [  # (file, text, flags, message)
         "s.csv",
         'question,answer\n"a\nb",1\n\nc\n',
         {},
-        's.csv:5: "answer" must hold text or a number; the row has',
+        's.csv:5: "answer" must hold text or a number, not blank text; the row has',
     ),
     (
         "c.csv",
@@ -254,8 +286,32 @@ BAD = [  # (file, text, flags, message)
         {},
         'n.jsonl:1: "question" must hold text or a number',
     ),
-    ("t.jsonl", '{"question": "a", "answer": true}', {}, 't.jsonl:1: "answer" must hold'),
-    ("u.jsonl", '{"question": "a", "answer": null}', {}, 'u.jsonl:1: "answer" must hold'),
+    ("t.jsonl", '{"question": "a", "answer": true}', {}, 't.jsonl:1: "answer" .* a truth value'),
+    ("u.jsonl", '{"question": "a", "answer": null}', {}, 'u.jsonl:1: "answer" .* nothing .null'),
+    ("o.jsonl", '{"question": "a", "answer": {"v": 1}}', {}, "o.jsonl:1: .* not an object; "),
+    ("zw.jsonl", '{"question": "a", "answer": "\\u200b"}', {}, "zw.jsonl:1: .* not blank text; "),
+    ("z.jsonl", GOOD + "\0\0", {}, "z.jsonl:2: has a zero byte: if it is UTF-16, save it as UTF-8"),
+    ("z.csv", "question,answer\na,1\n".encode("utf-16-le"), {}, "z.csv:1: has a zero byte"),
+    ("u.csv", "question,answer\na,1\n".encode("utf-16"), {}, "u.csv: .*UTF-16: save it as UTF-8"),
+    ("g.jsonl", gzip.compress(GOOD.encode()), {}, "g.jsonl: not UTF-8 .*gzip: unpack it"),
+    ("t.xlsx", b"PK\x03\x04", {}, "t.xlsx: not UTF-8 text, but a zip archive, as Excel's"),
+    ("semicolons.csv", "question;answer\na;1\n", {}, "semicolons.csv:1: .*semicolons between"),
+    ("commas.tsv", "question,answer\na,1\n", {}, "commas.tsv:1: the heading has commas"),
+    ("blank.csv", "\nquestion,answer\na,1\n", {}, "blank.csv:1: .*heading, and it is blank"),
+    ("case.csv", "question, Answer\na,1\n", {}, 'case.csv:2: .* .did you mean " Answer"'),
+    ("box.jsonl", '{"question": "a", "answer": "\\\\boxed{}"}', {}, r"holds no answer in its last"),
+    (
+        "image.jsonl",
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+        {},
+        'image.jsonl:1: the "content" of a message has a part that is no text',
+    ),
+    (
+        "silent.jsonl",
+        '{"messages": [{"role": "user", "content": null}]}',
+        {},
+        'silent.jsonl:1: a message of the user has no "content"',
+    ),
     ("i.jsonl", '{"question": "a", "answer": 1e999}', {}, 'i.jsonl:1: "answer" must hold'),
     ("h.jsonl", f'{{"question": "a", "answer": {"9" * 5000}}}', {}, "h.jsonl:1: cannot be read"),
     ("r.jsonl", '{"question": "\\ud800", "answer": "1"}', {}, 'r.jsonl:1: "question" must hold'),

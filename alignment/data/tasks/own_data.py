@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 
 from alignment.core.records import Problem
 from alignment.data.answer_cells import (
+    IN_BOX,
     WHOLE_CELL,
     cell_at,
     final_answer,
     is_messages,
+    opened_json,
     present_column,
     read_turns,
 )
@@ -189,7 +191,7 @@ def _worked_problem(
     question = stripped(cells.question)
     final = final_answer(stripped(cells.answer), pattern)
     if not final.answer:
-        where = "after its last ####"
+        where = r"in its last \boxed{}" if final.source == IN_BOX else "after its last ####"
         if pattern:
             where = f"where --answer_pattern {pattern.pattern} looks"
         raise UserError(f'{place}: "{cells.answer_column}" holds no answer {where}')
@@ -215,12 +217,16 @@ def _read_cells(place: str, row: Row, data: DataConfig) -> _Cells:
     """A row's question and answer, of the columns that `data` names or, in their absence, of verl's
     "prompt" and "reward_model" or of "messages"."""
     remedy = ": name --question_column and --answer_column"
-    others = ("messages", "prompt")
-    question_column = present_column(row, data.question_column, "question", others)
+    others_of_question = ("messages", "prompt")
+    question_column = present_column(row, data.question_column, "question", others_of_question)
     others = ("reward_model.ground_truth", "messages")
     answer_column = present_column(row, data.answer_column, "answer", others)
     question = cell_at(row, question_column)
     answer = cell_at(row, answer_column)
+    if question_column in others_of_question:
+        question = opened_json(question)
+    if answer_column == "messages":
+        answer = opened_json(answer)
     has_system = False
     if is_messages(question):
         turns = read_turns(place, question_column, question)
