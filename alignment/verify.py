@@ -107,16 +107,43 @@ def measured_by(check: Check) -> tuple[float, str]:
     return float(len(quantity)), f"other {', '.join(quantity)}"
 
 
-def write_results(folder: Path, records: Sequence[dict]) -> str:
-    """Write summary.json and verification.html, a self-contained page. Returns how far the same
-    command repeats its results: "bitwise", "to rounding", or in their distribution only
-    ("statistical"); "not verified" where a check of results failed."""
+def report_of_model(args: VerifyArgs, console: Console) -> list[dict]:
+    """Measure and print all that needs the model of a run's warm start; returns the records."""
+    from alignment.builders.prediction import with_fastest_kind
+    from alignment.builders.run_plan import plan_run
+    from alignment.builders.verified_data import checks_of_data
+    from alignment.builders.verified_runs import run_checks, short_run_checks
+    from alignment.builders.verified_updates import first_weights, training_checks
+    from alignment.builders.warm_start import prepare_warm_start
+    from alignment.verification.checks import promises_bits
+
+    base = prepare_warm_start(args, console)
+    plan = plan_run(with_fastest_kind(args), base)
+    records = report(checks_of_data(args, plan.base), console, "Data and rewards")
+    records += report(training_checks(args, plan), console, "Policy, sampler and updates")
+    if not PROCESSES:
+        checks = short_run_checks(args, plan, first_weights(args, plan), console)
+        records += report(checks, console, "A short run, from outside")
+    if args.kill_after and not PROCESSES:
+        roles = plan.roles
+        devices = (*roles.trainer, *roles.sample, roles.eval)
+        exact = promises_bits(devices, args.deterministic)
+        records += report(
+            run_checks(args, console, exact), console, "A run that is killed and resumed"
+        )
+    return records
+
+
+def write_results(folder: Path, records: Sequence[dict], weights: str) -> str:
+    """Write summary.json and verification.html, a self-contained page, which say what `weights`
+    were judged. Returns how far the same command repeats its results: "bitwise", "to rounding", or
+    in their distribution only ("statistical"); "not verified" where a check of results failed."""
     # a check that measured a difference allows its word at best; the weakest one counts
     limits = {record["at_best"] for record in records if record["measured"] and record["at_best"]}
     word = next((word for word in WORDS if word in limits), "bitwise")
     if any(record["passed"] is False for record in records if record["of_results"]):
         word = "not verified"
-    summary = {"reproducibility": word, "checks": records}
+    summary = {"reproducibility": word, "weights": weights, "checks": records}
     write_json(folder / "summary.json", summary)
     template = Path(__file__).with_name("verification") / f"{PAGE}.j2"
     page = fill_template(template, **summary, **read_json(folder / "args.json"))
@@ -173,31 +200,15 @@ def main() -> None:
         check_json_file(args.json)
     check_rl(args)
     # These modules load torch, which bad arguments need not wait for.
-    from alignment.builders.prediction import with_fastest_kind
-    from alignment.builders.run_plan import plan_run
-    from alignment.builders.verified_data import checks_of_data, checks_of_rewards
-    from alignment.builders.verified_runs import run_checks, short_run_checks
-    from alignment.builders.verified_updates import first_weights, training_checks
-    from alignment.builders.warm_start import prepare_warm_start
-    from alignment.verification.checks import checks_without_model, promises_bits
+    from alignment.builders.verified_data import checks_of_rewards
+    from alignment.builders.verified_weights import judged_weights
+    from alignment.verification.checks import checks_without_model
 
     console = make_console(args.quiet)
     records = report(checks_without_model(args.update_config), console, "Formulas")
     records += report(checks_of_rewards(args), console, "Rules")
-    base = prepare_warm_start(args, console)
-    plan = plan_run(with_fastest_kind(args), base)
-    records += report(checks_of_data(args, plan.base), console, "Data and rewards")
-    records += report(training_checks(args, plan), console, "Policy, sampler and updates")
-    if not PROCESSES:
-        checks = short_run_checks(args, plan, first_weights(args, plan), console)
-        records += report(checks, console, "A short run, from outside")
-    if args.kill_after and not PROCESSES:
-        roles = plan.roles
-        devices = (*roles.trainer, *roles.sample, roles.eval)
-        exact = promises_bits(devices, args.deterministic)
-        records += report(
-            run_checks(args, console, exact), console, "A run that is killed and resumed"
-        )
+    with judged_weights(args, console) as (judged, weights):
+        records += report_of_model(judged, console)
     folder = claim_run_folder(
         args.output_dir,
         args.run_name,
@@ -206,10 +217,11 @@ def main() -> None:
         args.seeds,
         args.automatic,
     )
-    word = write_results(folder, records)
+    word = write_results(folder, records, weights)
     console.print(f"reproducible: {word}; all of it: {folder / PAGE}", markup=False, soft_wrap=True)
     if args.json:
-        write_json(Path(args.json), {"reproducibility": word, "lines": lines_of(records)})
+        results = {"reproducibility": word, "weights": weights, "lines": lines_of(records)}
+        write_json(Path(args.json), results)
     failures = [record for record in records if record["passed"] is False]
     if failures:
         raise RunStopped(

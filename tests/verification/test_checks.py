@@ -296,13 +296,14 @@ def test_how_far_a_run_is_reproducible(tmp_path, measured, word):
     for folder in ("verify", "run"):
         write_args(tmp_path / folder, {"preset": "tiny", "model": "tiny", "seed": len(folder)}, {})
     assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == "not verified"
-    assert write_results(tmp_path / "verify", results_of(checked)) == word
+    assert write_results(tmp_path / "verify", results_of(checked), "base") == word
     assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == word
     (tmp_path / "paper").mkdir()
     shutil.copy(tmp_path / "verify" / "verification.html", tmp_path / "paper")
     assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == word
     page = (tmp_path / "verify" / "verification.html").read_text()
     assert f"<strong>{word}</strong>" in page and "a &lt;b&gt;" in page and "<td>torch</td>" in page
+    assert "Judged weights: base." in page
     write_args(tmp_path / "run", {"preset": "tiny", "model": "another"}, {})
     assert reproducibility(tmp_path / "run", REPRODUCIBILITY_SETTING) == "not verified"
 
@@ -336,12 +337,10 @@ def test_a_plan_that_is_wrong_says_nothing_of_results(tmp_path):
     records = results_of(
         [Check("the same", 0.0, lambda: 0.0), *checks_of_plan({"cpu": (2e9, 1e9)}, {})]
     )
-    assert [record["passed"] for record in records] == [True, False] and write_results(
-        tmp_path, records
-    ) == "bitwise"
-    assert (
-        write_results(tmp_path, results_of([Check("the same", 0.0, lambda: 1.0)])) == "not verified"
-    )
+    assert [record["passed"] for record in records] == [True, False]
+    assert write_results(tmp_path, records, "base") == "bitwise"
+    failing = results_of([Check("the same", 0.0, lambda: 1.0)])
+    assert write_results(tmp_path, failing, "base") == "not verified"
 
 
 def test_a_quantity_that_is_no_number_fails():
