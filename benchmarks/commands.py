@@ -111,13 +111,13 @@ def _run_module(folder: Path, command: str, flags: Sequence[str], log: Path) -> 
     sys.path = [str(folder), *others]
 
     # A process of the server may ask it for further ones, but would start a server of its own.
-    server = multiprocessing.forkserver._forkserver
-    server.ensure_running = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    vars(multiprocessing.forkserver._forkserver)["ensure_running"] = lambda: None
 
     def start_command(module: str, flags: Sequence[str], log: Path) -> _ForkedCommand:
         name = module.removeprefix(f"{PACKAGE}.")
         return _ForkedCommand(_make_process(folder, name, flags, log.resolve()))
 
-    importlib.import_module(f"{PACKAGE}.system.processes").start_command = start_command
+    processes = importlib.import_module(f"{PACKAGE}.system.processes")
+    vars(processes)["start_command"] = start_command
     sys.argv = [command, *flags]
     runpy.run_module(f"{PACKAGE}.{command}", run_name="__main__", alter_sys=True)
