@@ -9,21 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from alignment.args import AskArgs, parse
-from alignment.builders.base_models import check_model_path, check_tokenizer_files, resolve_model
+from alignment.builders.base_models import (
+    check_model_path,
+    check_tokenizer_files,
+    has_chat_template,
+    is_trained_here,
+    resolve_model,
+)
 from alignment.builders.checks import check, check_rules
 from alignment.builders.devices import roles_of
 from alignment.core.records import Completion, Problem, Score
-from alignment.data.prompts import read_system_prompt
+from alignment.data.prompts import CHAT, read_system_prompt
 from alignment.data.tasks.own_data import read_examples
 from alignment.rewards.rules import find_rule, score_groups
 from alignment.system.errors import UserError, run_command
-from alignment.system.terminal import make_console, printable
+from alignment.system.terminal import make_console, printable, say_once
 
 if TYPE_CHECKING:  # since it loads torch
     from alignment.sampling.sampler import Sampler
@@ -49,16 +55,27 @@ def main() -> None:
 
 def check_question(args: AskArgs) -> None:
     """Raise `UserError` for arguments that cannot be."""
-    task = check(args)
+    check(args)
     roles_of(args)  # Devices that cannot be are refused before a model loads.
     # What is wrong with the last one is said before the first one loads.
     for model in args.all_models:
         check_model_path(model, "--models" if args.models else "--model")
     for model in args.all_models:
+        own_args = in_format_of(model, args, has_chat_template(model) is True)
+        task = own_args.task_in_format
         check_tokenizer_files(task, model)
         resolve_model(model, args.output_dir)
-    if args.gold:
-        check_rules(args, task, [Problem("question", args.question, "", args.gold)])
+        if args.gold:
+            check_rules(own_args, task, [Problem("question", args.question, "", args.gold)])
+
+
+def in_format_of(model: str, args: AskArgs, has_template: bool) -> AskArgs:
+    """The arguments with the prompt that a model is asked by: without --prompt, the model's own
+    chat template where it has one and was not trained here; that is said."""
+    if args.prompt or not has_template or is_trained_here(model):
+        return args
+    say_once(f"{model} is asked in its own chat template; --prompt r1_zero asks as the task does")
+    return replace(args, prompt=CHAT)
 
 
 def typed_questions() -> Iterator[str]:
@@ -132,7 +149,8 @@ def open_respondents(
         tokenizer = load_tokenizer(path)
         engine = plan_evaluation(args, path)
         sampler = opened.enter_context(closing(make_sampler(engine, tokenizer, console=console)))
-        respondents[model] = Respondent(args, path, tokenizer, sampler)
+        own_args = in_format_of(model, args, bool(getattr(tokenizer, "chat_template", None)))
+        respondents[model] = Respondent(own_args, path, tokenizer, sampler)
     return respondents
 
 

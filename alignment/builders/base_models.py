@@ -152,6 +152,13 @@ def has_chat_template(model: str) -> bool | None:
     return bool(read_json(config).get("chat_template"))
 
 
+def is_trained_here(model: str) -> bool:
+    """Whether a model's folder belongs to a run or a warm start, which was trained in the format of
+    its task."""
+    folder = Path(model).expanduser()
+    return any((place / "args.json").is_file() for place in (folder, folder.parent))
+
+
 def resolve_model(name: str, output_dir: str, flag: str = "--model") -> str:
     """A name that `from_pretrained` takes: embedded models are built on first use, folders must
     hold a whole model."""

@@ -71,7 +71,7 @@ from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import try_writing
 from alignment.system.manifests import sha256
-from alignment.system.registry import find
+from alignment.system.registry import check_call, find
 from alignment.system.terminal import say_once
 
 # Numbers of a preset that suit models of one size.
@@ -275,6 +275,11 @@ def check_length(args: Args, model: str) -> None:
 def check_loss(args: RLArgs) -> None:
     """Try a loss and an advantage of the user's own on made-up responses. Raises `UserError` where
     no update can be made of what they give."""
+    # What a signature shows is said before torch loads.
+    if args.estimator not in ADVANTAGES.values():
+        check_call("--advantage", args.advantage, args.estimator.function, "inputs", "state")
+    if args.loss not in LOSSES.values():
+        check_call("--loss_type", args.loss_type, args.loss.function, "inputs")
     if args.estimator not in ADVANTAGES.values():
         from alignment.training.trial import try_advantage  # Here, because it loads torch.
 

@@ -149,16 +149,16 @@ class UsersFunction:
         return RunStopped(f"{self._flag} {self.name}: {fault}")
 
 
-# (name, its settings) -> the function.
-_FUNCTIONS: dict[tuple[str, Settings], UsersFunction] = {}
+# (flag, name, its settings) -> the function.
+_FUNCTIONS: dict[tuple[str, str, Settings], UsersFunction] = {}
 
 
 def users_function(
     name: str, seconds: float | None = None, settings: Settings = (), flag: str = "--reward"
 ) -> UsersFunction:
     """The `UsersFunction` of that name with those of `settings` that its `settings_class` has, the
-    same object each time. `seconds`, if given, becomes the time limit of its calls.
-    Errors name the `flag` of the first call.
+    same object each time for one `flag`, which its errors name. `seconds`, if given, becomes the
+    time limit of its calls.
 
     Raises `UserError` if the function cannot be imported, and `ValueError` if it has no signature.
     """
@@ -169,7 +169,7 @@ def users_function(
     if cls is not None:
         parameters.pop("settings")
         own = fields_among(cls, settings)
-    key = (name, tuple((own or {}).items()))
+    key = (flag, name, tuple((own or {}).items()))
     if key not in _FUNCTIONS:
         _FUNCTIONS[key] = UsersFunction(name, parameters, own, flag)
     _FUNCTIONS[key].seconds = seconds or _FUNCTIONS[key].seconds

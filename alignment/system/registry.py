@@ -3,6 +3,7 @@
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -81,6 +82,22 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if not nearest:
         return ""
     return f" (did you mean {nearest[0]}?)"
+
+
+def check_call(flag: str, name: str, function: Callable, *arguments: str) -> None:
+    """Raise `UserError`, with the function's file and line, where a function of the user's own
+    cannot be called with these arguments, by position. Nothing is called."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        called = ", ".join(arguments)
+        raise UserError(f"{flag} {name}: it is called with ({called}): {error}{place}") from None
 
 
 def import_object(flag: str, path: str) -> object:

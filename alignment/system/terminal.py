@@ -23,6 +23,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+LINE_SECONDS = 20.0  # after which another step makes a line, where the output is no terminal
+
 
 def make_console(quiet: bool = False) -> Console:
     """The console that a command prints to, or that of --quiet, which prints nothing. It leaves
@@ -73,8 +75,8 @@ def progress_line(
 ) -> Iterator[Callable[..., None]]:
     """Show a progress bar with the time left. Yields the function that advances it to a step, with
     a short text and, as lines of their own, details. If the output is no terminal, that function
-    prints a plain line with the details after every tenth of the steps, and after every minute; on
-    a terminal it prints the details of every step above the bar."""
+    prints a plain line with the details after every tenth of the steps, and after every
+    `LINE_SECONDS`; on a terminal it prints the details of every step above the bar."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -93,7 +95,7 @@ def progress_line(
     )
     with progress:
         bar = progress.add_task(name, total=total)
-        printed = (0, 0)  # Tenths of the steps, and minutes, at the last plain line.
+        printed = (0, 0)  # Tenths of the steps, and spans of time, at the last plain line.
 
         def advance(step: int, text: str, details: Sequence[str] = ()) -> None:
             nonlocal printed
@@ -101,14 +103,14 @@ def progress_line(
             progress.update(bar, completed=step, description=description)
             task = progress.tasks[bar]
             tenths = step * 10 // max(1, step, total)
-            minutes = int((task.elapsed or 0.0) // 60)
+            spans = int((task.elapsed or 0.0) // LINE_SECONDS)
             if console.is_terminal:
                 if details:
                     console.print(f"{unit} {step}, {text}", *details, sep="\n", markup=False)
                 return
-            if (tenths, minutes) == printed:
+            if (tenths, spans) == printed:
                 return
-            printed = (tenths, minutes)
+            printed = (tenths, spans)
             line = f"{name}, {unit} {step} of {total}"
             if text:
                 line += f", {text}"

@@ -1,6 +1,7 @@
 """One question to several models: what is printed, and what is typed."""
 
 import io
+import shutil
 import sys
 
 import pytest
@@ -56,6 +57,25 @@ def test_each_answer_is_printed_with_its_rewards(answering, tiny_folder, monkeyp
     ]
     [prompt] = answering.prompts
     assert "What is 3 + 4?" in prompt and prompt.endswith("<think>")
+
+
+@pytest.mark.parametrize("is_trained_here", [False, True])
+def test_a_chat_model_is_asked_in_its_template_unless_a_run_trained_it(
+    is_trained_here, answering, tiny_folder, tmp_path, monkeypatch, capsys
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %} assistant{% endif %}"
+    (model / "chat_template.jinja").write_text(template)
+    if is_trained_here:
+        (model / "args.json").write_text("{}")
+    words = ["alignment.ask", "--model", str(model), "--question", "3 + 4?", "--num_samples", "2"]
+    assert exit_code(monkeypatch, ask.main, *words) == 0
+    [prompt] = answering.prompts
+    assert prompt.endswith("<think>" if is_trained_here else " assistant")
+    said = f"{model} is asked in its own chat template"
+    assert (said in capsys.readouterr().err) is not is_trained_here
 
 
 def test_questions_are_typed_until_an_empty_line(answering, tiny_folder, monkeypatch, capsys):

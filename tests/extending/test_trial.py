@@ -141,6 +141,20 @@ def test_losses_that_work_pass(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    ("flag", "wanted"), [("--loss_type", "(inputs)"), ("--advantage", "(inputs, state)")]
+)
+def test_a_function_with_other_arguments_is_refused_without_a_call(
+    flag, wanted, own, rl_flags, monkeypatch, capsys
+):
+    module, file = own("def four(a, b, c, d):\n    raise SystemExit\n")
+    words = ["alignment.train_rl", *rl_flags, flag, f"{module}:four"]
+    assert exit_code(monkeypatch, train_rl.main, *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = f"error: {flag} {module}:four: it is called with {wanted}: missing a required argument: "
+    assert line.startswith(said) and line.endswith(f" ({file}:1)")
+
+
 def test_the_command_says_it_before_a_model_loads(own, rl_flags, tmp_path, monkeypatch, capsys):
     module, file = own(f"{HEAD}    raise KeyError('x')\n")
     monkeypatch.setattr("alignment.model.loading.load_model", None)

@@ -527,8 +527,10 @@ def test_a_task_may_have_a_rule_of_its_own(tmp_path, monkeypatch):
     ):
         with pytest.raises(RunStopped, match=message):
             find_rule(evaluation_rule("random", (f"users_rule:{name}",)))("5", "5")
-    with pytest.raises(RunStopped, match="^--eval_rule users_rule:breaks_too: "):
-        find_rule("users_rule:breaks_too", flag="--eval_rule")("5", "5")
+    # The same function by two flags: each error names its own.
+    for flag in ("--eval_rule", "--reward"):
+        with pytest.raises(RunStopped, match=f"^{flag} users_rule:breaks_too: "):
+            find_rule("users_rule:breaks_too", flag=flag)("5", "5")
     with pytest.raises(UserError, match="^--eval_rule users_rule:absent: cannot be imported"):
         find_rule("users_rule:absent", flag="--eval_rule")
 

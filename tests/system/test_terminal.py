@@ -21,9 +21,9 @@ def test_the_time_left_is_called_so():
     assert re.search(r"RL, reward 0\.50 \S+ 4/7 ETA 05:00", Text.from_ansi(said.getvalue()).plain)
 
 
-def test_off_a_terminal_a_tenth_or_a_minute_makes_a_line():
-    """The third step ends in the second minute, the tenth is a tenth. What is left is by the pace
-    since the first step."""
+def test_off_a_terminal_a_tenth_or_twenty_seconds_make_a_line():
+    """The second and the third step end 20 s later or more, the tenth is a tenth. What is left is
+    by the pace since the first step."""
     now, said = [0.0], io.StringIO()
     with progress_line(
         "RL", 100, Console(file=said, get_time=lambda: now[0], width=200)
@@ -40,6 +40,7 @@ def test_off_a_terminal_a_tenth_or_a_minute_makes_a_line():
             now[0] = seconds
             advance(step, "reward 0.5" if step < 100 else "")
     assert said.getvalue().splitlines() == [
+        "RL, step 2 of 100, reward 0.5, ETA 16:20",  # 98 steps of 10 s
         "RL, step 3 of 100, reward 0.5, ETA 56:35",  # 97 steps of 70 / 2 s
         "RL, step 10 of 100, reward 0.5, ETA 15:00",  # 90 steps of 90 / 9 s
         "RL, step 100 of 100",
