@@ -120,7 +120,7 @@ _VECTOR = r"(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)"
 
 # "So, the final answer is:", "####", "=" before an answer.
 _LEAD = (
-    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at),? )?(?:→ )?"
+    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at(?! (?:least|most))),? )?(?:→ )?"
     r"(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
     r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
 )
