@@ -9,9 +9,10 @@ default an update of Qwen2.5-Math-1.5B's shape: 16 prompts of 150 tokens with 8 
 1,024 tokens each, all with a gradient. A kernel takes the longest of its operations, its bytes and
 the smallest kernel's time, at the share of the card's rates that its class reached on an H200; the
 host takes the same time for each launch. Seconds are those of host or card, whichever takes longer,
-between any two places where the host waits for a result. `gpu_cost.toml` has the coefficients, and
-the six measured figures, of which two were held out; --figures models all six. Every number that
-this prints is modelled: no GPU has run it.
+between any two places where the host waits for a result. alignment/planning/h200.toml has the
+coefficients, from which `alignment.plan` has a GPU's seconds, too, and the six measured figures, of
+which two were held out; --figures models all six. Every number that this prints is modelled: no GPU
+has run it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -40,11 +41,11 @@ from alignment.model.kernels import fuse_layers, use_fused_kernels
 from alignment.model.packing import pack
 from alignment.model.recomputation import recompute_mlps
 from alignment.planning import placement
+from alignment.planning.measured_card import MEASURED
 from alignment.policy import lora
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.sampling.transformers import _SharedDecoding, draw
-from alignment.system.files import read_toml
 from alignment.system.terminal import make_table
 from alignment.training.update import rollout_objective, rows_with_gradient
 from benchmarks.gpu_fused import compiled_functions, liger_kernels
@@ -63,7 +64,6 @@ from benchmarks.gpu_trace import (
 from benchmarks.update import Shape, make_rollout
 from benchmarks.workloads import make_batch, negative_log_likelihood
 
-MEASURED: Mapping[str, Any] = read_toml(Path(__file__).with_suffix(".toml"), "gpu_cost.toml")
 PUBLISHED = Path(placement.__file__).parent / "published"
 SMOLLM2 = {
     "model_type": "llama",
@@ -381,7 +381,7 @@ class Rates:
 
 
 def measured_rates() -> Rates:
-    """The rates of gpu_cost.toml."""
+    """The rates of h200.toml."""
     return Rates(
         products=MEASURED["card"]["products"],
         bandwidth=MEASURED["card"]["bandwidth"],

@@ -40,10 +40,11 @@ from alignment.model.loading import compute_dtype, load_config, load_tokenizer
 from alignment.model.parallel_micro_batches import PARALLEL
 from alignment.model.shape import ModelShape
 from alignment.planning.measured_memory import SPARE
-from alignment.planning.passes import ComputedModel
+from alignment.planning.passes import HOST_COUNTS, ComputedModel, counts_on_card
 from alignment.planning.peak_meter import WHOLE
 from alignment.planning.peaks import DevicePeak, peak_bytes
 from alignment.planning.phase_work import Engines, PolicySplit, Schedule, Shares, StepWork
+from alignment.planning.phases import MicroBatches
 from alignment.planning.placement import Roles
 from alignment.planning.seconds import Hardware, Rates, hardware_of, rates
 from alignment.planning.step_shape import SampledRows, StepShape
@@ -139,6 +140,16 @@ class Prediction:
     # Of the ranks or devices of the policy, in order, then of others; none without `step.card`.
     peaks: list[DevicePeak]
 
+    @property
+    def micro_batches(self) -> list[MicroBatches]:
+        """Of each device of the policy, as the memory allows; none where it is not known."""
+        return [peak.micro_batches for peak in self.peaks if peak.micro_batches]
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch may have on each device; 0: not known."""
+        return min((each.most for each in self.micro_batches), default=0)
+
     def capacity(self, device: str) -> int:
         """Bytes of a device. Ranks on a CPU share the host's memory."""
         return self.step.card * max(self.roles.policy.count(device), 1)
@@ -158,7 +169,7 @@ class Prediction:
 
 def planned_machines(hardware: Hardware) -> PlannedMachines:
     """The machines of --hardware as a run is planned for them."""
-    return PlannedMachines(hardware.gpus, hardware.memory, hardware.machines)
+    return PlannedMachines(hardware.gpus, hardware.memory, hardware.machines, hardware.card)
 
 
 def predict(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) -> Prediction:
@@ -504,11 +515,16 @@ def work_of_phases(
         max_new_tokens=run.max_new_tokens,
         updates=run.updates_per_rollout,
         epochs=run.epochs_per_rollout,
-        micro_batch_tokens=run.micro_batch_tokens,
+        micro_batch_tokens=run.micro_batch_tokens or prediction.micro_batch_tokens,
+        recomputed_mlps=max((each.recomputed_mlps for each in prediction.micro_batches), default=0),
+        recomputed=any(each.recomputed for each in prediction.micro_batches),
         refills=refills,
     )
+    counts = HOST_COUNTS
+    if roles.policy[0] != "cpu":
+        counts = counts_on_card(step.kernels, step.itemsize)
     work = StepWork(
-        ComputedModel(prediction.shape, prediction.config, step.itemsize),
+        ComputedModel(prediction.shape, prediction.config, step.itemsize, counts),
         step,
         PolicySplit.of_kind(prediction.kind, len(roles.policy), machines),
         schedule,
@@ -634,12 +650,12 @@ def seconds_of_evaluation(record: Mapping[str, Any]) -> float:
 
 def seconds_of(phase: str, work: Work, at_rates: Rates | None, known: Known) -> Range:
     """The least and the most seconds of a phase's work. By finished runs that had it: at `fit`,
-    times what it took beyond that, in runs of nearest size above all. Else at best all kinds of
-    work overlap, and at worst each waits for the others."""
+    times what it took beyond that, in runs of nearest size above all. Else those of the machine's
+    rates."""
     samples = [sample for sample in known.samples if sample.phase == phase]
     if not samples or known.fit is None:
         assert at_rates is not None  # known only where runs tell more
-        return Range(at_rates.best.overlapped(work), at_rates.worst.in_turn(work))
+        return Range(at_rates.least(work), at_rates.most(work))
     fitted = seconds_by_fit(work, known.fit)
     sizes = np.array([sample.seconds for sample in samples])
     ratios = np.array([sample.ratio for sample in samples])
@@ -776,7 +792,7 @@ def with_fastest_kind(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) ->
 def steps_of_kinds(args: RLArgs, machines: PlannedMachines) -> dict[str, Range | None]:
     """Kind of policy -> the seconds that a step takes with it, by the plan; None where it does not
     fit. Kinds that do not suit the run's devices and processes are left out."""
-    hardware = Hardware(machines.gpus, machines.memory, machines.number)
+    hardware = Hardware(machines.gpus, machines.memory, machines.number, machines.card)
     steps: dict[str, Range | None] = {}
     for name, kind in POLICIES.items():
         needs_ranks = args.use_liger_kernel or args.kernels == "liger"

@@ -1,7 +1,9 @@
 """What follows from a run's arguments, its machine and its base model: devices, kind of policy,
 engines, schedule and lengths. Builders read it here instead of working it out again."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from alignment.args import Args, RLArgs, SFTArgs
 from alignment.builders.devices import (
@@ -38,6 +40,7 @@ class PlannedMachines:
     gpus: int | None = None  # GPUs of each machine; None: as many as this process sees.
     memory: float = 0.0  # Bytes of each GPU, or of a host without GPUs; 0.0: as on this machine.
     number: int = 1
+    card: Mapping[str, Any] | None = None  # The numbers of each GPU; None: of no named card.
 
 
 THIS_MACHINE = PlannedMachines()

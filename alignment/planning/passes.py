@@ -1,30 +1,36 @@
 """What passes through a model ask of a device: operations, bytes and kernels."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from alignment.model.activations import activation_bytes, key_value_bytes
+from alignment.model.loading import mlp_width
 from alignment.model.shape import ModelShape
+from alignment.planning.measured_card import MEASURED
 from alignment.planning.work import Work
 
 LAYER_KERNELS = 53
-"""Kernels of a layer's forward pass.
+"""Kernels of a layer's forward pass on a CPU, and of a decoded token.
 
-Source: counted in Llama-like decoders of transformers under our attention. Shown wrong by: a
+Source: counted in Llama-like decoders of transformers under our attention; `benchmarks.gpu_cost`
+counts 1,540 for a token of 28 layers, of which this and the next explain 1,574. Shown wrong by: a
 profile of an update (`benchmarks.profile_step`), divided by its layers and passes. Read by:
 `forward`."""
 
 OTHER_KERNELS = 90
-"""Kernels of a forward pass outside the layers.
+"""The same outside the layers.
 
 Source: counted in the same decoders. Shown wrong by: the same profile. Read by: `forward`."""
 
 VLLM_ROWS = 256
-"""Responses that vLLM has in flight at a time.
+"""Responses that vLLM has in flight at a time, whose passes cards.toml has the rate of.
 
-Source: `max_num_seqs`, vLLM's own default, which we leave; it is larger for some cards and uses.
-Shown wrong by: the engine's log of running requests. Read by: `decoding`."""
+Source: `max_num_seqs`, vLLM's own default, which we leave. On cards of 70 GiB and more, but for an
+A100, it is 1,024; but what takes the time of a pass is its host's work for each row, so that a pass
+of so many rows counts as four. Shown wrong by: seconds of sampling of more rows. Read by:
+`decoding`."""
 
 ACTIVATION_PASSES = 3
 """Times that a byte of activations passes through memory in a forward pass.
@@ -48,6 +54,72 @@ it has no effect there. Read by: `decoding`."""
 
 FP32 = 4  # bytes of a number in float32
 
+FORWARD = "log_probs"
+"""A forward pass for log-probs alone, in `PASS_COUNTS`."""
+
+UPDATE = "update"
+"""A forward and a backward pass there."""
+
+PASSES = {FORWARD: 1, UPDATE: 3}
+"""Forward passes' products in these.
+
+Source: arithmetic: in backward the gradients of inputs, and those of weights. Shown wrong by: the
+operations of `benchmarks.gpu_cost`. Read by: `pass_on_card`, `StepWork`."""
+
+HOST_COUNTS = "host"
+"""How a CPU computes a pass: `forward` counts it."""
+
+
+ATTENTION_OF_BACKWARD = 2.5
+"""Products of attention's backward pass, of its forward pass's.
+
+Source: arithmetic of flash kernels: five products for two. Shown wrong by: the operations of
+`benchmarks.gpu_cost`. Read by: `_attention_on_card`."""
+
+
+class PassCount(NamedTuple):
+    """What a pass asks of a GPU beside its products.
+
+    Source: h200.toml, fitted by `benchmarks.gpu_passes` to what `benchmarks.gpu_cost` counts of
+    the product's own code; that other kernels reach what an H200's did is in them. Shown wrong by:
+    a profile of an update. Read by: `pass_on_card`."""
+
+    hidden: float
+    """Bytes, as many as a copy moves in that time, for each token, layer and number of the hidden
+    size."""
+    mlp: float
+    """The same for each token, layer and number of an MLP's width."""
+    weight: float
+    """For each micro-batch and parameter of a layer."""
+    attention: float
+    """As `hidden`, of attention's kernels, by the bytes that they move."""
+    logit: float
+    """For each logit."""
+    end_hidden: float
+    """For each token and number of the hidden size, outside of layers."""
+    end_weight: float
+    """For each micro-batch and parameter outside of layers."""
+    layer_launches: float
+    """Kernels, for each micro-batch and layer."""
+    ends_launches: float
+    """Kernels outside of layers, for each micro-batch."""
+
+
+PASS_COUNTS: Mapping[str, Mapping[str, PassCount]] = {
+    name: {work: PassCount(**count) for work, count in table.items()}
+    for name, table in MEASURED["passes"].items()
+}
+"""How a pass is computed, --kernels or "parts" (eager kernels, with attention by its parts, as in
+float32), and `FORWARD` or `UPDATE` -> its count.
+
+Source: that of `PassCount`. Shown wrong by: what shows that. Read by: `pass_on_card`."""
+
+
+def counts_on_card(kernels: str, itemsize: int) -> str:
+    """The key of `PASS_COUNTS` of a GPU's passes by some --kernels, with products of numbers of
+    `itemsize` bytes. Fused kernels in float32 count as those in 16 bits."""
+    return "parts" if kernels == "eager" and itemsize == FP32 else kernels
+
 
 @dataclass(frozen=True)
 class ComputedModel:
@@ -56,6 +128,8 @@ class ComputedModel:
     shape: ModelShape
     config: Any  # Of transformers.
     itemsize: int  # Bytes of a number in matrix products.
+    counts: str = HOST_COUNTS
+    """How a pass is computed: a key of `PASS_COUNTS`, or on a CPU `HOST_COUNTS`."""
 
     @property
     def parameters(self) -> int:
@@ -115,6 +189,48 @@ def forward(model: ComputedModel, rows: PassTokens, pieces: float) -> Work:
         memory_bytes=activations + (logits + weights),
         launches=kernels * pieces,
     )
+
+
+def pass_on_card(model: ComputedModel, rows: PassTokens, pieces: float, work: str) -> Work:
+    """The work `FORWARD` or `UPDATE` of T tokens on a GPU, in so many micro-batches, by its
+    `PassCount`. Attention counts as products that take as long, or as bytes that do, whichever
+    takes longer."""
+    config = model.config
+    count = PASS_COUNTS[model.counts][work]
+    layers = len(model.shape.layers)
+    hidden = config.hidden_size * rows.tokens
+    with_logits = config.vocab_size * rows.with_logits
+    of_layers = layers * (count.hidden * hidden + count.mlp * mlp_width(config) * rows.tokens)
+    ends = count.logit * with_logits + count.end_hidden * hidden
+    outside = model.parameters - model.layer_parameters
+    weights = pieces * (count.weight * model.layer_parameters + count.end_weight * outside)
+    # An update's head makes its logits again in backward.
+    heads = PASSES[work] + (work == UPDATE)
+    of_head = heads * config.hidden_size * with_logits
+    products = PASSES[work] * model.layer_parameters * rows.tokens + of_head
+    return Work(
+        operations=2 * products,
+        memory_bytes=of_layers + ends + weights,
+        launches=pieces * (count.layer_launches * layers + count.ends_launches),
+    ) + _attention_on_card(model, rows, work)
+
+
+def _attention_on_card(model: ComputedModel, rows: PassTokens, work: str) -> Work:
+    """Attention's part of `pass_on_card`."""
+    kind = "efficient" if model.counts == "parts" else "flash"
+    share = MEASURED["efficiency"]
+    # queries times keys, and probabilities times values, two operations each
+    pairs = 2 * 2 * model.query_numbers * rows.seen * rows.tokens
+    times = 1 / share[f"{kind} attention, forward"]
+    if work == UPDATE:
+        times += ATTENTION_OF_BACKWARD / share[f"{kind} attention, backward"]
+    operations = pairs * times * share["products"]
+    moved = PASS_COUNTS[model.counts][work].attention * model.query_numbers * rows.tokens
+    card = MEASURED["card"]
+    operations_of_byte = card["products"] * share["products"] / card["bandwidth"]
+    if operations > moved * operations_of_byte:
+        return Work(operations=operations)
+    return Work(memory_bytes=moved)
 
 
 def decoding(model: ComputedModel, rows: DecodedRows, cache_bytes: int) -> Work:

@@ -21,6 +21,7 @@ from alignment.planning.measured_memory import (
 from alignment.planning.phases import (
     Checkpoint,
     Evaluation,
+    MicroBatches,
     OldLogProbs,
     Phase,
     ReferenceLogProbs,
@@ -60,6 +61,7 @@ class DevicePeak:
     device: str
     rank: int | None  # None: a device of a policy of one process, or of other roles.
     phases: dict[str, Bytes]  # Phase -> kind -> bytes; only the phases that occur there.
+    micro_batches: MicroBatches | None = None  # Of an update; None where none occurs.
 
     @property
     def name(self) -> str:
@@ -110,18 +112,21 @@ def peak_bytes(shape: ModelShape, config: Any, roles: Roles, step: StepShape) ->
         counted = (
             replace(roles, sample=(), eval="", reference="", teacher="") if repeated else roles
         )
-        phases = phases_of(DeviceLoad(share, counted, shape, config, step))
+        load = DeviceLoad(share, counted, shape, config, step)
+        resident = resident_bytes(load)
+        update = Update(load, taken=total(resident) + engine_bytes(load, "update"))
+        phases = phases_of(load, resident, update)
         rank = index if has_ranks and index < len(policy) else None
+        micro_batches = update.limit if update.occurs else None
         if phases:
-            peaks.append(DevicePeak(share.device, rank, phases))
+            peaks.append(DevicePeak(share.device, rank, phases, micro_batches))
     return peaks
 
 
-def phases_of(load: DeviceLoad) -> dict[str, Bytes]:
+def phases_of(load: DeviceLoad, resident: Bytes, update: Update) -> dict[str, Bytes]:
     """Phase -> kind -> bytes of one device, at the worst instant of each phase that occurs there:
-    what stays through all phases, engines, what comes and goes, and what allocators add to it."""
-    resident = resident_bytes(load)
-    update = Update(load, taken=total(resident) + engine_bytes(load, "update"))
+    what is resident through all phases, engines, what comes and goes, and what allocators add to
+    it."""
     recomputed = update.occurs and update.recomputed
     peaks = {}
     for phase in phases_that_occur(load, update):

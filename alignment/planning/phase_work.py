@@ -6,7 +6,20 @@ from math import ceil
 from typing import NamedTuple
 
 from alignment.model.activations import CACHE_BYTES
-from alignment.planning.passes import ComputedModel, DecodedRows, PassTokens, decoding, forward
+from alignment.model.loading import mlp_width
+from alignment.planning.passes import (
+    FORWARD,
+    HOST_COUNTS,
+    PASSES,
+    UPDATE,
+    ComputedModel,
+    DecodedRows,
+    PassTokens,
+    counts_on_card,
+    decoding,
+    forward,
+    pass_on_card,
+)
 from alignment.planning.step_shape import StepShape
 from alignment.planning.work import Work
 from alignment.policy.policy import policy_kind
@@ -21,27 +34,21 @@ Shown wrong by: `micro_batch_tokens` in a run's metrics.jsonl, which `plan --cal
 instead; the tiny preset on two CPU cores chose 16,384. It sets how often an update reads all
 weights and starts its kernels, so it counts where a micro-batch is short. Read by: `StepWork`."""
 
-PASSES_OF_UPDATE = 3
-"""Forward passes' work in an update.
-
-Source: arithmetic: forward, the gradients of inputs, and those of weights. Shown wrong by: seconds
-of an update over those of old log-probs, of runs whose rows all have a gradient. Read by:
-`StepWork`."""
-
 PASSES_OF_ADAPTER_UPDATE = 2
-"""Forward passes' work in an update with adapters.
+"""Forward passes' work in an update with adapters, which has no gradients of the frozen weights;
+else `PASSES[UPDATE]`.
 
-Source: the same arithmetic without gradients of the frozen weights. Shown wrong by: the same
-seconds, with --lora_rank. Read by: `StepWork`."""
+Source: arithmetic. Shown wrong by: seconds of an update over those of old log-probs, of runs whose
+rows all have a gradient, with --lora_rank. Read by: `StepWork`."""
 
 CAST_BYTES = 6
-"""Bytes through memory, a parameter and micro-batch, of autocast's casts.
+"""Bytes through memory, a parameter and micro-batch, of autocast's casts on a CPU.
 
 Source: autocast reads 4 bytes and writes 2. Shown wrong by: a profile of its copies. Read by:
 `StepWork`."""
 
 GRADIENT_BYTES = 12
-"""Bytes through memory, a trained parameter and micro-batch, of its gradient.
+"""Bytes through memory, a trained parameter and micro-batch, of its gradient on a CPU.
 
 Source: a gradient is read, and added to another one, in fp32. Shown wrong by: a profile of the sums
 of gradients. Read by: `StepWork`."""
@@ -133,7 +140,9 @@ class Schedule:
     max_new_tokens: int
     updates: int
     epochs: int
-    micro_batch_tokens: int  # 0: as the free memory allows.
+    micro_batch_tokens: int  # 0: as the free memory allows, which is not known.
+    recomputed_mlps: int = 0  # Layers of which an update computes the MLP's inside twice.
+    recomputed: bool = False  # Whether it computes all layers twice.
     refills: int = 0  # Times that a step samples groups again.
 
 
@@ -185,7 +194,7 @@ class StepWork:
 
     def by_phase(self) -> dict[str, Work]:
         """Phase -> work."""
-        log_probs = self.forward_pass(1, 1).work
+        log_probs = self.passes(1, 1).work
         return {
             "sampling": self.sampling("sampling", 1 + self.schedule.refills),
             **dict.fromkeys(sorted(self.step.passes), log_probs),
@@ -201,11 +210,14 @@ class StepWork:
         teacher = self.step.teacher_model
         if teacher is None:
             return {}
+        if self.model.counts != HOST_COUNTS:
+            teacher = replace(teacher, counts=counts_on_card("eager", teacher.itemsize))
         alone = replace(self, model=teacher, split=PolicySplit())
-        return {"teacher": alone.forward_pass(1, 1).work}
+        return {"teacher": alone.passes(1, 1).work}
 
-    def forward_pass(self, share: float, updates: int) -> PassWork:
-        """The work of a forward pass over a share of the rows, in so many updates.
+    def passes(self, share: float, updates: int, number: int = 1) -> PassWork:
+        """The work of so many forward passes, or of what an update makes of them, over a share of
+        the rows, in so many updates.
 
         Of S stages the first is idle while the last micro-batches pass the others (Huang et al.
         2019, section 2): of M micro-batches a stage computes a S-th, in M + S - 1 turns of M. A
@@ -214,14 +226,31 @@ class StepWork:
         most = self.schedule.micro_batch_tokens or USUAL_MICRO_BATCH
         pieces = max(1, ceil(share * tokens / updates / most))
         rows = PassTokens(share * tokens / updates, seen, share * with_logits / updates)
-        work = forward(self.model, rows, pieces)
+        work = self.pass_work(rows, pieces, number)
         stages = self.split.stages
         busy = (pieces + stages - 1) / (pieces * stages)
         work = replace(
             work, operations=busy * work.operations, memory_bytes=busy * work.memory_bytes
         )
-        gathered = FP32 * self.model.parameters * self.split.share_of_others * pieces
+        gathered = FP32 * self.model.parameters * self.split.share_of_others * pieces * number
         return PassWork((work + Work(link_bytes=gathered)) * updates, updates * pieces)
+
+    def pass_work(self, rows: PassTokens, pieces: int, number: int) -> Work:
+        """The work of `passes` on the policy's kind of device, without what others have of it."""
+        if self.model.counts == HOST_COUNTS:
+            return forward(self.model, rows, pieces) * number
+        forward_pass = pass_on_card(self.model, rows, pieces, FORWARD)
+        if number == 1:
+            return forward_pass
+        update = pass_on_card(self.model, rows, pieces, UPDATE)
+        again = Work(operations=self.recomputed_mlp_operations(rows.tokens))
+        return update + again + forward_pass * (number - PASSES[UPDATE])
+
+    def recomputed_mlp_operations(self, tokens: float) -> float:
+        """Operations of the gate's and the up projection's products that backward makes again."""
+        config = self.model.config
+        of_layer = 2 * 2 * config.hidden_size * mlp_width(config) * tokens
+        return self.schedule.recomputed_mlps * of_layer
 
     def sampling(self, phase: str, times: float) -> Work:
         """The work of an engine's decoding of a phase's rows, `times` over, divided among its
@@ -251,23 +280,26 @@ class StepWork:
         updates = self.schedule.updates
         trained = shape.trained(shape.parameters)
         share = self.shares.trained * self.schedule.epochs
-        forward_pass = self.forward_pass(share, updates)
-        pieces = forward_pass.pieces
-        passes = PASSES_OF_ADAPTER_UPDATE if shape.adapters else PASSES_OF_UPDATE
-        if self.step.gradient_checkpointing:
-            passes += 1  # Backward begins with another forward pass, layer by layer.
-        casts = CAST_BYTES * self.model.parameters * pieces if self.step.in_bfloat16 else 0
-        state = (GRADIENT_BYTES * pieces + OPTIMIZER_BYTES * updates) * trained / split.parts
+        number = PASSES_OF_ADAPTER_UPDATE if shape.adapters else PASSES[UPDATE]
+        if self.step.gradient_checkpointing or self.schedule.recomputed:
+            number += 1  # Backward begins with another forward pass, layer by layer.
+        computed = self.passes(share, updates, number)
+        pieces = computed.pieces
+        state = OPTIMIZER_BYTES * updates * trained / split.parts
+        if self.model.counts == HOST_COUNTS:  # A GPU's pass has its casts and sums of gradients.
+            state += GRADIENT_BYTES * pieces * trained / split.parts
+            if self.step.in_bfloat16:
+                state += CAST_BYTES * self.model.parameters * pieces
         network = 0.0
         if split.ranks > 1 and split.machines > 1:
             network = SUMMED_BYTES * trained / split.parts * updates
         own = Work(
-            memory_bytes=casts + state,
+            memory_bytes=state,
             launches=OPTIMIZER_KERNELS * len(shape.layers) * updates,
             link_bytes=self.border_bytes() + self.gradient_bytes(pieces),
             network_bytes=network,
         )
-        return forward_pass.work * passes + own
+        return computed.work + own
 
     def border_bytes(self) -> float:
         """Bytes of hidden states and of their gradients, in fp32, over the borders of stages."""

@@ -98,6 +98,7 @@ class MicroBatches:
     """The micro-batches at work at a time on a device."""
 
     tokens: int  # Of all of them.
+    most: int  # As many as all of them may have, however few there are.
     parallel: int  # How many they are.
     recomputed: bool  # Whether layers are computed twice (gradient checkpointing).
     recomputed_mlps: int  # Layers of which only the MLP's inside is computed twice.
@@ -130,6 +131,7 @@ def micro_batches_beside(load: DeviceLoad, taken: int, tokens: int) -> MicroBatc
         most = parallel * min(most // parallel, even_part + step.largest_group // 2)
     return MicroBatches(
         tokens=max(min(most, tokens), step.longest_row),
+        most=max(most, step.longest_row),
         parallel=parallel,
         recomputed=largest.checkpointing,
         recomputed_mlps=largest.recomputed_mlps,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignment.planning.work import UnitSeconds
+from alignment.planning.measured_card import MEASURED
+from alignment.planning.work import UnitSeconds, Work
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.registry import did_you_mean
@@ -15,8 +16,8 @@ TABLES = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
 
 REACHED: Mapping[str, tuple[float, float]] = TABLES["reached"]
 """Number of a card, or "launches", "disk" and "engine_passes" -> units a second that steps reach of
-it, at best and at worst. cards.toml has the source of each, and what shows it wrong. Read by:
-`rates`."""
+it, at best and at worst; for a GPU's products, bandwidth and launches see `SHARES_OF_CARD`.
+cards.toml has the source of each, and what shows it wrong. Read by: `reached`."""
 
 CORE: Mapping[str, float] = TABLES["CPU"]
 """The numbers of one core of a CPU, with their sources in cards.toml. Read by: `cards_of`."""
@@ -25,6 +26,22 @@ CARDS: Mapping[str, Mapping[str, Any]] = {
     name: table for name, table in TABLES.items() if name not in ("reached", "CPU")
 }
 """--hardware -> the numbers of a card."""
+
+MEASURED_CARD: Mapping[str, Any] = CARDS[MEASURED["card"]["name"]]
+"""The numbers of the card that was measured."""
+
+OFF_OF_MEASURED = 1.5
+"""Factor by which the seconds of a card that was measured may be off, either way.
+
+Source: chosen; the model that the seconds are from was up to 7 % off for that card's six figures
+(benchmarks/gpu_cost.md). Shown wrong by: seconds of phases on such a card. Read by: `reached`."""
+
+OFF_OF_OTHERS = 2.0
+"""The same of each kind of work of other cards, of whose own numbers kernels count as reaching an
+H200's shares.
+
+Assumption: between cards of other generations kernels differ more than runs do. Shown wrong by:
+seconds of phases on such cards. Read by: `reached`."""
 
 # of a card: GB, TFLOP/s and GB/s
 NUMBERS = ("memory", "bfloat16", "float32", "bandwidth", "link", "network")
@@ -44,6 +61,21 @@ class Rates(NamedTuple):
 
     best: UnitSeconds
     worst: UnitSeconds
+    is_measured: bool = False
+    """Whether they are of a card that was measured, whose kernels follow one another while its host
+    starts others; else nothing is known of how work overlaps."""
+
+    def least(self, work: Work) -> float:
+        """Seconds of work at best: all of it overlaps, as far as is known."""
+        if self.is_measured:
+            return float(max(self.best.on_card(work)))
+        return float(max(self.best.by_kind(work)))
+
+    def most(self, work: Work) -> float:
+        """Seconds of work at worst: each kind waits for the others, unless more is known."""
+        if self.is_measured:
+            return float(sum(self.worst.on_card(work)))
+        return self.worst.in_turn(work)
 
 
 def hardware_of(
@@ -89,6 +121,10 @@ def read_card(text: str, name: str) -> Mapping[str, Any]:
     )
 
 
+KINDS = ("bandwidth", "launches", "link", "network", "disk", "engine_passes")
+"""What `rates` have beside products, in the order of the fields of `UnitSeconds`."""
+
+
 def rates(hardware: Hardware, itemsize: int) -> Rates:
     """The rates of machines, with `itemsize` bytes a number in matrix products. GPUs without a
     name: from the best to the worst of all `CARDS`."""
@@ -96,13 +132,40 @@ def rates(hardware: Hardware, itemsize: int) -> Rates:
     best = []
     worst = []
     products = "bfloat16" if itemsize == 2 else "float32"
-    for number in (products, "bandwidth", "launches", "link", "network", "disk", "engine_passes"):
-        at_best, at_worst = REACHED[number]
-        # kernels that Python starts, a disk, and the passes of vLLM's host are no card's
-        of_cards = [card.get(number, 1) for card in cards]
-        best.append(1 / max(at_best * of_card for of_card in of_cards))
-        worst.append(1 / min(at_worst * of_card for of_card in of_cards))
-    return Rates(UnitSeconds(*best), UnitSeconds(*worst))
+    for number in (products, *KINDS):
+        ends = [reached(number, card) for card in cards]
+        best.append(1 / max(at_best for at_best, _ in ends))
+        worst.append(1 / min(at_worst for _, at_worst in ends))
+    return Rates(UnitSeconds(*best), UnitSeconds(*worst), cards == [MEASURED_CARD])
+
+
+def reached(number: str, card: Mapping[str, Any]) -> tuple[float, float]:
+    """Units a second, at best and at worst, of a number of a card, or of what is no card's: kernels
+    that Python starts, a disk, and the passes of vLLM's host."""
+    at_best, at_worst = REACHED[number]
+    if number in SHARES_OF_CARD and not card.get("is_host"):
+        off = OFF_OF_MEASURED if card == MEASURED_CARD else OFF_OF_OTHERS
+        at_best = off * SHARES_OF_CARD[number]
+        at_worst = SHARES_OF_CARD[number] / off
+    return at_best * card.get(number, 1), at_worst * card.get(number, 1)
+
+
+def shares_of_card() -> dict[str, float]:
+    """Number of a card, or "launches" -> units a second for each of it, by what an H200 reached."""
+    card = MEASURED["card"]
+    products = MEASURED["efficiency"]["products"] * card["products"] / MEASURED_CARD["bfloat16"]
+    return {
+        "bfloat16": products,
+        "float32": products,
+        "bandwidth": card["bandwidth"] / MEASURED_CARD["bandwidth"],
+        "launches": 1 / MEASURED["host"]["launch"],
+    }
+
+
+SHARES_OF_CARD: Mapping[str, float] = shares_of_card()
+"""Number of a card, or "launches" -> units a second that kernels reach for each of it.
+
+Source: h200.toml. Shown wrong by: seconds of phases on another card. Read by: `reached`."""
 
 
 def cards_of(hardware: Hardware) -> list[Mapping[str, Any]]:
@@ -115,4 +178,4 @@ def cards_of(hardware: Hardware) -> list[Mapping[str, Any]]:
     if gpus:
         return [*CARDS.values()]
     cores = os.cpu_count() or 1
-    return [{number: cores * CORE[number] for number in NUMBERS}]
+    return [{"is_host": True, **{number: cores * CORE[number] for number in NUMBERS}}]

@@ -55,9 +55,12 @@ class UnitSeconds:
         pairs = zip(work.amounts, self.amounts, strict=True)
         return [amount * seconds for amount, seconds in pairs]
 
-    def overlapped(self, work: Work) -> float:
-        """Seconds where all kinds of work overlap."""
-        return float(max(self.by_kind(work)))
+    def on_card(self, work: Work) -> list[float]:
+        """Seconds of what a GPU computes, and of each further kind. Its kernels follow one another,
+        while its host starts others."""
+        seconds = dict(zip(vars(self), self.by_kind(work), strict=True))
+        kernels = seconds.pop("operations") + seconds.pop("memory_bytes")
+        return [max(kernels, seconds.pop("launches")), *seconds.values()]
 
     def in_turn(self, work: Work) -> float:
         """Seconds where each kind of work waits for the others."""

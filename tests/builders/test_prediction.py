@@ -20,12 +20,13 @@ from alignment.builders.prediction import (
     ranked,
     seconds_of,
     span,
+    steps_of_kinds,
     work_of_phases,
 )
 from alignment.builders.run_plan import PlannedMachines
 from alignment.plan import command_of
 from alignment.planning.phase_work import Shares
-from alignment.planning.seconds import CARDS, Hardware, Rates, hardware_of, rates
+from alignment.planning.seconds import CARDS, NUMBERS, Hardware, Rates, hardware_of, rates
 from alignment.planning.work import UnitSeconds, Work
 from alignment.system.errors import UserError
 
@@ -167,16 +168,45 @@ def test_more_to_do_is_never_faster(more, kind, arguments):
     [("A100-40GB", "A100-80GB"), ("A100-80GB", "H100"), ("H100", "H200"), ("L4", "L40S")],
 )
 def test_a_faster_card_is_never_slower(slow, fast, arguments):
+    """By their numbers alone; of one that was measured more is known."""
     assert all(
         CARDS[fast][number] >= CARDS[slow][number]
         for number in ("bfloat16", "float32", "bandwidth", "link", "network")
     )
     prediction = predict(arguments(), planned_machines(EIGHT))
     before, after = (
-        duration(prediction, hardware_of(f"8x{card}"), Known()) for card in (slow, fast)
+        duration(prediction, of_unmeasured(f"8x{card}"), Known()) for card in (slow, fast)
     )
     for phase, seconds in before.phases.items():
         assert all(new <= old for new, old in zip(after.phases[phase], seconds, strict=True))
+
+
+def of_unmeasured(text: str) -> Hardware:
+    """Machines of a card's numbers that are in no table."""
+    hardware = hardware_of(text)
+    assert hardware.card is not None
+    return hardware._replace(card={number: hardware.card[number] for number in NUMBERS})
+
+
+def test_more_is_known_of_a_card_that_was_measured(arguments):
+    """Its range is within the one that its numbers alone give."""
+    prediction = predict(arguments(), planned_machines(EIGHT))
+    known = duration(prediction, hardware_of("8xH200"), Known()).phases
+    by_numbers = duration(prediction, of_unmeasured("8xH200"), Known()).phases
+    assert by_numbers["update"].least < known["update"].least
+    assert known["update"].most < by_numbers["update"].most
+
+
+def test_kinds_of_policy_are_compared_on_the_named_card(arguments):
+    by_card = {}
+    for card in ("L4", "L40S"):
+        machines = planned_machines(hardware_of(f"8x{card}"))
+        by_card[card] = steps_of_kinds(arguments(), machines)["replicated"]
+    hardware = hardware_of("8xL4")
+    run = arguments(policy_parallelism="replicated")
+    expected = duration(predict(run, planned_machines(hardware)), hardware, Known()).step
+    assert by_card["L4"] == expected
+    assert by_card["L40S"] < by_card["L4"]
 
 
 def test_a_range_is_from_full_overlap_to_none():
@@ -292,7 +322,7 @@ def test_the_best_placements_come_first_with_commands_that_parse(text, arguments
 
 def test_ranges_in_words():
     assert span((0.0123, 4567.8)) == "0.012 to 4,568" and span([3.0]) == "3"
-    assert rates(EIGHT, 4).best.operations == pytest.approx(1 / (0.7 * 19.5e12))
+    assert rates(EIGHT, 4).best.operations == pytest.approx(1 / (2 * 0.98 * 782 / 989.4 * 19.5e12))
 
 
 def test_runs_without_a_gradient_take_the_time_of_a_micro_batch_and_sft_is_no_run(
