@@ -146,10 +146,8 @@ def keeps_old_policy(args: RLArgs, roles: Roles, kind: str) -> bool:
     A copy would gain nothing on the policy's own device, and has one process's weights. Without a
     copy the policy computes old log-probs itself, before its first update."""
     is_on_policys_device = roles.policy == (roles.reference,)
-    # The kernels that --kernels auto chooses on a GPU are the policy's alone.
-    is_fused = args.kernels == "auto" and roles.policy[0].startswith("cuda")
-    has_equal_copy = args.copies_old_policy and not is_fused
-    return has_equal_copy and not is_on_policys_device and not policy_kind(kind).ranked
+    has_equal_copy = args.copies_old_policy and not policy_kind(kind).ranked
+    return has_equal_copy and not is_on_policys_device
 
 
 def _plan_rollouts(args: RLArgs, roles: Roles, base: str) -> EnginePlan:

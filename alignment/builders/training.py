@@ -242,12 +242,7 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
     started from before any step; with adapters it is the policy without them."""
     config = args.update_config
     teacher = make_teacher(args, run, plan)
-    device = plan.roles.reference
-    dtype: torch.dtype = getattr(torch, plan.policy.dtype)
-    old_policy = None
-    # The plan does not know whether a policy class of the user's own has ranks.
-    if plan.keeps_old_policy and ranks_of(policy) is None:
-        old_policy = FrozenModel(plan.base, device, dtype)
+    old_policy = open_old_policy(plan, policy)
     if args.loss.uses_ratio and config.old_log_probs == "ratio_one":
         run.console.print(
             "On-policy (one update per rollout): old log-probs are not needed, clipping has no"
@@ -255,6 +250,18 @@ def make_references(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Re
         )
     reference = make_reference(args, run, plan, policy)
     return References(config, old_policy, reference, run.clock, teacher, run.last_reset)
+
+
+def open_old_policy(plan: RunPlan, policy: Policy) -> FrozenModel | None:
+    """A copy of the policy on the reference's device, by the same kernels; None where the policy
+    computes old log-probs itself."""
+    # The plan knows neither whether a policy class of the user's own has ranks, nor which kernels
+    # --kernels auto is. Liger's are those of one GPU.
+    kernels = getattr(policy, "kernels", "eager")
+    if not plan.keeps_old_policy or ranks_of(policy) is not None or kernels == "liger":
+        return None
+    dtype = getattr(torch, plan.policy.dtype)
+    return FrozenModel(plan.base, plan.roles.reference, dtype, kernels)
 
 
 def make_reference(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> LogProbSource | None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from alignment.args import RLArgs, VerifyArgs
-from alignment.builders.policies import make_policy, ranks_of
+from alignment.builders.policies import make_policy
 from alignment.builders.run_plan import RunPlan, plan_engine, plan_run
 from alignment.builders.samplers import make_sampler
-from alignment.builders.training import find_teacher
+from alignment.builders.training import find_teacher, open_old_policy
 from alignment.builders.verified_data import warm_start_of
 from alignment.config.settings import flag_values, replaced
 from alignment.model.frozen import FrozenModel
@@ -246,8 +246,8 @@ def open_references(
     dtype = getattr(torch, plan.policy.dtype)
     device = plan.roles.reference
     old_policy = None
-    if plan.keeps_old_policy and config.old_log_probs == "policy" and ranks_of(policy) is None:
-        old_policy = FrozenModel(plan.base, device, dtype)
+    if config.old_log_probs == "policy":
+        old_policy = open_old_policy(plan, policy)
     reference = None
     if args.beta and args.lora_rank:
 

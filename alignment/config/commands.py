@@ -511,11 +511,9 @@ class RLArgs(
     @property
     def copies_old_policy(self) -> bool:
         """Whether a copy of the policy may compute old log-probs. Not with adapters, for which all
-        weights would be copied, nor with kernels of its own (--compile, --use_liger_kernel,
-        --kernels): the copy computes without them, so that the ratio of the first update would not
-        be exactly 1."""
-        has_own_kernels = self.compile or self.use_liger_kernel
-        has_own_kernels = has_own_kernels or self.kernels in ("compiled", "liger")
+        weights would be copied, nor with --compile or Liger's kernels, which the copy computes
+        without, so that the ratio of the first update would not be exactly 1."""
+        has_own_kernels = self.compile or self.use_liger_kernel or self.kernels == "liger"
         return self.needs_old_policy and not (self.lora_rank or has_own_kernels)
 
     @property

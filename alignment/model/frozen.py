@@ -14,6 +14,7 @@ import torch
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, split_rows, take_rows
 from alignment.model.huggingface import PreTrainedModel
+from alignment.model.kernel_choice import KERNELS
 from alignment.model.loading import (
     autocast,
     copy_weights,
@@ -109,19 +110,26 @@ class MicroBatchedModel:
 
 class FrozenModel:
     """A model for log-probs alone, with matrix products in `dtype`. Raises `UserError` for weights
-    that cannot be loaded. With the same weights its log-probs are a policy's, bit for bit: what
-    autocast would cast is in `dtype`, all else in fp32."""
+    that cannot be loaded. With the same weights, and the same `kernels` of `KERNELS`, its log-probs
+    are a policy's, bit for bit: what autocast would cast is in `dtype`, all else in fp32."""
 
-    def __init__(self, model_path: str, device: str, dtype: torch.dtype):
+    def __init__(self, model_path: str, device: str, dtype: torch.dtype, kernels: str = "eager"):
         self.dtype = dtype
         self.device = device
-        self.model = load_model(model_path, (device,), torch.float32, dtype)
+        self.kernels = kernels
+        self.model = self._load(model_path)
+
+    def _load(self, model_path: str) -> PreTrainedModel:
+        model = load_model(model_path, (self.device,), torch.float32, self.dtype)
+        # Unchecked: the policy has checked them, by its weights in fp32.
+        KERNELS[self.kernels](model)
+        return model
 
     def reload(self, model_path: str) -> None:
         """Load the weights of another folder instead. Raises `UserError` as the constructor."""
         # The device has room for one of them.
         del self.model
-        self.model = load_model(model_path, (self.device,), torch.float32, self.dtype)
+        self.model = self._load(model_path)
 
     def log_probs(
         self, batch: Batch, distribution: Distribution, micro_batch_tokens: int, rows=None

@@ -341,13 +341,17 @@ def test_compiled_kernels_need_a_compiler(monkeypatch):
     check_kernels(from_preset(RLArgs, "tiny"), ("cpu",))
 
 
-def test_no_copy_is_the_old_policy_of_one_with_fused_kernels():
-    """Its first ratio would not be exactly 1."""
+def test_a_copy_is_the_old_policy_where_it_has_a_device_of_its_own():
+    """Whatever kernels it has, but Liger's, which are one GPU's."""
     args = from_preset(RLArgs, "tiny")
     args = replace(args, train_mini_batch_size=args.rollout_size // 2)
     on_gpus = Roles(policy=("cuda:0",), sample=("cuda:2",), eval="cuda:2", reference="cuda:1")
     on_cpu = dataclasses.replace(on_gpus, policy=("cpu",))
-    assert keeps_old_policy(args, on_cpu, "single")
-    assert not keeps_old_policy(args, on_gpus, "single")
-    assert keeps_old_policy(replace(args, kernels="eager"), on_gpus, "single")
-    assert not keeps_old_policy(replace(args, kernels="compiled"), on_cpu, "single")
+    alone = dataclasses.replace(on_gpus, reference="cuda:0")
+    for name in ("auto", "eager", "compiled"):
+        own = replace(args, kernels=name)
+        assert keeps_old_policy(own, on_cpu, "single")
+        assert keeps_old_policy(own, on_gpus, "layer_split")
+        assert not keeps_old_policy(own, alone, "single")
+        assert not keeps_old_policy(own, on_gpus, "sharded")
+    assert not keeps_old_policy(replace(args, kernels="liger"), on_gpus, "single")

@@ -12,7 +12,9 @@ from rollout_helpers import ARGS, sample_rollout, with_old_log_probs
 from alignment.ablation.design import canonical
 from alignment.builders.prediction import step_shape
 from alignment.core.schedules import last_reset
+from alignment.model import kernels
 from alignment.model.frozen import FrozenModel, MicroBatchedModel
+from alignment.model.kernels import has_fused_kernels
 from alignment.model.loading import load_tokenizer
 from alignment.planning.placement import Roles
 from alignment.policy.policy import PolicyConfig, open_policy
@@ -54,7 +56,7 @@ def test_old_log_probs_are_computed_where_the_loss_or_the_samplers_correction_ne
 
 @pytest.mark.parametrize(
     "own",
-    [{"compile": True}, {"use_liger_kernel": True}, {"kernels": "compiled"}, {"lora_rank": 2}],
+    [{"compile": True}, {"use_liger_kernel": True}, {"kernels": "liger"}, {"lora_rank": 2}],
 )
 def test_no_copy_is_the_old_policy_where_the_policy_has_kernels_or_adapters_of_its_own(own):
     several_updates = dataclasses.replace(
@@ -88,6 +90,26 @@ def test_an_old_policy_on_another_device_gives_the_same_log_probs(policy, sample
     assert shared[informative][mask[informative]].lt(0).all()
     mask[informative] = False
     assert shared[mask].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_old_policy_has_the_policys_kernels(dtype, sampler, tiny_folder, monkeypatch):
+    """By fused functions, which are not compiled here, a copy computes what the policy does, bit
+    for bit, and something else than by the model's own code in 16 bits."""
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    monkeypatch.setattr(kernels, "FUSED", {})
+    folder = str(tiny_folder)
+    config = PolicyConfig(folder, ("cpu",), dtype, micro_batch_tokens=1000, kernels="compiled")
+    policy = SingleDevicePolicy(config)
+    batch = sample_rollout(sampler).batch
+    distribution = ARGS.update_config.distribution
+    own = policy.log_probs(batch, distribution)
+    copy = FrozenModel(folder, "cpu", getattr(torch, dtype), policy.kernels)
+    assert torch.equal(own, copy.log_probs(batch, distribution, 1000))
+    copy.reload(folder)
+    assert torch.equal(own, copy.log_probs(batch, distribution, 1000))
+    plain = FrozenModel(folder, "cpu", getattr(torch, dtype))
+    assert has_fused_kernels(copy.model) and not has_fused_kernels(plain.model)
 
 
 def test_in_bfloat16_the_reference_computes_exactly_what_the_policy_does(sampler, tiny_folder):
