@@ -12,6 +12,7 @@ from benchmarks.plant import (
     WITH_TOP_P,
     of_file,
 )
+from benchmarks.plants_of_options import PLANTS_OF_OPTIONS
 from benchmarks.plants_of_results import PLANTS_OF_RESULTS
 from benchmarks.plants_of_runs import PLANTS_OF_RUNS
 
@@ -564,4 +565,5 @@ PLANTS = [
     *DATA_AND_REWARDS,
     *PLANTS_OF_RUNS,
     *PLANTS_OF_RESULTS,
+    *PLANTS_OF_OPTIONS,
 ]

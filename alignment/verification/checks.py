@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ from alignment.training.update import (
     with_teacher,
 )
 from alignment.verification.check import Check
+from alignment.verification.paper_advantages import paper_advantages_of_groups
 from alignment.verification.papers import PaperLogProbs, paper_values
 from alignment.verification.precision import LEAST_LOG_PROB, MOST_ROUNDED, rounded_share
 from alignment.verification.two_rollouts import TwoRollouts, plain_responses
@@ -60,6 +61,7 @@ Pair = tuple[float, float]
 PROMPTS = 4
 GROUP = 3  # --group_size of responses by chance
 LONGEST = 6  # and their --max_new_tokens
+COUNTED = 0.7  # Of responses by chance, about the share that counts, where some do not.
 ANOTHER_POLICY = 1.0  # nats a token, that the log-probs of a wrong sampler are off
 
 
@@ -266,6 +268,39 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
     return largest
 
 
+def difference_of_counted_advantages(settings: Iterable[PaperSetting], seed: int) -> float:
+    """The largest difference of training's advantages, of groups in which some responses do not
+    count, from those that the papers' formulas give to the others alone."""
+    draw = random.Random(f"counted {seed}")
+    largest = 0.0
+    for setting in settings:
+        number = PROMPTS * GROUP
+        rewards = [draw.choice((0.0, 0.25, 0.5, 1.0)) for _ in range(number)]
+        lengths = [draw.randint(1, LONGEST) for _ in range(number)]
+        counted = [draw.random() < COUNTED for _ in range(number)]
+        rewards_B1 = torch.tensor(rewards, dtype=torch.float64)[:, None]
+        counted_B1 = torch.tensor(counted)[:, None]
+        inputs = advantage_inputs(rewards_B1, counted_B1, setting.advantage, lengths)
+        computed_PG, _ = compute_advantages(inputs, None)
+        flags = {**vars(setting.advantage), "advantage": setting.estimator}
+        estimator = setting.advantage.estimator
+        flags |= own_values("advantage", estimator.settings, setting.advantage.settings)
+        counted_rewards: list[list[float]] = []
+        counted_lengths: list[list[int]] = []
+        for start in range(0, number, GROUP):
+            rows = [row for row in range(start, start + GROUP) if counted[row]]
+            counted_rewards.append([rewards[row] for row in rows])
+            counted_lengths.append([lengths[row] for row in rows])
+        groups = paper_advantages_of_groups(flags, counted_rewards, counted_lengths)
+        expected_B = torch.zeros(number, dtype=torch.float64)
+        expected_B[counted_B1[:, 0]] = torch.tensor(
+            list(chain.from_iterable(groups)), dtype=torch.float64
+        )
+        distance = (computed_PG.flatten() - expected_B).abs().nan_to_num(nan=math.inf)
+        largest = max(largest, distance.max().item())
+    return largest
+
+
 def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     """The checks that are the same for all models: of a run's own loss, unless it is a function of
     the user's; of all; and of the grader."""
@@ -290,11 +325,14 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
             1e-9,
             lambda: difference_from_papers(run_settings, config.seed),
         )
-    settings = paper_settings(config.seed)
+    settings = list(paper_settings(config.seed))
     yield Check(
         "losses, gradients, advantages: from papers'",
         1e-9,
-        lambda: difference_from_papers(settings, config.seed),
+        lambda: max(
+            difference_from_papers(settings, config.seed),
+            difference_of_counted_advantages(settings, config.seed),
+        ),
     )
 
 

@@ -325,7 +325,12 @@ class SampledAnswers:
             "max_new_tokens": self.flags["max_new_tokens"],
             "stop": self.source.task.stop,
         }
-        return [name for name, value in wanted.items() if getattr(config, name) != value]
+        others = [name for name, value in wanted.items() if getattr(config, name) != value]
+        for name in ("data_seed", "sampling_seed"):
+            seed = self.flags["seed"] if self.flags[name] is None else self.flags[name]
+            if getattr(self.source.config, name) != seed:
+                others.append(name)
+        return others
 
     def other_figures(self) -> list[str]:
         """The names of what a step with a refill reports of all answers that were sampled for it
@@ -443,10 +448,12 @@ class SampledAnswers:
 
     def repeated_seeds(self) -> int:
         """How many of the requests of the first steps, and of two refills of each, draw by a seed
-        that another one has."""
+        that another one has, or one of another --sampling_seed."""
+        config = self.source.config
+        another = replace(config, sampling_seed=config.sampling_seed + 1)
         seeds = []
-        for step, refill in itertools.product(range(1, 101), range(3)):
-            seeds.append(self.source.config.sampling_of_step((), step, refill).seed)
+        for of_seed, step, refill in itertools.product((config, another), range(1, 101), range(3)):
+            seeds.append(of_seed.sampling_of_step((), step, refill).seed)
         return len(seeds) - len(set(seeds))
 
 

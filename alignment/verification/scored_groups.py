@@ -9,8 +9,12 @@ from alignment.rewards.rules import OF_GROUPS, Reward
 from alignment.verification.check import Check
 
 PROBLEMS = 4
+MAJORITY = "majority_vote"
 # A response with an answer, as each of the rules that ship wants it.
 RIGHT = "<think> so </think> <answer> {} </answer>"
+# An answer that all of these rules find.
+VOTE = r"<think> so </think> <answer> \boxed{{{}}} </answer>"
+VOTES = ((2, 1, 1, 1, 2), (2, 1, 1, 2, 3), (1, 2, 3, 3, 4))
 FORMS = (RIGHT, r"so \boxed{{{}}}", "The answer is {}.", "<answer> {}")
 
 
@@ -32,6 +36,8 @@ class ScoredGroups:
             reason = "a response is paid by the others to its problem"
         what = "rewards: responses that are paid wrongly"
         yield Check(what, 0.0, self.wrong, not_checked=reason)
+        if any(name == MAJORITY for name, _ in self.parts):
+            yield Check("rewards: votes that are counted wrongly", 0.0, self.wrong_votes)
 
     def wrong(self) -> int:
         """How many responses of a step get another score than each has when it is alone, or a
@@ -51,6 +57,23 @@ class ScoredGroups:
             for completion, score in zip(group.completions, group.scores, strict=True):
                 (alone,) = self.reward.score([problem], [[completion]])
                 wrong += score != alone.scores[0] or not self._is_sum(score)
+        return wrong
+
+    def wrong_votes(self) -> int:
+        """How many responses of made-up groups are paid otherwise than by whether their answer is
+        the most frequent one, of equally frequent ones the first, of their own group."""
+        problems = list(self.problems[: len(VOTES)])
+        votes = VOTES[: len(problems)]
+        completions = []
+        for answers in votes:
+            completions.append([as_completion(VOTE.format(answer)) for answer in answers])
+        wrong = 0
+        groups = self.reward.score(problems, completions)
+        for answers, group in zip(votes, groups, strict=True):
+            most = max(map(answers.count, answers))
+            winner = next(answer for answer in answers if answers.count(answer) == most)
+            for answer, score in zip(answers, group.scores, strict=True):
+                wrong += score[f"part_{MAJORITY}"] != float(answer == winner)
         return wrong
 
     def _is_sum(self, score: dict[str, float]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from alignment.core.records import Endless, Problem, Problems
-from alignment.rollouts.config import RolloutConfig, problems_of_step
+from alignment.rollouts.config import RolloutConfig, problems_of_step, refill_problems
 from alignment.verification.check import Check
 
 STEPS = 50  # of which the problems are compared, where these have no end
@@ -129,7 +129,7 @@ class RunData:
 
     def fixed_orders(self) -> list[str]:
         """Which orders of problems are the same that must not be: that of the split and the first
-        pass's, those of two passes, and those of two values of --data_seed."""
+        pass's, those of two passes, those of two values of --data_seed, and those of refills."""
         problems = self.trained
         size = STEPS
         if not isinstance(problems, Endless):
@@ -145,6 +145,13 @@ class RunData:
             faults.append("that of the first pass in the second")
         if first == problems_of_step(problems, size, seed + 1, 1):
             faults.append("that of another --data_seed")
+        refills = [
+            refill_problems(problems, SHUFFLED, seed + more, step, refill)
+            for more, step, refill in itertools.product((0, 1), (1, 2), (1, 2))
+        ]
+        asked = {tuple(problem.id for problem in of_refill) for of_refill in refills}
+        if len(asked) < len(refills):
+            faults.append("that of another refill")
         return faults
 
     def wrong_truths(self) -> int:

@@ -476,12 +476,13 @@ class Trial:
 
 def fixed_orders(config: UpdateConfig) -> int:
     """How many of the epochs of two steps take the groups of a large rollout in the order of
-    sampling, or in that of another epoch."""
+    sampling, or in that of another epoch or --data_seed."""
     rows = list(range(SHUFFLED * config.advantage.group_size))
     rollout = SimpleNamespace(trained_rows=rows, lengths=[1] * len(rows))
     orders = [rows]
-    for step in STEPS:
-        parts = mini_batches(cast(Rollout, rollout), config, step)
+    another = dataclasses.replace(config, data_seed=config.data_seed + 1)
+    for of_seed, step in itertools.product((config, another), STEPS):
+        parts = mini_batches(cast(Rollout, rollout), of_seed, step)
         taken = list(itertools.chain.from_iterable(parts))
         for start in range(0, len(taken), len(rows)):
             orders.append(taken[start : start + len(rows)])

@@ -1,9 +1,11 @@
 """The reward that pays the answer which most responses to a problem gave."""
 
+from collections import Counter
+
 import pytest
 
 from alignment.core.records import Completion, Problem
-from alignment.rewards.rules import find_reward
+from alignment.rewards.rules import RULES, find_reward
 from alignment.verification.scored_groups import ScoredGroups
 
 
@@ -42,5 +44,19 @@ def test_the_answer_is_the_one_that_the_tasks_rule_reads():
 def test_a_verification_leaves_out_what_a_response_alone_cannot_show(name):
     reward = find_reward(name, ("r1_zero",))
     problems = [problem(letter, truth) for letter, truth in zip("abcd", "1234", strict=True)]
-    [check] = ScoredGroups(reward, problems, ((name, 1.0),)).checks()
-    assert bool(check.not_checked) == (name == "majority_vote")
+    check, *of_votes = ScoredGroups(reward, problems, ((name, 1.0),)).checks()
+    assert bool(check.not_checked) == (name == "majority_vote") == bool(of_votes)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verification_counts_the_votes_itself(rule, monkeypatch):
+    reward = find_reward("majority_vote", (rule,))
+    problems = [problem(letter, truth) for letter, truth in zip("abcd", "1234", strict=True)]
+    _, votes = ScoredGroups(reward, problems, (("majority_vote", 1.0),)).checks()
+    assert votes.quantity() == 0
+    # Of the five votes 2 1 1 1 2, the rarest answer is 2: all five are paid wrongly. Of 2 1 1 2 3
+    # it is 3, and of 1 2 3 3 4 it is one of three that came once.
+    monkeypatch.setattr(
+        Counter, "most_common", lambda self, number: sorted(self.items(), key=lambda item: item[1])
+    )
+    assert votes.quantity() == 5 + 3 + 3

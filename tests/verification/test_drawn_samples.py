@@ -258,3 +258,16 @@ def test_a_beginning_that_the_tokenizer_adds(tiny_folder):
         assert prompt_is_encoded_wrongly(prompt, plain, tokenizer)
         assert prompt_is_encoded_wrongly(prompt, [bos, bos, *plain], tokenizer)
         assert prompt_is_encoded_wrongly(prompt, [bos, *plain, bos], tokenizer)
+
+
+def test_seeds_that_do_not_reach_the_samples(answers, monkeypatch):
+    assert answers.repeated_seeds() == 0 and answers.other_settings() == []
+    another = replace(answers, flags={**answers.flags, "seed": 3, "data_seed": 0})
+    assert another.other_settings() == ["sampling_seed"]
+    real = RolloutConfig.sampling_of_step
+    monkeypatch.setattr(
+        RolloutConfig,
+        "sampling_of_step",
+        lambda config, *rest: real(replace(config, sampling_seed=0), *rest),
+    )
+    assert answers.repeated_seeds() == 300  # of 100 steps, each with two refills

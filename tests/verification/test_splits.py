@@ -102,6 +102,15 @@ def test_an_order_that_is_the_file_s(monkeypatch):
     assert failed(**changes) == {ORDERS}
 
 
+def test_refills_that_ask_the_same_problems(monkeypatch):
+    changes = {"train_rows": MANY, "trained": MANY, "open_anew": lambda: MANY}
+    real = rollouts.refill_problems
+    monkeypatch.setattr(
+        "alignment.verification.splits.refill_problems", lambda *rest: real(*rest[:4], 1)
+    )
+    assert failed(**changes) == {ORDERS}
+
+
 def test_a_wrong_truth_of_a_sum():
     assert value_of_sum("2 + 3 * 4 - 1") == 13
     assert value_of_sum("6 * 2 * 2 - 20") == 4

@@ -373,3 +373,15 @@ def test_faults_of_mini_batches(mini_batches, faults):
     responses = [PlainResponse((1,), (2,), 0.0, row < 3, (-1.0,)) for row in range(4)]
     rollout = PlainRollout(responses, mini_batches)
     assert mini_batch_faults(rollout, epochs=1, size=2, group_size=2) == faults
+
+
+def test_mini_batches_of_one_order_by_every_data_seed(monkeypatch):
+    config = dataclasses.replace(ARGS, epochs_per_rollout=2).update_config
+    assert two_rollouts.fixed_orders(config) == 0
+    real = two_rollouts.mini_batches
+    monkeypatch.setattr(
+        two_rollouts,
+        "mini_batches",
+        lambda rollout, config, step: real(rollout, dataclasses.replace(config, data_seed=0), step),
+    )
+    assert two_rollouts.fixed_orders(config) == 4  # two epochs of two steps
