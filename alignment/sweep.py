@@ -39,7 +39,13 @@ from alignment.args import (
     refuse_missing_warm_start,
     swept_values,
 )
-from alignment.builders.checks import check_loss, check_output, check_reward, check_trackers
+from alignment.builders.checks import (
+    check_loss,
+    check_output,
+    check_reward,
+    check_trackers,
+    refuse_other_share,
+)
 from alignment.builders.data_checks import check_pass_rates
 from alignment.config.data import ALL_PASS_RATES
 from alignment.data.tasks import find_task, try_rows
@@ -205,6 +211,7 @@ def refuse_faulty_arms(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> None
         for seed in seeds:
             dataclasses.replace(arm, seed=seed)  # refuses one that is out of range
         refuse_missing_warm_start(arm)
+        refuse_other_share(arm)
         rules = arm.task_in_format.rules
         find_reward(arm.reward, rules, settings=arm.reward_settings)
 
@@ -240,7 +247,7 @@ def try_users_code(arms: Collection[RLArgs]) -> None:
     for arm in arms:
         if arm.pass_rates or arm.pass_rate_band != ALL_PASS_RATES:
             task = find_task(arm.task, arm.data)
-            check_pass_rates(arm, task.training_problems(arm.dataset_path))
+            check_pass_rates(arm, task.training_problems(arm.dataset_path, arm.sft_share))
     # Of arms that differ in nothing that a reward of the user's own depends on, one is checked.
     users_rewards = {}
     for arm in arms:

@@ -69,7 +69,7 @@ from alignment.runs.trackers import TRACKERS, find_tracker
 from alignment.sampling.sampler import check_sampler_url, find_engine
 from alignment.system.clock import start_in_background
 from alignment.system.errors import UserError, in_words
-from alignment.system.files import try_writing
+from alignment.system.files import read_json, try_writing
 from alignment.system.manifests import sha256
 from alignment.system.registry import check_call, find
 from alignment.system.terminal import say_once
@@ -130,6 +130,7 @@ def check_rl(args: RLArgs) -> None:
             args.output_dir, args.run_name, "continue it with --resume or name another"
         )
         refuse_missing_warm_start(args)
+        refuse_other_share(args)
         if args.sft_base:
             check_model(args.sft_base, "--sft_base", made=args.auto_sft)
         check_tokenizer_files(task, args.sft_base, "--sft_base")
@@ -140,7 +141,8 @@ def check_rl(args: RLArgs) -> None:
     check_teacher(args)
     check_test_split(task, args.dataset_path, args.max_problems)
     held_out = check_held_out(args)
-    training = check_pass_rates(args, check_training_split(task, args.dataset_path))
+    training = check_training_split(task, args.dataset_path, args.sft_share)
+    training = check_pass_rates(args, training)
     print_shared_questions(training, held_out, "training problems")
     check_reward(args, task, reward, training[0])
     say_numbers_of_tiny(args, policy_folder(args))
@@ -324,7 +326,7 @@ def check_output(folder: str | Path, name: str = "room") -> None:
 
 def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     """The demonstrations of "train" and "test". Raises `UserError` as `check`, for a taken folder,
-    no base model, bad data."""
+    no base model, bad data, a --sft_share or --patience that leaves nothing."""
     target = Path(args.sft_base)
     if target.exists() and not args.preview:
         raise UserError(
@@ -343,13 +345,59 @@ def check_sft(args: SFTArgs) -> Mapping[str, Sequence[Demonstration]]:
     if not args.demonstrations:
         try_rows(task, "demonstrations", "train", args.dataset_path, args.seed)
     training = read_demonstrations(args, task, "train")
-    kept = task.untested(training, args.dataset_path)
-    print_left_out(len(training), len(kept), "demonstrations")
+    untested = task.untested(training, args.dataset_path)
+    print_left_out(len(training), len(untested), "demonstrations")
+    kept = check_sft_share(args, task, untested)
     print_shared_questions([problem for problem, _ in kept], held_out, "demonstrations")
     splits = {"train": kept, "test": read_demonstrations(args, task, "test") or kept}
     say_numbers_of_tiny(args, args.model)
     check_policy_devices(args)
     return splits
+
+
+def check_sft_share(
+    args: SFTArgs, task: Task, demonstrations: Sequence[Demonstration]
+) -> Sequence[Demonstration]:
+    """The demonstrations that --sft_share and --patience leave to train on; prints how many. Raises
+    `UserError` where none is left, or --patience has no problem to measure on."""
+    if not args.sft_share and not args.patience:
+        return demonstrations
+    flags = []
+    if args.sft_share:
+        flags.append(f"--sft_share {args.sft_share:g}")
+    if args.patience:
+        flags.append(f"--patience {args.patience}")
+    holds_out = args.patience > 0
+    kept = task.taught(demonstrations, args.dataset_path, args.sft_share, holds_out)
+    line = f"{' and '.join(flags)}: SFT trains on {len(kept)} of {len(demonstrations)}"
+    if not kept:
+        raise UserError(f"{line} demonstrations; give a larger share")
+    if holds_out:
+        held_out = len(task.held_out_of_sft(args.dataset_path, args.sft_share))
+        if not held_out:
+            raise UserError(f"{line} demonstrations, and no training problem is left to measure on")
+        line += f" demonstrations, and measures its accuracy on {held_out} problems beside them"
+        print(line, file=sys.stderr)
+        return kept
+    print(f"{line} demonstrations", file=sys.stderr)
+    return kept
+
+
+def refuse_other_share(args: RLArgs) -> None:
+    """Raise `UserError` where the warm start of --sft_base has trained on problems that
+    --sft_share gives to RL, as its args.json says."""
+    record = Path(args.sft_base) / "args.json"
+    if not args.sft_base or not args.sft_share or not record.is_file():
+        return
+    taught = read_json(record).get("args", {}).get("sft_share", 0.0)
+    if 0 < taught <= args.sft_share:
+        return
+    trained_on = f"those of --sft_share {taught:g}" if taught else "all problems"
+    raise UserError(
+        f"--sft_share {args.sft_share:g}: the warm start {args.sft_base} was trained on"
+        f" {trained_on}, so RL would ask what it has seen; name another --sft_base, or give"
+        f" --sft_share {taught:g}"
+    )
 
 
 def read_demonstrations(args: SFTArgs, task: Task, split: Split) -> Sequence[Demonstration]:

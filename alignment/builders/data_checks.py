@@ -28,15 +28,23 @@ def check_test_split(task: Task, dataset_path: str, max_problems: int) -> list[P
     return problems[: max_problems or None]
 
 
-def check_training_split(task: Task, dataset_path: str) -> Problems:
-    """The training problems that ask what no test problem asks; prints how many do. Raises
-    `UserError` for none or bad data."""
+def check_training_split(task: Task, dataset_path: str, sft_share: float = 0.0) -> Problems:
+    """The training problems that ask what no test problem asks, without those of SFT's share;
+    prints how many are left out. Raises `UserError` for none or bad data."""
     try_rows(task, "problems", "train", dataset_path)
     problems = task.problems("train", dataset_path)
     kept = task.training_problems(dataset_path)
     if not isinstance(problems, Endless) and not isinstance(kept, Endless):
         print_left_out(len(problems), len(kept), "training problems")
-    return kept
+    if not sft_share:
+        return kept
+    of_rl = task.training_problems(dataset_path, sft_share)
+    if not isinstance(of_rl, Endless) and not isinstance(kept, Endless):
+        line = f"--sft_share {sft_share:g}: RL trains on {len(of_rl)} of {len(kept)} problems"
+        if not of_rl:
+            raise UserError(f"{line}; give a smaller share")
+        print(f"{line}, and leaves the others to SFT", file=sys.stderr)
+    return of_rl
 
 
 def check_pass_rates(args: RLArgs, problems: Problems) -> Problems:

@@ -176,6 +176,7 @@ class SFTPlan:
 
     policy: PolicyPlan
     evaluation: EnginePlan  # Of the trained model.
+    held_out: EnginePlan  # Of the policy while it trains, whose weights it may read in place.
 
 
 def plan_sft(args: SFTArgs, base: str) -> SFTPlan:
@@ -185,6 +186,7 @@ def plan_sft(args: SFTArgs, base: str) -> SFTPlan:
     return SFTPlan(
         policy=plan_policy(args, roles, base),
         evaluation=plan_engine(args, roles, args.sft_base, (roles.eval,)),
+        held_out=replace(plan_engine(args, roles, base, (roles.eval,)), name="transformers"),
     )
 
 

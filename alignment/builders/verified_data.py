@@ -6,7 +6,7 @@ from pathlib import Path
 
 import alignment.data.prompts
 from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
-from alignment.builders.checks import read_demonstrations
+from alignment.builders.checks import check_sft_share, read_demonstrations
 from alignment.builders.evaluations import prepare_evaluations
 from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config.settings import flag_values
@@ -95,7 +95,8 @@ def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
     task = args.task_in_format
     sft_args = as_command(SFTArgs, args)
     tokenizer = load_tokenizer(base)
-    taught = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
+    untested = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
+    taught = check_sft_share(sft_args, task, untested)
     shown = taught[:: max(1, len(taught) // MOST_DEMONSTRATIONS)]
     responses = [response for _, response in shown]
     if task.wants_box:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import tyro
 
 from alignment.config.commands import Args
+from alignment.config.data import SFTShareFlags
 from alignment.config.flag import DataclassInstance, defaults_of_flags, flags_of_class
 from alignment.config.presets import from_preset, preset_tables
 from alignment.config.settings import (
@@ -284,7 +285,7 @@ def args_of_run(cls: type[CommandType], folder: str | PathLike[str], **changes) 
 def as_command(cls: type[CommandType], other: Args) -> CommandType:
     """The arguments of another command that shares `other`'s preset and every value both have in
     common."""
-    shared_names = flags_of_class(Args)
+    shared_names = {**flags_of_class(Args), **flags_of_class(SFTShareFlags)}
     shared = {}
     for name, value in given_values(other).items():
         if root_flag(name) in shared_names:

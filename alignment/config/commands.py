@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from alignment.config.data import DataFlags, TrainingDataFlags
+from alignment.config.data import DataFlags, SFTShareFlags, TrainingDataFlags
 from alignment.config.devices import DeterminismFlags, KernelFlags, MachineFlags, PlacementFlags
 from alignment.config.evaluation import (
     EvaluationFlags,
@@ -275,6 +275,7 @@ class SFTArgs(
     SFTStepFlags,
     TrainingEvaluationFlags,
     PromptLengthFlags,
+    SFTShareFlags,
     Args,
 ):
     """Fine-tune the base model on worked solutions, response tokens only, and save it to
@@ -303,7 +304,11 @@ class SFTArgs(
     curriculum: bool = flag(False, group="data")
     """Take the demonstrations in the task's own order instead of shuffling them."""
     eval_interval: int = flag(250, group="evaluation", above=0)
-    """Steps between measurements of the validation loss."""
+    """Steps between measurements of the validation loss, and with --patience of the accuracy."""
+    patience: int = flag(0, group="evaluation", at_least=0, zero="trains --num_steps")
+    """End after so many measurements in a row without a better accuracy, and keep the best weights:
+    on a tenth of SFT's questions, by --sft_share's hash, which it then leaves out. 0: after
+    --num_steps."""
     preview: int = flag(0, group="run", at_least=0, zero="none")
     """Print so many demonstrations, with the tokens that would be trained, and end; 0: none."""
     save_interval: int = flag(250, group="run", above=0)
@@ -332,6 +337,7 @@ class RLArgs(
     OptimizerFlags,
     MiniBatchFlags,
     TrainingDataFlags,
+    SFTShareFlags,
     StepFlags,
     RolloutSizeFlags,
     LossTypeFlags,

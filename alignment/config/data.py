@@ -56,6 +56,15 @@ class DataFlags:
 
 
 @dataclass(frozen=True)
+class SFTShareFlags:
+    """How SFT and RL share out the training problems."""
+
+    sft_share: float = flag(0.0, group="data", at_least=0, below=1, zero="both train on all")
+    """Share of the training questions, by a hash, that SFT trains on; RL trains on the others. 0:
+    both train on all, so that RL asks what SFT may have learnt by heart."""
+
+
+@dataclass(frozen=True)
 class TrainingDataFlags:
     """Which training problems RL takes."""
 

@@ -26,3 +26,10 @@ def detectable_difference(std: float, alpha: float = 0.05) -> float:
     """
     z = NormalDist().inv_cdf
     return (z(1 - alpha / 2) + z(POWER)) * math.sqrt(2) * std
+
+
+def wilson_interval(p: float, n: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval (Wilson 1927) of the mean p of n independent scores of 0 or 1."""
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -12,6 +12,7 @@ Key = Callable[[Problem], str]  # problems with equal keys ask the same question
 # one question in 8 that is made, not read from a file of one split, belongs to the test split
 TEST_SHARE = 8
 MOST_REDRAWS = 1000
+HELD_OUT_OF_SFT = 0.1  # share of SFT's questions that it measures its accuracy on
 
 
 def split_of(question: str) -> str:
@@ -22,7 +23,25 @@ def split_of(question: str) -> str:
 def in_validation_split(key: str, share: float) -> bool:
     """Whether a hash of a question's key gives it to the validation split, which has about `share`
     of the questions."""
-    digest = hashlib.sha256(f"validation\0{key}".encode()).digest()
+    return _is_in_share("validation", key, share)
+
+
+def in_sft_share(key: str, share: float) -> bool:
+    """Whether a hash of a question's key gives it to SFT, which gets about `share` of the training
+    questions; RL trains on the others."""
+    return _is_in_share("sft", key, share)
+
+
+def is_held_out_of_sft(key: str, share: float) -> bool:
+    """Whether SFT, which gets `share` of the training questions (0: all), measures its accuracy on
+    a question instead of training on it. The hash is that of `in_sft_share`, so these are among its
+    own."""
+    return _is_in_share("sft", key, HELD_OUT_OF_SFT * (share or 1.0))
+
+
+def _is_in_share(purpose: str, key: str, share: float) -> bool:
+    """Whether a hash of a purpose and a key is in the first `share` of all hashes."""
+    digest = hashlib.sha256(f"{purpose}\0{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
@@ -61,18 +80,22 @@ def number_shared(problems: Iterable[Problem], held_out: Iterable[Problem]) -> i
 def without(problems: Problems, keys: Container[str], key: Key) -> Problems:
     """The problems whose key is not in `keys`; `Endless` ones are redrawn. Raises `UserError` after
     `MOST_REDRAWS` in a row."""
+    return only(problems, lambda problem: key(problem) not in keys, "ask what a test problem asks")
+
+
+def only(problems: Problems, is_kept: Callable[[Problem], bool], fault: str) -> Problems:
+    """The problems that are kept; `Endless` ones are redrawn. Raises `UserError` after
+    `MOST_REDRAWS` in a row that are not, which have this `fault`."""
     if not isinstance(problems, Endless):
-        return [problem for problem in problems if key(problem) not in keys]
+        return [problem for problem in problems if is_kept(problem)]
 
     def draw(index: int) -> Problem:
         rng = random.Random(f"redraw {index}")
         for _ in range(MOST_REDRAWS):
             problem = problems[index]
-            if key(problem) not in keys:
+            if is_kept(problem):
                 return problem
             index = rng.getrandbits(71)
-        raise UserError(
-            f"--task: {MOST_REDRAWS} training problems drawn in a row ask what a test problem asks"
-        )
+        raise UserError(f"--task: {MOST_REDRAWS} training problems drawn in a row {fault}")
 
     return Endless(draw)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from alignment.core.power import detectable_difference, score_std
+from alignment.core.power import detectable_difference, score_std, wilson_interval
 from alignment.core.records import (
     Group,
     Problem,
@@ -214,13 +214,10 @@ def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float
     return p, min(p * (1 - p) / variance, float(scores.numel()))
 
 
-def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
-    """Wilson's 95 % interval (Wilson 1927) of the mean of scores in [0, 1]. Its n is that of
-    `effective_sample`, since the scores of one problem are correlated."""
-    p, n = effective_sample(scores_PG)
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def clustered_interval(scores_PG: Sequence[Sequence[float]]) -> Interval:
+    """Wilson's 95 % interval of the mean of scores in [0, 1]. Its n is that of `effective_sample`,
+    since the scores of one problem are correlated."""
+    return wilson_interval(*effective_sample(scores_PG))
 
 
 def print_table(

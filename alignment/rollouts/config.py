@@ -34,6 +34,7 @@ class RolloutConfig:
     prompts_per_rollout: int = 32
     # Its `n` is the group size. `sampling_of_step` replaces its `stop` and `seed`.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sft_share: float = 0.0  # Share of the training questions that are SFT's; 0: none
     num_problems: int = 0  # Training problems, the first ones; 0: all
     max_prompt_tokens: int = 0  # Problems with longer prompts are left out; 0: none is
     max_solution_tokens: int = 0  # Those with longer worked solutions are left out; 0: none is

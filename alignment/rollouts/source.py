@@ -118,7 +118,9 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
     task = find_task(config.task, config.data).in_format(config.prompt, config.reward)
     task = task.with_stop(config.stop)
     kept = banded(
-        task.training_problems(config.dataset_path), config.pass_rates, config.pass_rate_band
+        task.training_problems(config.dataset_path, config.sft_share),
+        config.pass_rates,
+        config.pass_rate_band,
     )
     problems = task.with_prompts(
         with_short_solutions(kept, config, tokenizer),

@@ -16,6 +16,7 @@ from alignment.core.args_file import was_auto
 from alignment.core.records import Rollout, SampledStep
 from alignment.core.schedules import last_reset
 from alignment.runs import run_folder
+from alignment.runs.by_heart import by_heart_warning, solved_at_start
 from alignment.runs.health import Health
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.moments import zero_moments
@@ -104,6 +105,7 @@ class Run:
         self.last_step = 0  # The last finished step.
         self.advantage_state: object = None  # Of the estimator of advantages, after that step.
         self.resumed_at = 0
+        self.best_step = 0  # Of SFT with --patience: the step whose weights are the best so far.
         # Whether it is between `start` and `finish`, so that there is something to save.
         self.is_under_way = False
         self._path: Path | None = None
@@ -314,6 +316,8 @@ class Run:
         self._restarts = restarts
         self._step_seconds += record["seconds"]
         broken = {**self._broken, **sampled.warnings, **result.warnings}
+        if sampled.step == 1 and sampled.policy_version == 0:
+            broken |= self._by_heart(record)
         self._broken = {}
         warnings, record_with_warnings = self.started.health.judge(record, broken)
         for warning in warnings:
@@ -321,6 +325,19 @@ class Run:
         self.folder.log_step(record_with_warnings)
         self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
         self._details = step_lines(record)
+
+    def _by_heart(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """The warning "by_heart" of the first step's record, if any, beside the first
+        evaluation."""
+        evaluations = read_jsonl(self.path / "evals.jsonl")
+        if not evaluations:
+            return {}
+        arguments: Mapping[str, Any] = self.config.arguments
+        solved = solved_at_start(
+            record, evaluations[0], arguments["reward"], arguments["group_size"]
+        )
+        words = by_heart_warning(*solved) if solved else ""
+        return {"by_heart": words} if words else {}
 
     def _reference_report(self, step: int) -> dict[str, int]:
         """With resets, the step whose weights the reference has in a step; 0: none of this run."""
@@ -338,14 +355,16 @@ class Run:
 
     def save_if_due(self, reset: Callable[[int, Path], None] | None = None) -> None:
         """Write a checkpoint every --save_interval steps, after the last (of --num_steps, or with
-        --target_accuracy), and every --reference_reset_interval steps; then call `reset` with the
-        step and the checkpoint, whose weights the reference takes."""
+        --target_accuracy), after the best (of SFT with --patience), and every
+        --reference_reset_interval steps; then call `reset` with the step and the checkpoint, whose
+        weights the reference takes."""
         is_reset = self.last_step == self.last_reset
         if (
             self.last_step % self.config.save_interval == 0
             or self.last_step == self.config.num_steps
             or self.is_at_target
             or is_reset
+            or self.last_step == self.best_step
         ):
             self.save()
         if is_reset and reset is not None:
@@ -378,7 +397,7 @@ class Run:
         run_folder.drop_old_checkpoints(
             self.path,
             self.config.keep_checkpoints,
-            spared=self.resumed_at,
+            spared=(self.resumed_at, self.best_step),
             reset_interval=self.config.reference_reset_interval,
         )
 

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -471,13 +471,15 @@ def _completion(
     return Completion(tuple(prompt_ids), tuple(token_ids), tuple(log_probs), **others)
 
 
-def drop_old_checkpoints(run: Path, keep: int, spared: int = 0, reset_interval: int = 0) -> None:
-    """Delete all checkpoints but the newest `keep`, the one of step `spared`, and those that have
-    the weights of these ones' reference; 0 keeps all."""
+def drop_old_checkpoints(
+    run: Path, keep: int, spared: Collection[int] = (), reset_interval: int = 0
+) -> None:
+    """Delete all checkpoints but the newest `keep`, those of the steps `spared`, and those that
+    have the weights of these ones' reference; 0 keeps all."""
     if keep == 0:
         return
     steps = sorted(_steps(run))
-    kept = {*steps[-keep:], spared}
+    kept = {*steps[-keep:], *spared}
     kept |= {last_reset(step, reset_interval) for step in kept}
     for step in steps:
         if step not in kept:

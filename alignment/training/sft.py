@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ def fine_tune(
     policy: Policy,
     data: SFTData,
     config: SFTConfig,
-    on_step: Callable[[dict, str], None],
+    on_step: Callable[[dict, str], bool | None],
     steps_done: int = 0,
     step_context: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> None:
@@ -66,7 +66,7 @@ def fine_tune(
 
     After each step, `on_step(record, message)` gets the numbers of the step and a message that
     tells the user the last validation loss. The step and this call run inside
-    `step_context(step)`."""
+    `step_context(step)`. Training ends after a step for which it returns True."""
     message = ""
     steps = range(steps_done + 1, config.num_steps + 1)
     # A resumed run skips the batches that it has trained on.
@@ -98,7 +98,23 @@ def fine_tune(
                 if config.curriculum:
                     share = min(1, step * config.batch_size / len(data.train))
                     message += f", after {share:.0%} of the curriculum"
-            on_step(record, message)
+            is_over = on_step(record, message)
+        if is_over:
+            break
+
+
+def best_step(accuracies: Mapping[int, float]) -> int:
+    """The first step with the highest accuracy of some steps."""
+    return min(accuracies, key=lambda step: (-accuracies[step], step))
+
+
+def is_patience_over(accuracies: Mapping[int, float], patience: int) -> bool:
+    """Whether the accuracies of some steps have `patience` (0: never) after the best. An accuracy
+    of 0, as before anything is learnt, is not one to wait after."""
+    if not patience or not any(accuracies.values()):
+        return False
+    best = best_step(accuracies)
+    return sum(step > best for step in accuracies) >= patience
 
 
 def learning_rate(config: SFTConfig, step: int) -> float:

@@ -155,6 +155,45 @@ def test_a_second_command_trains_in_a_folder_of_its_own(tmp_path, monkeypatch, c
     assert (target / "summary.json").exists() and not list(tmp_path.glob("*unfinished*"))
 
 
+RULE = """
+def by_length(response, ground_truth):
+    reward = (len(response) % 7) / 7
+    return {"reward": reward, "format_reward": 1.0, "answer_reward": reward}
+"""
+
+
+def test_an_sft_that_ends_by_its_accuracy_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    """By a rule under which an untrained model's accuracy rises and falls; the weights that are
+    kept are those of the best measurement, whose checkpoint outlives the newest. A kill in the last
+    step leaves checkpoints of every third step and of the best."""
+    (tmp_path / "rule_of_length.py").write_text(RULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("alignment.data.tasks.MOST_HELD_OUT", 16)
+    words = "--patience 2 --num_steps 40 --max_new_tokens 12 --eval_rule rule_of_length:by_length"
+    straight = tmp_path / "straight"
+    stopped = tmp_path / "stopped"
+    for folder in (straight, stopped):
+        folder.mkdir()
+    assert train(monkeypatch, straight / "sft", *words.split()) == 0
+    records = read_jsonl(straight / "sft" / "metrics.jsonl")
+    measured = {
+        record["step"]: record["held_out_accuracy"]
+        for record in records
+        if "held_out_accuracy" in record
+    }
+    [evaluation] = read_jsonl(straight / "sft" / "evals.jsonl")
+    best = evaluation["step"]
+    assert measured[best] == max(measured.values())
+    last = max(measured)
+    assert last == records[-1]["step"] == best + 4 < 40
+    flags = words.split()
+    assert train(monkeypatch, stopped / "sft", *flags, before_step=last, action=kill) == -9
+    assert train(monkeypatch, stopped / "sft", *flags, "--resume") == 0
+    for name in ("model.safetensors", "metrics.jsonl"):
+        assert (stopped / "sft" / name).read_bytes() == (straight / "sft" / name).read_bytes()
+    assert not list(stopped.glob("*unfinished*"))
+
+
 PRESET = """
 task = "arithmetic"
 model = "tiny"

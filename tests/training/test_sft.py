@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.training.sft import SFTConfig, SFTData, fine_tune
+from alignment.training.sft import SFTConfig, SFTData, best_step, fine_tune, is_patience_over
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,20 @@ def test_dropout_draws_by_the_step_and_not_by_what_came_before(tmp_path):
     assert not all(
         torch.equal(*pair) for pair in zip(whole, trained((0, 4), dropout=False), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "patience", "best", "is_over"),
+    [
+        ({10: 0.2, 20: 0.3}, 1, 20, False),
+        ({10: 0.2, 20: 0.3, 30: 0.3}, 1, 20, True),
+        ({10: 0.2, 20: 0.3, 30: 0.1}, 2, 20, False),
+        ({10: 0.2, 20: 0.3, 30: 0.1, 40: 0.2}, 2, 20, True),
+        ({10: 0.2, 20: 0.1, 30: 0.1}, 0, 10, False),
+        ({10: 0.0, 20: 0.0, 30: 0.0}, 1, 10, False),  # nothing is learnt yet
+    ],
+)
+def test_patience_ends_after_the_first_best_accuracy(accuracies, patience, best, is_over):
+    assert best_step(accuracies) == best
+    assert is_patience_over(accuracies, patience) is is_over
+    assert is_patience_over({}, patience) is False

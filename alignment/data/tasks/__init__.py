@@ -13,7 +13,10 @@ from alignment.data.prompts import ChatOptions, is_chat_file, prompted
 from alignment.data.questions import (
     Key,
     distinct,
+    in_sft_share,
     in_validation_split,
+    is_held_out_of_sft,
+    only,
     plain,
     question_text,
     without,
@@ -30,6 +33,8 @@ EvalSplit = Literal["test", "validation"]
 
 END_TOKEN_ALONE = ("none",)
 """The value of --stop that is no string: only the end token ends a response."""
+MOST_HELD_OUT = 256  # training problems that SFT measures its accuracy on
+ENDLESS_LOOKED_AT = 20_000  # problems without end among which these are
 BOXED_RULES = ("boxed", "flexible")
 """The rules that grade an answer in a box, the one that is demanded first."""
 
@@ -190,10 +195,58 @@ class Task:
             problems = kept
         return distinct(problems, self.key, max_problems or None)
 
-    def training_problems(self, dataset_path: str) -> Problems:
-        """The training split without the questions of the test split."""
+    def training_problems(self, dataset_path: str, sft_share: float = 0.0) -> Problems:
+        """The training split without the questions of the test split, and without SFT's share."""
         tested = self._tested_keys(dataset_path)
-        return without(self.problems("train", dataset_path), tested, self.key)
+        untested = without(self.problems("train", dataset_path), tested, self.key)
+        if not sft_share:
+            return untested
+        return only(
+            untested,
+            lambda problem: not in_sft_share(self.key(problem), sft_share),
+            "are SFT's (--sft_share)",
+        )
+
+    def held_out_of_sft(self, dataset_path: str, sft_share: float) -> list[Problem]:
+        """The first `MOST_HELD_OUT` distinct training problems, none of a test question, that SFT
+        measures its accuracy on."""
+        problems = self.training_problems(dataset_path)
+        listed: Sequence[Problem]
+        if isinstance(problems, Endless):
+            listed = [problems[index] for index in range(ENDLESS_LOOKED_AT)]
+        else:
+            listed = problems
+        held_out = [
+            problem for problem in listed if is_held_out_of_sft(self.key(problem), sft_share)
+        ]
+        return distinct(held_out, self.key, MOST_HELD_OUT)
+
+    def taught(
+        self,
+        demonstrations: Sequence[tuple[Problem, str]],
+        dataset_path: str,
+        sft_share: float,
+        holds_out: bool,
+    ) -> list[tuple[Problem, str]]:
+        """The (problem, response) pairs that SFT trains on: those whose questions, in all turns,
+        are of its share (0: of any), and where it `holds_out` problems, none of theirs. A problem
+        that has its prompt already, and no question, asks what the training problem of that prompt
+        asks."""
+        keys_of_prompts: dict[str, str] = {}
+        problems = self.problems("train", dataset_path)
+        has_prompts_alone = any(not problem.question for problem, _ in demonstrations)
+        if has_prompts_alone and not isinstance(problems, Endless):
+            keys_of_prompts = {plain(problem.prompt): self.key(problem) for problem in problems}
+        kept = []
+        for problem, response in demonstrations:
+            keys = self._keys(problem)
+            if not problem.question:
+                keys = [keys_of_prompts.get(plain(problem.prompt), key) for key in keys]
+            is_sfts = not sft_share or all(in_sft_share(key, sft_share) for key in keys)
+            is_held_out = holds_out and any(is_held_out_of_sft(key, sft_share) for key in keys)
+            if is_sfts and not is_held_out:
+                kept.append((problem, response))
+        return kept
 
     def untested(
         self, demonstrations: Sequence[tuple[Problem, str]], dataset_path: str
