@@ -226,7 +226,7 @@ def refuse_unmeasured_arms(arms: Mapping[str, RLArgs], measure: str, match: str)
     kind, number = read_measure(measure)
     for name, arm in arms.items():
         samples = arm.eval_samples
-        if kind == "pass" and samples < number or kind == "avg" and samples != number:
+        if kind in ("pass", "maj") and samples < number or kind == "avg" and samples != number:
             raise UserError(
                 f"--measure {measure}: {name} samples {samples} answers a question in evaluations;"
                 f" give --eval_samples {number:.0f}"

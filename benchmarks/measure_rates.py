@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from alignment.ablation.measures import best_checkpoint, pass_at_k, share_until
+from alignment.ablation.measures import best_checkpoint, majority_at_k, pass_at_k, share_until
 from alignment.ablation.statistics import Scores, area_under_curve, compare
 from benchmarks.ablation_rates import false_verdict
 
@@ -61,6 +61,13 @@ def _pass_at_8(answers_EQN: Answers) -> np.ndarray:
     return pass_at_k(answers_EQN[-1], 8)
 
 
+def _majority_of_4(answers_EQN: Answers) -> np.ndarray:
+    """By votes of which a wrong one is one of two other answers, by the sample's number."""
+    rewards_QN = answers_EQN[-1]
+    wrong_N = 1 + np.arange(rewards_QN.shape[1]) % 2
+    return majority_at_k(rewards_QN, np.where(rewards_QN == 1, 0, wrong_N), 4)
+
+
 def _area(answers_EQN: Answers) -> np.ndarray:
     return area_under_curve(TOKENS.tolist(), answers_EQN[..., 0])
 
@@ -78,10 +85,11 @@ def _tokens(answers_EQN: Answers) -> np.ndarray:
     return share_until(TOKENS, answers_EQN[..., 0], 0.35, 1.0)
 
 
-MEASURES: Mapping[str, Callable[[Answers], np.ndarray]] = {
+MEASURES: dict[str, Callable[[Answers], np.ndarray]] = {
     "avg@8": _average,
     "pass@4": _pass_at_4,
     "pass@8": _pass_at_8,
+    "maj@4": _majority_of_4,
     "area": _area,
     "best": _best,
     "best, chosen and scored by the same questions": _naive_best,
@@ -178,13 +186,17 @@ def _cells(arms: Mapping[str, Scores], difference: float) -> list[float]:
     ]
 
 
-def main(tables: int = 1000, seed: int = 0) -> None:
+def main(tables: int = 1000, seed: int = 0, only: str = "") -> None:
     """Print the rates of every measure, as Markdown.
 
     Args:
         tables: Simulated tables of each setting.
         seed: Of the simulation.
+        only: The measures whose names have this in them.
     """
+    for name in list(MEASURES):
+        if only not in name:
+            del MEASURES[name]
     standard_error = 100 * np.sqrt(0.05 * 0.95 / tables)
     print(f"{tables} tables each; one standard error of 5 % is {standard_error:.1f} points\n")
     header = f"| measure | setting | {' | '.join(COLUMNS)} |\n|---|---{'|---' * len(COLUMNS)}|"

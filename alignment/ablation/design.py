@@ -36,6 +36,7 @@ from alignment.system.files import read_toml
 ALPHA = 0.05  # largest chance that any verdict of a sweep is false
 # standard deviation of an arm's accuracy between seeds that is assumed before it is measured
 SEED_STD = 0.02
+MAJORITY_VOTE = "majority_vote"  # the reward without the truth
 CONTROL = "control_"  # what the names of control arms begin with
 
 
@@ -301,9 +302,10 @@ def name_of(arm: RLArgs, base: RLArgs) -> str:
 
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     """The arms, and as control arms copies of the first one: one for each reward that is a negative
-    control, and one with a learning rate of 0, which does not train."""
+    control, one for the majority vote, which knows no truth, and one with a learning rate of 0,
+    which does not train."""
     first = next(iter(arms.values()))
-    controls = {name: replaced(first, reward=name) for name in CONTROLS}
+    controls = {name: replaced(first, reward=name) for name in (*CONTROLS, MAJORITY_VOTE)}
     controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
     return {**arms, **{f"{CONTROL}{name}": arm for name, arm in controls.items()}}
 

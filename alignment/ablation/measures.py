@@ -3,7 +3,9 @@ E evaluations, Q questions, N samples of a question. It loads scipy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,21 +26,90 @@ def evaluation_values(run: Run, measure: str) -> np.ndarray:
         raise UserError(
             f"--measure {measure}: {run.path} has {run.scores.samples} samples a question"
         )
-    if kind != "pass":
+    if kind not in OF_SAMPLES:
         return run.scores.rewards_EQ
-    of_samples = run.scores.rewards_of_samples
-    return np.array([pass_at_k(rewards_QN, int(number)) for rewards_QN in of_samples])
+    scores = run.scores
+    if scores.samples < number:
+        raise UserError(
+            f"--measure {measure}: evaluations have {scores.samples} samples a question"
+        )
+    values = []
+    for rewards_QN, votes_QN in zip(scores.rewards_of_samples, scores.votes, strict=True):
+        if kind == "maj" and np.isnan(votes_QN).any():
+            raise UserError(
+                f"--measure {measure}: {run.path} has no votes, as evaluations of one sample and"
+                " those of older versions"
+            )
+        values.append(OF_SAMPLES[kind](rewards_QN, votes_QN, int(number)))
+    return np.array(values)
 
 
 def pass_at_k(rewards_QN: np.ndarray, k: int) -> np.ndarray:
     """For each question the chance that k of its n samples, drawn without replacement, include one
     of the c that are right [Q]: 1 - C(n - c, k) / C(n, k), which is unbiased for k fresh samples
-    (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises `UserError` where n is below k."""
+    (Chen et al. 2021, arXiv:2107.03374, eq. 1). k is at most n."""
     samples = rewards_QN.shape[1]
-    if samples < k:
-        raise UserError(f"--measure pass@{k}: evaluations have {samples} samples a question")
     wrong_Q = samples - (rewards_QN == 1).sum(axis=1)
     return np.asarray(1 - comb(wrong_Q, k) / comb(samples, k))
+
+
+def majority_at_k(rewards_QN: np.ndarray, votes_QN: np.ndarray, k: int) -> np.ndarray:
+    """For each question the mean, over all sets of k of its n samples, of the share of the most
+    frequent answers that is right [Q]. A set is k fresh samples, so this is unbiased for maj@k.
+    `votes_QN` numbers a question's answers; -1 is none, which has no vote. An answer is right where
+    a sample with it is."""
+    values = []
+    for rewards_N, votes_N in zip(rewards_QN, votes_QN, strict=True):
+        right = []
+        wrong = []
+        for vote in np.unique(votes_N[votes_N >= 0]):
+            is_this_N = votes_N == vote
+            counts = right if (rewards_N[is_this_N] == 1).any() else wrong
+            counts.append(int(is_this_N.sum()))
+        none = int((votes_N < 0).sum())
+        values.append(_majority_share(tuple(sorted(right)), tuple(sorted(wrong)), none, k))
+    return np.array(values)
+
+
+@functools.cache
+def _majority_share(right: tuple[int, ...], wrong: tuple[int, ...], none: int, k: int) -> float:
+    """`majority_at_k` of a question whose right and wrong answers came so many times each, and
+    `none` times no answer."""
+    total = 0.0
+    for most in range(1, k + 1):  # votes of a leading answer
+        # (samples with an answer, leading right answers, leading wrong ones) -> sets of samples
+        sets = {(0, 0, 0): 1}
+        for counts, leads in ((right, (1, 0)), (wrong, (0, 1))):
+            for count in counts:
+                sets = _with_answer(sets, count, most, leads)
+        for (samples, right_leaders, wrong_leaders), number in sets.items():
+            if right_leaders and samples <= k:
+                share = right_leaders / (right_leaders + wrong_leaders)
+                total += number * math.comb(none, k - samples) * share
+    return total / math.comb(sum(right) + sum(wrong) + none, k)
+
+
+Sets = Mapping[tuple[int, int, int], int]
+
+
+def _with_answer(sets: Sets, count: int, most: int, leads: tuple[int, int]) -> dict:
+    """The sets of samples with 0 to `most` of another answer's `count` samples; with `most` it is
+    one of the leaders."""
+    added: dict[tuple[int, int, int], int] = {}
+    for (samples, right, wrong), number in sets.items():
+        for taken in range(min(count, most) + 1):
+            is_leader = taken == most
+            key = (samples + taken, right + leads[0] * is_leader, wrong + leads[1] * is_leader)
+            added[key] = added.get(key, 0) + number * math.comb(count, taken)
+    return added
+
+
+OF_SAMPLES: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
+    "pass": lambda rewards_QN, votes_QN, k: pass_at_k(rewards_QN, k),
+    "maj": majority_at_k,
+}
+"""A measure's kind -> its values [Q] in an evaluation, of those measures that several samples of a
+question make."""
 
 
 def best_checkpoint(values_EQ: np.ndarray, texts: Sequence[str]) -> np.ndarray:

@@ -2,6 +2,7 @@
 sweeps or of single runs. The runs of one arm differ only in their seeds."""
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ MEASURE_KINDS: dict[str, Measure] = {
     "accuracy": Measure("final accuracy", "the accuracy of the last evaluation", True),
     "avg": Measure("final {}", "{} of the last evaluation, the mean over its samples", True),
     "pass": Measure("final {}", "{} of the last evaluation, unbiased over its samples", True),
+    "maj": Measure("final {}", "{} of the last evaluation, unbiased over its samples", True),
     "area": Measure(
         "area under the learning curve", "the mean accuracy over training, by its area", True
     ),
@@ -99,8 +101,8 @@ MEASURE_KINDS: dict[str, Measure] = {
 
 
 class NamedMeasure(NamedTuple):
-    """A kind of measure and the number in its name: k of pass@k, n of avg@n, the accuracy of
-    tokens_to@0.5; 0 where it has none."""
+    """A kind of measure and the number in its name: k of pass@k, n of avg@n and maj@n, the
+    accuracy of tokens_to@0.5; 0 where it has none."""
 
     kind: str
     number: float
@@ -109,7 +111,7 @@ class NamedMeasure(NamedTuple):
 def read_measure(measure: str) -> NamedMeasure:
     """The measure of a name. Raises `UserError` for another name."""
     kind, at, text = measure.partition("@")
-    is_named = kind in MEASURE_KINDS and bool(at) == (kind in ("avg", "pass", "tokens_to"))
+    is_named = kind in MEASURE_KINDS and bool(at) == (kind in ("avg", "pass", "maj", "tokens_to"))
     number = 0.0
     if at and is_named:
         try:
@@ -122,8 +124,8 @@ def read_measure(measure: str) -> NamedMeasure:
             is_named = is_named and number >= 1 and number == int(number)
     if not is_named:
         raise UserError(
-            f"--measure {measure}: give accuracy, avg@N, pass@K, area, best, tokens_to@ACCURACY or"
-            " entropy"
+            f"--measure {measure}: give accuracy, avg@N, pass@K, maj@N, area, best,"
+            " tokens_to@ACCURACY or entropy"
         )
     return NamedMeasure(kind, number)
 
@@ -147,6 +149,7 @@ class EvalScores(NamedTuple):
     texts: tuple[str, ...]  # [Q]
     samples: int = 1  # of each question in the last evaluation
     rewards_of_samples: tuple[np.ndarray, ...] = ()  # [E] of [Q, N]: of each sample of a question
+    votes: tuple[np.ndarray, ...] = ()  # [E] of [Q, N]: the number of its answer, -1 without one
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ class Run:
         evaluations asked different questions."""
         rewards: list[list[float]] = []
         rewards_of_samples: list[np.ndarray] = []
+        votes: list[np.ndarray] = []
         samples = 1
         questions: tuple[str, ...] | None = None
         texts: tuple[str, ...] = ()
@@ -203,9 +207,17 @@ class Run:
             starts = range(0, len(lines), samples)
             rewards.append([sum(scores[start : start + samples]) / samples for start in starts])
             rewards_of_samples.append(np.array(scores, dtype=float).reshape(-1, samples))
+            own_votes = [line["score"].get("vote", math.nan) for line in lines]
+            votes.append(np.array(own_votes, dtype=float).reshape(-1, samples))
         steps = tuple(record["step"] for record in self.evals)
         return EvalScores(
-            steps, questions or (), np.array(rewards), texts, samples, tuple(rewards_of_samples)
+            steps,
+            questions or (),
+            np.array(rewards),
+            texts,
+            samples,
+            tuple(rewards_of_samples),
+            tuple(votes),
         )
 
 

@@ -79,8 +79,8 @@ class SweepOptions:
     tie: float = flag(0.03, group="sweep", above=0, below=1)
     """Difference of accuracies below which two arms are taken to tie, once that is shown."""
     controls: bool = flag(False, group="sweep")
-    """Add arms of random, format-only and inverted reward, and at learning rate 0: what comes by
-    itself."""
+    """Add arms of random, format-only, inverted and majority-vote reward, and at learning rate 0:
+    what comes without the truth."""
     strict: bool = flag(False, group="sweep")
     """Take the design's warnings for errors."""
     dry_run: bool = flag(False, group="sweep")
@@ -123,8 +123,8 @@ class SweepOptions:
     """With --tune, share of the test questions that it chooses by; verdicts are on the others."""
 
     measure: str = flag("accuracy", group="sweep")
-    """What verdicts are on: accuracy, avg@N, pass@K, area, best (evaluation), tokens_to@ACCURACY or
-    entropy."""
+    """What verdicts are on: accuracy, avg@N, pass@K, maj@N, area, best (evaluation),
+    tokens_to@ACCURACY or entropy."""
 
     own_settings: Annotated[
         tuple[tuple[str, tuple[Any, ...]], ...], tyro.conf.Fixed, tyro.conf.Suppress

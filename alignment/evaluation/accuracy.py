@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import multimode
@@ -95,6 +95,8 @@ def summarise(
 ) -> Evaluation:
     """Figures, categories, lengths and grading of groups scored by `rule`, all of one size."""
     by_metric = figures(groups, rule)
+    if len(groups[0].completions) > 1:
+        groups = [with_votes(group, rule) for group in groups]
     completions = flatten_completions(groups)
     finished = sum(completion.finish_reason == "stop" for completion in completions)
     tokens = sum(len(completion.token_ids) for completion in completions)
@@ -183,9 +185,7 @@ def majority_share(group: Group, rule: RewardFn = r1_zero_reward_fn) -> float:
 
     Answers are compared as written; a response without an answer has no vote (Wang et al. 2023,
     arXiv:2203.11171)."""
-    answers = []
-    for completion in group.completions:
-        answers.append(extracted_answer(rule, group.problem, completion.text))
+    answers = answers_of(group, rule)
     leaders = set(multimode(answer for answer in answers if answer is not None))
     if not leaders:
         return 0.0
@@ -194,6 +194,25 @@ def majority_share(group: Group, rule: RewardFn = r1_zero_reward_fn) -> float:
         if score["reward"] == 1:
             right.add(answer)
     return len(leaders & right) / len(leaders)
+
+
+def answers_of(group: Group, rule: RewardFn) -> list[str | None]:
+    """The answer of each completion, as `rule` finds it; None where it has none."""
+    answers = []
+    for completion in group.completions:
+        answers.append(extracted_answer(rule, group.problem, completion.text))
+    return answers
+
+
+def with_votes(group: Group, rule: RewardFn) -> Group:
+    """The group whose scores have a "vote", which maj@N of fewer samples needs: the number of the
+    answer among the problem's, by first appearance from 0; -1 without an answer."""
+    numbers: dict[str | None, int] = {None: -1}
+    scores = []
+    for answer, score in zip(answers_of(group, rule), group.scores, strict=True):
+        number = numbers.setdefault(answer, len(numbers) - 1)
+        scores.append({**score, "vote": float(number)})
+    return replace(group, scores=tuple(scores))
 
 
 def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -130,6 +130,7 @@ def test_controls():
         "control_random": "random",
         "control_format_only": "format_only",
         "control_inverted": "inverted",
+        "control_majority_vote": "majority_vote",
         "control_no_training": "auto",
     }
     assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)

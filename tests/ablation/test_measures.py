@@ -4,17 +4,25 @@ runs."""
 import itertools
 import json
 from pathlib import Path
+from statistics import multimode
 
 import numpy as np
 import pytest
 
 from alignment import sweep
-from alignment.ablation.measures import best_checkpoint, evaluation_values, pass_at_k, share_until
+from alignment.ablation.measures import (
+    best_checkpoint,
+    evaluation_values,
+    majority_at_k,
+    pass_at_k,
+    share_until,
+)
 from alignment.ablation.report import write_report
 from alignment.ablation.study import read_measure, read_study
 from alignment.ablation.verdicts import decide, final_scores, outcome
 from alignment.args import SweepArgs, parse
 from alignment.system.errors import UserError
+from alignment.system.files import read_jsonl, write_jsonl
 from tests.ablation.test_report import countdown_line, make_run, rewrite_evals
 
 
@@ -27,8 +35,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
     for row, value in zip(rewards, pass_at_k(rewards, 2), strict=True):
         subsets = [max(pair) == 1 for pair in itertools.combinations(row, 2)]
         assert value == pytest.approx(np.mean(subsets))
-    with pytest.raises(UserError, match="pass@5: evaluations have 4 samples"):
-        pass_at_k(rewards, 5)
 
 
 def test_pass_at_k_is_unbiased():
@@ -36,6 +42,45 @@ def test_pass_at_k_is_unbiased():
     rng = np.random.default_rng(0)
     values = pass_at_k((rng.random((40_000, 8)) < 0.2).astype(float), 4)
     assert values.mean() == pytest.approx(0.5904, abs=3 * values.std() / 200)
+
+
+def test_majority_at_k_by_hand():
+    """Votes 0 0 1 2 with 1 right. Of the 4 sets of 3: {0 0 1} and {0 0 2} have wrong leaders, both
+    {0 1 2} a draw of three, of which a third is right: 1/6. Of the 6 pairs {0 0} and twice {0 2}
+    are wrong or a wrong draw, twice {0 1} and {1 2} half right: 1/4. All four: 0 leads."""
+    rewards = np.array([[0.0, 0, 1, 0]])
+    votes = np.array([[0, 0, 1, 2]])
+    for k, value in {1: 1 / 4, 2: 1 / 4, 3: 1 / 6, 4: 0}.items():
+        assert majority_at_k(rewards, votes, k) == pytest.approx(value)
+    # Without an answer there is no vote: of 3 pairs, two have the right one alone.
+    assert majority_at_k(np.array([[1.0, 0, 0]]), np.array([[0, -1, -1]]), 2) == pytest.approx(
+        2 / 3
+    )
+    assert majority_at_k(np.zeros((1, 2)), np.full((1, 2), -1), 2) == 0
+    # An answer is right where any sample with it is.
+    assert majority_at_k(np.array([[1.0, 0.5, 0]]), np.array([[0, 0, 1]]), 3) == 1
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_majority_at_k_is_the_mean_over_all_sets(k):
+    rng = np.random.default_rng(k)
+    votes = rng.integers(-1, 4, (20, 6))
+    rewards = ((votes == 0) | (votes == 2)).astype(float)
+    for value, votes_N in zip(majority_at_k(rewards, votes, k), votes, strict=True):
+        shares = []
+        for chosen in itertools.combinations(votes_N.tolist(), k):
+            leaders = set(multimode(vote for vote in chosen if vote >= 0))
+            shares.append(len(leaders & {0, 2}) / len(leaders) if leaders else 0.0)
+        assert value == pytest.approx(np.mean(shares))
+
+
+def test_majority_at_k_is_unbiased():
+    """Answers 0 (right), 1 and 2 with chances of 0.5, 0.3 and 0.2. The majority of three is right
+    by 3 or 2 votes, 0.125 + 3 * 0.25 * 0.5, or as a third of all, 6 * 0.03 / 3: 0.56."""
+    rng = np.random.default_rng(0)
+    votes = rng.choice(3, (20_000, 8), p=[0.5, 0.3, 0.2])
+    values = majority_at_k((votes == 0).astype(float), votes, 3)
+    assert values.mean() == pytest.approx(0.56, abs=3 * values.std() / 141)
 
 
 def test_the_best_evaluation_is_chosen_by_the_other_half_of_the_questions():
@@ -81,10 +126,10 @@ def test_tokens_to_a_target_lie_on_straight_lines():
 
 
 @pytest.mark.parametrize(
-    "name", ["pass", "pass@0", "pass@x", "pass@1.5", "tokens_to@2", "area@3", "maj@4", ""]
+    "name", ["pass", "pass@0", "pass@x", "pass@1.5", "tokens_to@2", "area@3", "maj", "maj@0", ""]
 )
 def test_unknown_measures_are_refused(name):
-    with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, pass@K, area, best"):
+    with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, pass@K, maj@N, area"):
         read_measure(name)
     assert read_measure("tokens_to@0.5") == ("tokens_to", 0.5)
 
@@ -116,8 +161,27 @@ def test_a_verdict_is_on_the_measure(runs, tmp_path):
     assert outcome(by_pass).title == "final pass@2"
     with pytest.raises(UserError, match="avg@4: .* has 2 samples a question"):
         decide(read_study(runs, measure="avg@4"))
-    with pytest.raises(UserError, match="pass@3: evaluations have 2 samples"):
-        decide(read_study(runs, measure="pass@3"))
+    for measure in ("pass@3", "maj@3"):
+        with pytest.raises(UserError, match=f"{measure}: evaluations have 2 samples"):
+            decide(read_study(runs, measure=measure))
+    with pytest.raises(UserError, match="maj@2: .* has no votes"):
+        decide(read_study(runs, measure="maj@2"))
+
+
+def test_a_verdict_is_on_votes(runs):
+    """Each question of "a" has a draw of a right and a wrong answer, "b" agrees on the right one in
+    every second question: 0.5 both."""
+    for run in runs:
+        for file in (run / "completions").glob("eval_*.jsonl"):
+            lines = read_jsonl(file)
+            for line in lines:
+                line["score"]["vote"] = 0.0 if line["score"]["reward"] else 1.0
+            write_jsonl(file, lines)
+    study = read_study(runs, measure="maj@2")
+    assert evaluation_values(study.runs[0], "maj@2")[-1].tolist() == [0.5] * 4
+    means = {arm: scores[0].mean() for arm, scores in final_scores(study).items()}
+    assert means == {"loss_type a": 0.5, "loss_type b": 0.5}
+    assert outcome(study).title == "final maj@2"
     with pytest.raises(UserError, match="--measure best: it is of whole runs"):
         read_study(runs, match="tokens", measure="best")
 

@@ -57,6 +57,13 @@ def test_majority():
     assert majority_share(group(("", "shapeless"))) == 0
 
 
+def test_votes_number_the_answers_of_a_problem():
+    answers = (("4", "wrong"), ("", "shapeless"), ("5", "right"), ("4", "wrong"))
+    evaluation = summarise([group(*answers)], 0.0)
+    assert [score["vote"] for score in evaluation.groups[0].scores] == [0, -1, 1, 0]
+    assert "vote" not in summarise([group(("5", "right"))], 0.0).groups[0].scores[0]
+
+
 def test_categories():
     assert [category(GRADES[grade]) for grade in ("right", "wrong", "shapeless")] == list(
         CATEGORIES

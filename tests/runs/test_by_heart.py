@@ -35,7 +35,7 @@ def test_equal_problems_are_seldom_named(prompts, samples, accuracy):
         chance_RQ = rng.beta(mean, 1 - mean, (2000, questions))
         return (rng.binomial(samples, chance_RQ) / samples).mean(axis=1)
 
-    held_out = means(accuracy, 500)
+    held_out = rng.binomial(500, accuracy, 2000) / 500  # of one sample each
     for mean, most in ((accuracy, 0.025), (accuracy + FAR * 0.99, 0.06)):
         named = 0
         for trained, other in zip(means(mean, prompts), held_out, strict=True):
