@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from scipy import optimize, stats
-from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
+from scipy.special import nctdtrinc, ndtr, ndtri, stdtr, stdtrit
 
 from alignment.ablation.design import ALPHA
 from alignment.ablation.flips import seeds_for_exact, sign_flip_p
@@ -822,6 +822,36 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 
 
 DRAWS = 4_000  # of simulated tables, from which a design's power is counted
+LOOK_DRAWS = 100_000  # of simulated comparisons, from which the level of looks is found
+
+
+@functools.cache
+def level_of_looks(looks: range, family: int = 1) -> float:
+    """The chance of a false verdict that each look may have, where verdicts are made after each
+    number of seeds in `looks`, so that all of them together have `ALPHA`. As with Pocock's
+    bounds of group sequential tests every look has the same level, which exceeds ALPHA / looks
+    because looks at the same seeds err together.
+
+    It is found from simulated paired t tests of equal arms: `ALPHA / family` is the chance that the
+    smallest of their p values is below the level / `family`, as Holm's first step has it."""
+    tested = [seeds for seeds in looks if seeds > 1]
+    if len(tested) < 2:
+        return ALPHA
+    rng = np.random.default_rng(0)
+    smallest_N = np.ones(LOOK_DRAWS)
+    sum_N = np.zeros(LOOK_DRAWS)
+    squares_N = np.zeros(LOOK_DRAWS)
+    for seeds in range(1, tested[-1] + 1):
+        differences_N = rng.normal(size=LOOK_DRAWS)
+        sum_N += differences_N
+        squares_N += differences_N**2
+        if seeds < tested[0]:
+            continue
+        variance_N = (squares_N - sum_N**2 / seeds) / (seeds - 1)
+        t_N = np.abs(sum_N) / np.sqrt(seeds * variance_N)
+        np.minimum(smallest_N, 2 * stdtr(seeds - 1, -t_N), out=smallest_N)
+    level = family * float(np.quantile(smallest_N, ALPHA / family))
+    return max(level, ALPHA / len(tested))  # Bonferroni's level, which holds whatever the noise
 
 
 class Power(NamedTuple):
@@ -839,10 +869,13 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     weights = np.array(weights_A)
-    alpha = ALPHA / len(looks)
+    alpha = level_of_looks(looks, family)
     rng = np.random.default_rng(0)
     scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
-    analyses = [_analyse(scores_NAS[:, :, :seeds], weights, family, alpha) for seeds in looks]
+    analyses = []
+    for seeds in looks:
+        tables = ScoredTables(scores_NAS[:, :, :seeds], weights, family, alpha)
+        analyses.append(halves_of_tables(tables))
     errors_LN = np.array([analysis.error_N for analysis in analyses])
     halves_LN = np.array([analysis.half_N for analysis in analyses])
 
@@ -856,28 +889,40 @@ def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie
     return Power(smallest, float(is_tie_N.mean()))
 
 
-class _Analysis(NamedTuple):
-    """Of N simulated tables: the contrast's error, and half of its interval, which a difference
-    must exceed for a verdict."""
+class ScoredTables(NamedTuple):
+    """N simulated tables, each with a mean score of every arm and seed [N, A, S], a contrast's
+    weights of the arms [A], the number of contrasts in its table, and the chance of a false
+    verdict."""
+
+    scores_NAS: np.ndarray
+    weights_A: np.ndarray
+    family: int
+    alpha: float
+
+
+class AnalysedTables(NamedTuple):
+    """Of N simulated tables: the contrast's error (of equal arms its mean), and half of its
+    interval, which a difference must exceed for a verdict."""
 
     error_N: np.ndarray
     half_N: np.ndarray
 
 
-def _analyse(scores_NAS: np.ndarray, weights_A: np.ndarray, family: int, alpha: float) -> _Analysis:
-    """Analyse simulated tables whose arms are equal, by the rule of `compare`."""
+def halves_of_tables(tables: ScoredTables) -> AnalysedTables:
+    """Analyse simulated tables by the rule of `compare`, Holm's first step of its correction."""
+    scores_NAS, weights_A, family, alpha = tables
     arms, seeds = scores_NAS.shape[1:]
     contrast_NS = np.einsum("nas,a->ns", scores_NAS, weights_A)
     error_N = contrast_NS.mean(1)
     own_N = contrast_NS.var(1, ddof=1)
     quantile_alone = stats.t.isf(alpha / 2, seeds - 1)
     if family == 1:
-        return _Analysis(error_N, quantile_alone * np.sqrt(own_N / seeds))
+        return AnalysedTables(error_N, quantile_alone * np.sqrt(own_N / seeds))
     dof = (arms - 1) * (seeds - 1)
     sides_N = _simulated_variance_of_sides(scores_NAS, weights_A)
     together_N = stats.t.isf(alpha / family / 2, dof) * np.sqrt(sides_N / seeds)
     alone_N = quantile_alone * np.sqrt(np.maximum(sides_N, own_N) / seeds)
-    return _Analysis(error_N, np.maximum(together_N, alone_N))
+    return AnalysedTables(error_N, np.maximum(together_N, alone_N))
 
 
 def _simulated_variance_of_sides(scores_NAS: np.ndarray, weights_A: np.ndarray) -> np.ndarray:
