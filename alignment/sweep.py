@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -297,7 +297,7 @@ def print_design(
     if tuning_runs is not None:
         print_tuning(design, tuning_runs, args, console)
     print_power(design, args, console)
-    if args.hardware or args.calibrate or args.price or args.show_difference:
+    if args.hardware or args.calibrate or args.price or args.show_difference or args.budget:
         print_cost(design, args, console, tuning_runs)
     else:
         console.print(
@@ -365,9 +365,28 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
 def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
     """The power of a verdict on so many questions, by the two sides that it compares. `looks` are
     the numbers of seeds after which verdicts are made."""
-    from alignment.ablation.statistics import pairs, power
-    from alignment.ablation.verdicts import factor_contrasts
+    from alignment.ablation.statistics import power
     from alignment.core.power import score_std
+
+    std = score_std(SEED_STD, questions)
+    power_of_sides = {}
+    for sides, table in compared_sides(design).items():
+        power_of_sides[sides] = power(table.weights_A, table.family, looks, std, design.tie)
+    return power_of_sides
+
+
+class ComparedSides(NamedTuple):
+    """A table of contrasts that are alike: the weights of the arms in the first one, which stands
+    for all, and their number."""
+
+    weights_A: list[float]
+    family: int
+
+
+def compared_sides(design: Design) -> dict[str, ComparedSides]:
+    """The tables of verdicts of a design, by the two sides that each compares."""
+    from alignment.ablation.statistics import pairs
+    from alignment.ablation.verdicts import factor_contrasts
 
     tables: dict[str, list[Contrast]] = {}
     for name, contrasts in factor_contrasts(design.varied).items():
@@ -378,15 +397,13 @@ def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
         arms = [arm for arm in arms if not is_control(arm)]
     else:
         tables["two arms"] = pairs(arms)
-    std = score_std(SEED_STD, questions)
-    power_of_sides = {}
+    sides_compared = {}
     for sides, contrasts in tables.items():
         weights_A: list[float] = []
         if contrasts:
-            # the contrasts of a table are alike, so that the first one stands for all
             weights_A = [contrasts[0].weights.get(arm, 0.0) for arm in arms]
-        power_of_sides[sides] = power(weights_A, len(contrasts), looks, std, design.tie)
-    return power_of_sides
+        sides_compared[sides] = ComparedSides(weights_A, len(contrasts))
+    return sides_compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,6 +475,8 @@ def print_cost(
     seeds = max(2, len(design.seeds))
     sizes = [size_of(design, cost, number, questions) for number in (seeds, 2 * seeds)]
     console.print("; ".join(size.describe(args.price) for size in sizes), soft_wrap=True)
+    if args.budget:
+        print_splits(design, cost, args, console)
     if args.show_difference:
         all_questions = len(held_out_problems(arm, 0))
         numbers = {questions, *(all_questions >> halvings for halvings in range(4))} - {0}
@@ -469,6 +488,40 @@ def print_cost(
             f"cheapest that shows {args.show_difference:g}: {words}",
             soft_wrap=True,
         )
+
+
+def print_splits(design: Design, cost: SeedCost, args: SweepOptions, console: Console) -> None:
+    """Print how --budget is best split among seeds, questions and samples, as a table of the best
+    split and its neighbours. Raises `UserError` where it does not pay two seeds."""
+    from alignment.ablation.budget import ASSUMED, Budget, components_of_study, shown_splits, splits
+    from alignment.ablation.study import read_study
+
+    components = ASSUMED
+    source = "assumed"
+    if args.pilot:
+        components = components_of_study(read_study([Path(args.pilot)]), args.pilot)
+        source = f"of {args.pilot}"
+    all_questions = len(held_out_problems(next(iter(design.arms.values())), 0))
+    budget = Budget(
+        args.budget, all_questions, lambda seeds, answers: cost.scaled(seeds, answers)[1]
+    )
+    for sides, table in compared_sides(design).items():
+        found = splits(budget, components, table.weights_A, table.family, MOST_SEEDS)
+        if not found:
+            raise UserError(
+                f"--budget {args.budget:g}: two seeds of every arm take"
+                f" {budget.cost(2, 2):.3g} GPU-hours; give more"
+            )
+        best = min(found, key=lambda split: split.difference)
+        rows = []
+        for split in shown_splits(found):
+            mark = " (best)" if split == best else ""
+            numbers = (split.seeds, split.questions, split.samples)
+            rows.append((*map(str, numbers), f"{split.difference:.3f}{mark}", f"{split.cost:.3g}"))
+        title = f"--budget {args.budget:g}: smallest difference of {sides} shown in 80 %"
+        columns = ("seeds", "questions", "samples a question", "difference", "GPU-hours at most")
+        console.print(make_table(title, columns, rows))
+    console.print(f"by {components.describe()}, {source}", soft_wrap=True)
 
 
 def print_seed_cost(design: Design, args: SweepOptions, console: Console) -> SeedCost:

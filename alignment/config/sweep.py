@@ -101,6 +101,12 @@ class SweepOptions:
     """Dollars an hour of one GPU, or of a machine without. 0: unknown."""
     show_difference: float = flag(0.0, group="sweep", at_least=0, below=1, zero="none")
     """Difference of accuracies to find, by the cheapest number of seeds and questions. 0: none."""
+    budget: float = flag(0.0, group="sweep", at_least=0, zero="none")
+    """GPU-hours to split among seeds, questions and samples a question, so that the smallest
+    difference shows. 0: none."""
+    pilot: str = flag("", group="sweep")
+    """Folder of an earlier sweep whose runs tell how seeds, questions and answers vary, for
+    --budget; empty: what docs/verdicts.md assumes."""
     executor: Literal["auto", "local", "ray", "slurm"] = flag("auto", group="sweep")
     """local: runs one by one; ray: side by side; slurm: as a cluster's jobs; auto: ray if installed
     (extra), or local."""
@@ -135,6 +141,8 @@ class SweepOptions:
     def __post_init__(self) -> None:
         check_flags(self)
         require(self, "question", len(self.question) < 3, "one argument, two values or two arms")
+        is_valid = not self.pilot or self.budget > 0
+        require(self, "pilot", is_valid, "left out, or go with --budget")
         require(self, "tune_seeds", len(self.tune_seeds) > 0, "one seed or more")
         require(
             self,
@@ -206,6 +214,8 @@ class ClaimsOptions(SweepOptions):
         "calibrate",
         "price",
         "show_difference",
+        "budget",
+        "pilot",
         "tune",
         "tune_seeds",
         "validation_share",

@@ -81,7 +81,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
             pass
     drop_old_checkpoints(tmp_path, 0)
     assert last_whole_step(tmp_path) == (1_000_000, [])
-    drop_old_checkpoints(tmp_path, 2, spared=5)
+    drop_old_checkpoints(tmp_path, 2, spared=(5,))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_000005",
         "step_000015",
@@ -106,7 +106,7 @@ def test_the_checkpoints_of_a_reference_are_kept_while_they_are_needed(tmp_path)
     assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["08", "09", "11"]
     # Step 7's samplers load it again; its reference is step 4's.
     make_checkpoints(tmp_path, 4, 7)
-    drop_old_checkpoints(tmp_path, 1, spared=7, reset_interval=4)
+    drop_old_checkpoints(tmp_path, 1, spared=(7,), reset_interval=4)
     assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["04", "07", "08", "11"]
 
 
