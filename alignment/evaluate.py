@@ -35,6 +35,7 @@ from alignment.data.prompts import CHAT
 from alignment.data.tasks import find_task
 from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
+from alignment.evaluation.partial_prompts import write_partial_prompts
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.results import EvaluationResult
 from alignment.runs.run_folder import RunFolder, claim_run_folder, refuse_taken_name
@@ -184,6 +185,8 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
     if args.compare:
         names = ["compare", *map(label, args.compare)]
     default = "_".join([*names, *tasks])
+    if args.partial_prompts:
+        default = "_".join(["partial_prompts", label(args.model), *tasks])
     if args.audit_base:
         default = "_".join(["audit", label(args.model), *(args.eval_tasks or [args.task])])
     run = None
@@ -214,12 +217,16 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
                 run.log_eval(rows[-1], groups[-1])
     except (Interrupted, RunStopped, OSError) as error:
         stop = error
-    if rows and not args.audit_base:
+    if rows and not args.audit_base and not args.partial_prompts:
         print_evaluations(args, rows, console)
     has_all_rows = len(rows) == len(models) * len(tasks)
     is_complete = has_all_rows and not any("left_out" in row for row in rows)
-    if is_complete and not isinstance(stop, OSError) and not args.audit_base:
+    is_report = not args.audit_base and not args.partial_prompts
+    if is_complete and not isinstance(stop, OSError) and is_report:
         write_report(args, tasks, path, rows, groups, console)
+    if run is not None and args.partial_prompts:
+        for line in write_partial_prompts(run.path, rows, args.partial_prompts):
+            console.print(line, markup=False, soft_wrap=True)
     if run is not None and args.audit_base:
         table = write_audit(run.path, rows)
         console.print(printable(table), markup=False, highlight=False, soft_wrap=True)
@@ -256,7 +263,8 @@ def evaluate_models(
             evaluations[name] = prepare_evaluation(task_args, tokenizer, samples, other_rules)
         for evaluation in evaluations.values():
             # refuses long ones
-            encode_problems(evaluation.problems, model_path, tokenizer, args.max_new_tokens)
+            longest = evaluation.sampling.max_new_tokens
+            encode_problems(evaluation.problems, model_path, tokenizer, longest)
         engine = plan_evaluation(args, model_path)
         with closing(make_sampler(engine, tokenizer, console=console)) as sampler:
             for name, evaluation in evaluations.items():

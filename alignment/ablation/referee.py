@@ -5,11 +5,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Run, Study, amounts_of
+from alignment.runs.summary import best_audit
+from alignment.system.files import read_json
 
 Status = Literal["yes", "partly", "no"]
 HASH_CHARACTERS = 16  # of a SHA-256 that a report shows
@@ -31,6 +34,7 @@ def referee_answers(study: Study, comparisons: Sequence[Comparison]) -> list[Ans
         _seeds(study, comparisons),
         _tuning(study),
         _baseline(study),
+        _base_format(study),
         _contamination(study),
         _compute(study),
         _held_out(study),
@@ -79,12 +83,46 @@ def _baseline(study: Study) -> Answer:
     return Answer(question, "partly", words)
 
 
+def _base_format(study: Study) -> Answer:
+    question = "What can the base model do in its best format, before any training?"
+    audited = []
+    for output_dir, model, task in _base_models(study):
+        audit = best_audit(output_dir, model, task)
+        if audit:
+            audited.append(audit)
+    if audited:
+        return Answer(question, "yes", "; ".join(dict.fromkeys(audited)))
+    return Answer(question, "no", "`evaluate --audit_base` asks it in each of four formats")
+
+
 def _contamination(study: Study) -> Answer:
-    words = (
-        "no training problem asks a test question, by its text; what the model had read before is"
-        " not tested"
-    )
-    return Answer("Were test questions seen before?", "partly", words)
+    question = "Were test questions seen before?"
+    words = "no training problem asks a test question, by its text"
+    probed = []
+    for output_dir, model, task in _base_models(study):
+        for file in sorted(output_dir.glob("*/partial_prompts.json"), reverse=True):
+            record = read_json(file)
+            for row in record["evaluations"]:
+                if (row["model"], row["task"]) == (model, task):
+                    low, high = row["avg_all_rewards_ci"]
+                    probed.append(
+                        f"{model} continued the first {record['share']:.0%} of {row['problems']}"
+                        f" word for word in {row['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"
+                    )
+    if probed:
+        return Answer(question, "yes", f"{words}; {'; '.join(dict.fromkeys(probed))}")
+    reason = "what the model had read before is not tested: `evaluate --partial_prompts 0.6` does"
+    return Answer(question, "partly", f"{words}; {reason}")
+
+
+def _base_models(study: Study) -> list[tuple[Path, str, str]]:
+    """(folder, model, task) of the runs, once each: the folder is one that holds evaluations, that
+    of the run or that of its sweep."""
+    found: dict[tuple[Path, str, str], None] = {}
+    for run in study.runs:
+        for folder in (run.path.parent, run.path.parent.parent):
+            found[folder, str(run.args.get("model")), str(run.args.get("task"))] = None
+    return list(found)
 
 
 def _compute(study: Study) -> Answer:

@@ -11,6 +11,11 @@ from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, answer_in_box
 from alignment.data.tasks.own_data import read_examples
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
+from alignment.evaluation.partial_prompts import (
+    LEAST_WORDS,
+    continues_question,
+    partial_problems,
+)
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import with_short_prompts
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
@@ -58,6 +63,8 @@ def prepare_evaluation(
     `other_rules` are reported beside those under the task's."""
     task = args.task_in_format
     problems = _held_out_problems(args, task)
+    if isinstance(args, EvaluateArgs) and args.partial_prompts:
+        return _partial_evaluation(args, problems, tokenizer)
     examples = read_examples(args.few_shot)
     if isinstance(args, EvaluateArgs) and args.examples:
         examples = worked_examples(task, args)
@@ -70,6 +77,23 @@ def prepare_evaluation(
         sampling=eval_sampling(args, n),
         rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
     )
+
+
+def _partial_evaluation(
+    args: EvaluateArgs, problems: Sequence[Problem], tokenizer
+) -> PreparedEvaluation:
+    """The evaluation of --partial_prompts, by as many tokens as the longest rest has and a quarter
+    more, since another tokenisation of the same words may be longer. Raises `UserError` where every
+    question is too short."""
+    partial = partial_problems(problems, args.partial_prompts)
+    if not partial:
+        raise UserError(
+            f"--partial_prompts {args.partial_prompts}: no question of --task {args.task} leaves"
+            f" {LEAST_WORDS} words to continue"
+        )
+    lengths = [len(tokenizer.encode(problem.ground_truth)) for problem in partial]
+    sampling = SamplingConfig(1, 0.0, max_new_tokens=max(lengths) * 5 // 4 + 1)
+    return PreparedEvaluation(partial, continues_question, sampling, rules=())
 
 
 def _held_out_problems(args: Args, task: Task) -> list[Problem]:

@@ -242,6 +242,9 @@ class EvaluateArgs(PromptLengthFlags, Args):
     audit_base: bool = flag(False, group="evaluation")
     """Evaluate the model under each format of prompt and answer, instead of one, and print them
     best first: what a base model can do before it has learnt a format."""
+    partial_prompts: float = flag(0.0, group="evaluation", at_least=0, below=1, zero="whole ones")
+    """Give this share of each test question, such as 0.6, instead of all, and count what the model
+    continues word for word, greedily: whether it has read them before. 0: ask whole questions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,6 +263,9 @@ class EvaluateArgs(PromptLengthFlags, Args):
         is_one_format = not (self.compare or self.audit_base)
         wanted = "0 with --compare and --audit_base, which ask the same problems twice"
         require(self, "max_prompt_tokens", not self.max_prompt_tokens or is_one_format, wanted)
+        is_alone = not (self.audit_base or self.compare or self.num_samples > 1 or self.eval_greedy)
+        wanted = "0 with --audit_base, --compare, --eval_greedy and several samples"
+        require(self, "partial_prompts", not self.partial_prompts or is_alone, wanted)
         if self.eval_greedy and (self.compare or self.audit_base):
             raise UserError(
                 "--eval_greedy: --compare and --audit_base are of one evaluation of each model;"
