@@ -233,10 +233,10 @@ def effective_sample(scores_PG: Sequence[Sequence[float]]) -> tuple[float, float
     return p, min(p * (1 - p) / variance, float(scores.numel()))
 
 
-def clustered_interval(scores_PG: Sequence[Sequence[float]]) -> Interval:
+def clustered_interval(scores_PG: Sequence[Sequence[float]], z: float = 1.96) -> Interval:
     """Wilson's 95 % interval of the mean of scores in [0, 1]. Its n is that of `effective_sample`,
     since the scores of one problem are correlated."""
-    return wilson_interval(*effective_sample(scores_PG))
+    return wilson_interval(*effective_sample(scores_PG), z)
 
 
 def print_table(

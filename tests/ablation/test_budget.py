@@ -49,7 +49,7 @@ def test_components_are_unbiased():
         values = [components[name] for components in found]
         # Cut off at 0, the seeds' variance is a little too large.
         slack = 0.3 * value if name == "between_seeds" else 0.0
-        assert np.mean(values) == pytest.approx(value, abs=4 * np.std(values) / 14 + slack)
+        assert np.mean(values) == pytest.approx(value, abs=4 * float(np.std(values)) / 14 + slack)
 
 
 def budget(amount: float, of_answer: float = 0.001, all_questions: int = 500) -> Budget:

@@ -197,8 +197,7 @@ class Task:
 
     def training_problems(self, dataset_path: str, sft_share: float = 0.0) -> Problems:
         """The training split without the questions of the test split, and without SFT's share."""
-        tested = self._tested_keys(dataset_path)
-        untested = without(self.problems("train", dataset_path), tested, self.key)
+        untested = self._untested_problems(dataset_path)
         if not sft_share:
             return untested
         return only(
@@ -206,6 +205,11 @@ class Task:
             lambda problem: not in_sft_share(self.key(problem), sft_share),
             "are SFT's (--sft_share)",
         )
+
+    def _untested_problems(self, dataset_path: str) -> Problems:
+        """The training split without the questions of the test split."""
+        tested = self._tested_keys(dataset_path)
+        return without(self.problems("train", dataset_path), tested, self.key)
 
     def held_out_of_sft(self, dataset_path: str, sft_share: float) -> list[Problem]:
         """The first `MOST_HELD_OUT` distinct training problems, none of a test question, that SFT
