@@ -175,20 +175,26 @@ def audited_arguments(
     return audited
 
 
+def default_name(args: EvaluateArgs, tasks: Mapping[str, EvaluateArgs]) -> str:
+    """What the folder is called where --run_name is empty: what is done, with which models, on
+    which tasks."""
+    if args.audit_base:
+        return "_".join(["audit", label(args.model), *(args.eval_tasks or [args.task])])
+    names = ["evaluate", label(args.model)]
+    if args.compare:
+        names = ["compare", *map(label, args.compare)]
+    elif args.partial_prompts:
+        names[0] = "partial_prompts"
+    return "_".join([*names, *tasks])
+
+
 def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console: Console) -> Path:
     """Evaluate each model, print the results and write the run's folder, which is returned. Where a
     signal, a lost sampler or a full disk ends it, what was evaluated is printed all the same, and
     written as far as it can be, but for the summary of a finished one."""
     models = checked.models
     tasks = checked.tasks
-    names = ["evaluate", label(args.model)]
-    if args.compare:
-        names = ["compare", *map(label, args.compare)]
-    default = "_".join([*names, *tasks])
-    if args.partial_prompts:
-        default = "_".join(["partial_prompts", label(args.model), *tasks])
-    if args.audit_base:
-        default = "_".join(["audit", label(args.model), *(args.eval_tasks or [args.task])])
+    default = default_name(args, tasks)
     run = None
     rows = []
     groups = []
