@@ -8,7 +8,6 @@ uv run -m alignment.sweep --preset tiny --loss_type no_baseline reinforce_with_b
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -176,12 +175,8 @@ def make_design(args: SweepOptions) -> Design:
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
-    alpha = ALPHA
-    if args.until_decided:
-        from alignment.ablation.statistics import level_of_looks
-
-        looks = range(len(seeds), len(seeds) + count_looks(len(seeds), args))
-        alpha = level_of_looks(looks, math.comb(len(arms), 2))
+    # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
+    alpha = ALPHA / count_looks(len(seeds), args)
     design = Design(
         folder,
         arms,

@@ -11,7 +11,6 @@ each pair by itself, and Welch's t test over seeds with Holm's correction.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from alignment.ablation.statistics import (
     area_under_curve,
     compare,
     holm,
-    level_of_looks,
     pairs,
     power,
 )
@@ -306,8 +304,7 @@ def ours(arms: Mapping[str, Scores], setting: Setting) -> Look:
         compared = compare(arms, TIE, contrasts(setting), groups=groups)
         return Look(compared, setting.seeds)
     # the looks share the level
-    looks = range(setting.seeds, setting.last_seeds + 1)
-    alpha = level_of_looks(looks, math.comb(len(arms), 2))
+    alpha = ALPHA / (setting.last_seeds - setting.seeds + 1)
     states = [State(arm, seed, "done") for arm, seed in product(arms, range(setting.seeds))]
     while True:
         seen: dict[str, dict[int, np.ndarray]] = {arm: {} for arm in arms}

@@ -2,9 +2,9 @@
 
     uv run -m benchmarks.spending_rates
 
-`one level` is the rule: each of K looks, after S to M seeds, has the level by which all of them
-together have the chance of a false verdict, found by simulated t tests of equal arms. Beside it are
-an equal share of that chance for each look (Bonferroni); the increments of Lan and DeMets' (1983)
+`equal shares` is the rule: each of K looks, after S to M seeds, has the K-th part of the chance of
+a false verdict (Bonferroni). Beside it are `one level`, by which all looks together have that chance,
+found by simulated t tests of equal arms; the increments of Lan and DeMets' (1983)
 spending functions, which approximate O'Brien and Fleming's and Pocock's bounds, at the share of M
 that the seeds so far are; and the levels that spend as much where the looks' correlation is
 counted. By simulation of two arms, or of all pairs of several, whose
@@ -13,6 +13,7 @@ runs have normal noise: how many tables have a false verdict, and how many seeds
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,14 +21,16 @@ from itertools import combinations
 import numpy as np
 import tyro
 from scipy import stats
+from scipy.special import stdtr
 
 from alignment.ablation.design import ALPHA, SEED_STD
-from alignment.ablation.statistics import ScoredTables, halves_of_tables, level_of_looks
+from alignment.ablation.statistics import ScoredTables, halves_of_tables
 from alignment.core.power import score_std
 
 QUESTIONS = 512
 TIE = 0.03
 CALIBRATION = 400_000  # tables of equal arms by which levels are found
+LOOK_DRAWS = 100_000  # the same, of one level
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,35 @@ def correlated(spent: Callable[[np.ndarray], np.ndarray]) -> Callable[[range], n
         return np.array(found)
 
     return levels
+
+
+@functools.cache
+def level_of_looks(looks: range, family: int = 1) -> float:
+    """The chance of a false verdict that each look may have, where verdicts are made after each
+    number of seeds in `looks`, so that all of them together have `ALPHA`. As with Pocock's
+    bounds of group sequential tests every look has the same level, which exceeds ALPHA / looks
+    because looks at the same seeds err together.
+
+    It is found from simulated paired t tests of equal arms: `ALPHA / family` is the chance that the
+    smallest of their p values is below the level / `family`, as Holm's first step has it."""
+    tested = [seeds for seeds in looks if seeds > 1]
+    if len(tested) < 2:
+        return ALPHA
+    rng = np.random.default_rng(0)
+    smallest_N = np.ones(LOOK_DRAWS)
+    sum_N = np.zeros(LOOK_DRAWS)
+    squares_N = np.zeros(LOOK_DRAWS)
+    for seeds in range(1, tested[-1] + 1):
+        differences_N = rng.normal(size=LOOK_DRAWS)
+        sum_N += differences_N
+        squares_N += differences_N**2
+        if seeds < tested[0]:
+            continue
+        variance_N = (squares_N - sum_N**2 / seeds) / (seeds - 1)
+        t_N = np.abs(sum_N) / np.sqrt(seeds * variance_N)
+        np.minimum(smallest_N, 2 * stdtr(seeds - 1, -t_N), out=smallest_N)
+    level = family * float(np.quantile(smallest_N, ALPHA / family))
+    return max(level, ALPHA / len(tested))  # Bonferroni's level, which holds whatever the noise
 
 
 def one_level(looks: range) -> np.ndarray:

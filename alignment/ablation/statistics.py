@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from scipy import optimize, stats
-from scipy.special import nctdtrinc, ndtr, ndtri, stdtr, stdtrit
+from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 from alignment.ablation.flips import seeds_for_exact, sign_flip_p
@@ -822,36 +822,6 @@ def interquartile_mean(scores: Sequence[float]) -> float:
 
 
 DRAWS = 4_000  # of simulated tables, from which a design's power is counted
-LOOK_DRAWS = 100_000  # of simulated comparisons, from which the level of looks is found
-
-
-@functools.cache
-def level_of_looks(looks: range, family: int = 1) -> float:
-    """The chance of a false verdict that each look may have, where verdicts are made after each
-    number of seeds in `looks`, so that all of them together have `ALPHA`. As with Pocock's
-    bounds of group sequential tests every look has the same level, which exceeds ALPHA / looks
-    because looks at the same seeds err together.
-
-    It is found from simulated paired t tests of equal arms: `ALPHA / family` is the chance that the
-    smallest of their p values is below the level / `family`, as Holm's first step has it."""
-    tested = [seeds for seeds in looks if seeds > 1]
-    if len(tested) < 2:
-        return ALPHA
-    rng = np.random.default_rng(0)
-    smallest_N = np.ones(LOOK_DRAWS)
-    sum_N = np.zeros(LOOK_DRAWS)
-    squares_N = np.zeros(LOOK_DRAWS)
-    for seeds in range(1, tested[-1] + 1):
-        differences_N = rng.normal(size=LOOK_DRAWS)
-        sum_N += differences_N
-        squares_N += differences_N**2
-        if seeds < tested[0]:
-            continue
-        variance_N = (squares_N - sum_N**2 / seeds) / (seeds - 1)
-        t_N = np.abs(sum_N) / np.sqrt(seeds * variance_N)
-        np.minimum(smallest_N, 2 * stdtr(seeds - 1, -t_N), out=smallest_N)
-    level = family * float(np.quantile(smallest_N, ALPHA / family))
-    return max(level, ALPHA / len(tested))  # Bonferroni's level, which holds whatever the noise
 
 
 class Power(NamedTuple):
@@ -877,7 +847,7 @@ def power(
     if looks[0] < 2 or family < 1:
         return Power(math.inf, 0.0)
     weights = np.array(weights_A)
-    alpha = level_of_looks(looks, math.comb(len(weights_A), 2))
+    alpha = ALPHA / len(looks)
     rng = np.random.default_rng(0)
     scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     analyses = []

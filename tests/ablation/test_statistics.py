@@ -17,7 +17,6 @@ from alignment.ablation.statistics import (
     half_width,
     holm,
     interquartile_mean,
-    level_of_looks,
     power,
     seed_variances,
     tail,
@@ -360,25 +359,6 @@ def test_a_mean_of_two_arms_a_side_is_easier_to_tell_apart_than_an_arm():
 
 def test_looks_share_the_error_rate_and_seeds_win_it_back():
     assert two_arms(10).difference < two_arms(3, last=10).difference < two_arms(3).difference
-
-
-def test_looks_have_one_level_by_which_they_err_in_five_percent_together():
-    """Of 20,000 pairs of equal arms that are looked at after 3 to 10 seeds, by other random numbers
-    than the level's: 5 %, of which 0.15 points are a standard error. Heavy tails and skew, too."""
-    assert level_of_looks(range(5, 6)) == level_of_looks(range(1, 3)) == 0.05
-    looks = range(3, 11)
-    level = level_of_looks(looks)
-    assert 0.05 / 8 < level_of_looks(looks, family=6) < level < 0.05
-    rng = np.random.default_rng(7)
-    for draw in (rng.standard_normal, lambda size: rng.standard_t(3, size)):
-        differences_NS = draw((20_000, 10)) - draw((20_000, 10))
-        crossed_N = np.full(20_000, False)
-        for seeds in looks:
-            p_N = stats.ttest_1samp(differences_NS[:, :seeds], 0, axis=1).pvalue
-            crossed_N |= p_N < level
-        assert crossed_N.mean() < 0.05 + 2 * 0.0015
-        if draw == rng.standard_normal:
-            assert crossed_N.mean() > 0.05 - 3 * 0.0015
 
 
 def test_a_tie_needs_seeds():
