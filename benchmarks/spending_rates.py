@@ -3,12 +3,12 @@
     uv run -m benchmarks.spending_rates
 
 `equal shares` is the rule: each of K looks, after S to M seeds, has the K-th part of the chance of
-a false verdict (Bonferroni). Beside it are `one level`, by which all looks together have that chance,
-found by simulated t tests of equal arms; the increments of Lan and DeMets' (1983)
-spending functions, which approximate O'Brien and Fleming's and Pocock's bounds, at the share of M
-that the seeds so far are; and the levels that spend as much where the looks' correlation is
-counted. By simulation of two arms, or of all pairs of several, whose
-runs have normal noise: how many tables have a false verdict, and how many seeds a comparison takes.
+a false verdict (Bonferroni). Beside it are `one level`, by which all looks together have that
+chance, found by simulated t tests of equal arms; the increments of Lan and DeMets' (1983) spending
+functions, which approximate O'Brien and Fleming's and Pocock's bounds, at the share of M that the
+seeds so far are; and the levels that spend as much where the looks' correlation is counted. By
+simulation of two arms, or of all pairs of several, whose runs have normal noise: how many tables
+have a false verdict, and how many seeds a comparison takes.
 """
 
 from __future__ import annotations
