@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from alignment.system.registry import did_you_mean
+from alignment.system.nearest import did_you_mean
 from alignment.system.versions import version_line
 
 

@@ -36,6 +36,7 @@ from alignment.config.sweep import (
 from alignment.data.tasks.published import PUBLISHED
 from alignment.rewards.rules import CONTROLS, RULES
 from alignment.system.errors import UserError
+from alignment.system.nearest import did_you_mean_path
 
 __all__ = [
     "Args",
@@ -86,7 +87,8 @@ def refuse_missing_warm_start(args: RLArgs) -> None:
             f"make it with `uv run -m alignment.sft --preset {args.preset}`, or start from --model"
             " with --sft_base ''"
         )
-        raise UserError(f"--sft_base {args.sft_base} does not exist: {remedy}")
+        nearest = did_you_mean_path(args.sft_base)
+        raise UserError(f"--sft_base {args.sft_base} does not exist{nearest}: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from alignment.args import (
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import read_json, read_toml, write_json
 from alignment.system.locks import lock_run_folder
+from alignment.system.nearest import did_you_mean, did_you_mean_path
 from alignment.system.processes import last_line, start_command
-from alignment.system.registry import did_you_mean
 from alignment.system.terminal import make_console, make_table
 
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
@@ -92,7 +92,7 @@ def pipeline_file(name: str) -> Path:
     if not Path(name).exists():
         raise UserError(
             f"--file {name}: there is no such file, and no such pipeline; the package has"
-            f" {', '.join(PIPELINES)}{did_you_mean(name, PIPELINES)}"
+            f" {', '.join(PIPELINES)}{did_you_mean(name, PIPELINES) or did_you_mean_path(name)}"
         )
     return Path(name)
 

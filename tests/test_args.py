@@ -232,7 +232,10 @@ def test_gradients_need_several_prompts_and_groups_that_divide(values):
                 " (did you mean"
             ),
         ),
-        (["--preset", "tinny"], "(did you mean tiny?)"),
+        (
+            ["--preset", "tinny"],
+            "--preset tinny: there is no such preset (did you mean tiny?); choose one of ",
+        ),
         (["--lr", "1"], "--lr: there is no such flag; write --learning_rate"),
         (["--use-peft"], "--use-peft: there is no such flag; write --lora_rank 16"),
         (["--num_steps", "many"], "--num_steps many: must be a whole number"),

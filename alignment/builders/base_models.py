@@ -10,6 +10,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import json_object, read_json
 from alignment.system.hub import wait_for_hub
 from alignment.system.manifests import MANIFEST, find_damage
+from alignment.system.nearest import did_you_mean, did_you_mean_path
 
 # Models that `alignment.data.embedded` builds without a download.
 EMBEDDED = ("tiny", "tiny_student", "smollm2")
@@ -52,8 +53,9 @@ def check_model_path(name: str, flag: str, made: bool = False) -> str | None:
         choices = (
             '"tiny", "smollm2", a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-1.5B'
         )
+        nearest = did_you_mean(name, EMBEDDED) or did_you_mean_path(name)
         raise UserError(
-            f"{flag} {name}: no model folder (with a config.json) is there; give {choices}"
+            f"{flag} {name}: no model folder (with a config.json) is there{nearest}; give {choices}"
         )
     return str(folder)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from alignment.args import Args, EvaluateArgs, RLArgs, SFTArgs
-from alignment.data.tasks import TASKS, DataConfig
+from alignment.data.tasks import TASKS, DataConfig, refuse_bare_path
 from alignment.evaluation import benchmarks
 from alignment.system.errors import UserError
 from alignment.system.registry import find
@@ -28,7 +28,10 @@ def task_arguments(args: AnyArgs, names: Sequence[str]) -> dict[str, AnyArgs]:
             changes["test_split"] = ""
         path = name
         if not name.startswith(OWN_ROWS):
-            find("--eval_tasks", name, {**benchmarks.BENCHMARKS, **TASKS})
+            known = {**benchmarks.BENCHMARKS, **TASKS}
+            if name not in known:
+                refuse_bare_path("--eval_tasks", name)
+            find("--eval_tasks", name, known)
             if has_own_rows:
                 # The columns that are named are those of the user's own rows.
                 changes = vars(DataConfig())

@@ -52,6 +52,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, read_jsonl, write_json
 from alignment.system.locks import lock_run_folder
 from alignment.system.manifests import MANIFEST, find_damage, write_manifest
+from alignment.system.nearest import did_you_mean_path
 from alignment.system.signals import deferrable_signals, received_signal
 from alignment.system.terminal import count_parts, say_once
 from alignment.training.sft import (
@@ -388,7 +389,10 @@ def prepare_warm_start(args: RLArgs, console: Console) -> str:
         return resolve_model(args.model, args.output_dir)
     refuse_missing_warm_start(args)
     if not Path(args.sft_base).exists():
-        console.print(f"{args.sft_base} is not there yet: warming up by SFT, once", markup=False)
+        nearest = did_you_mean_path(args.sft_base)
+        console.print(
+            f"{args.sft_base} is not there yet{nearest}: warming up by SFT, once", markup=False
+        )
         # One warm start serves every run, whatever seed and adapters the first one has.
         sft_args = dataclasses.replace(
             as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""

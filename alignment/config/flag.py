@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin
 
 from alignment.core.flag import Extra, Flag, flag
 from alignment.system.errors import UserError
-from alignment.system.registry import did_you_mean, name_here
+from alignment.system.nearest import did_you_mean
+from alignment.system.registry import name_here
 
 __all__ = [
     "DataclassInstance",

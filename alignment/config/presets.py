@@ -9,7 +9,7 @@ from alignment.config.settings import arguments_of, changed_values, chooser, is_
 from alignment.config.words import refuse_unknown_argument
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
-from alignment.system.registry import did_you_mean
+from alignment.system.nearest import did_you_mean
 
 Config = TypeVar("Config")
 SUFFIX = ".toml"
@@ -91,8 +91,11 @@ def preset_file(name: str) -> Path:
         return Path(name)
     names = preset_names()
     if name not in names:
-        listed = f"{', '.join(names)}, or a file FILE{SUFFIX}{did_you_mean(name, names)}"
-        raise UserError(f"--preset {name}: there is no such preset; choose one of {listed}")
+        listed = f"{', '.join(names)}, or a file FILE{SUFFIX}"
+        nearest = did_you_mean(name, names)
+        raise UserError(
+            f"--preset {name}: there is no such preset{nearest}; choose one of {listed}"
+        )
     return PRESETS / f"{name}{SUFFIX}"
 
 

@@ -29,7 +29,8 @@ from alignment.core.losses import LOSSES, OPTIONAL_ARGUMENTS, Loss
 from alignment.rewards.rules import settings_of_reward
 from alignment.sampling.sampler import named_engine
 from alignment.system.errors import UserError
-from alignment.system.registry import did_you_mean, find
+from alignment.system.nearest import did_you_mean
+from alignment.system.registry import find
 
 ArgumentsType = TypeVar("ArgumentsType")
 

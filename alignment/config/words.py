@@ -18,7 +18,7 @@ from alignment.config.flag import (
 from alignment.config.settings import choices_of
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
-from alignment.system.registry import did_you_mean
+from alignment.system.nearest import did_you_mean
 
 OTHER_NAMES = Path(__file__).parents[1] / "other_names.toml"
 

@@ -18,6 +18,7 @@ from alignment.core.records import Endless, Group, Problem, Problems
 from alignment.data.questions import plain, question_text
 from alignment.data.rows import Row, read_rows
 from alignment.system.errors import UserError
+from alignment.system.nearest import did_you_mean_path
 
 NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 BAND = re.compile(rf"({NUMBER})-({NUMBER})")
@@ -102,8 +103,8 @@ def read_pass_rates(file: str) -> PassRates:
     models: dict[str, None] = {}
     if not Path(file).is_file():
         raise UserError(
-            f"--pass_rates {file}: is no file; `rejection_sample` and `evaluate` write one with"
-            " several samples a problem"
+            f"--pass_rates {file}: is no file{did_you_mean_path(file)}; `rejection_sample` and"
+            " `evaluate` write one with several samples a problem"
         )
     rows = read_rows(Path(file), "question")
     for place, row in rows:

@@ -25,6 +25,7 @@ from typing import Any
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
 from alignment.system.hub import wait_for_hub
+from alignment.system.nearest import did_you_mean_path
 
 Row = dict[str, Any]  # column -> cell
 PlacedRow = tuple[str, Row]  # ("file:line", row), or ("file: row number", row) without lines
@@ -98,7 +99,7 @@ def read_rows(file: Path, *texts: str, flag: str = "") -> list[PlacedRow]:
     if file.is_dir():
         raise UserError(f"{place_of_file} is a folder: name a file in it")
     if not file.is_file():
-        raise UserError(f"{place_of_file} does not exist")
+        raise UserError(f"{place_of_file} does not exist{did_you_mean_path(file)}")
     reader = READERS.get(file.suffix.lower(), json_lines)
     rows = list(reader(file))
     if not rows and not texts:

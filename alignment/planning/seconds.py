@@ -10,7 +10,7 @@ from alignment.planning.measured_card import MEASURED
 from alignment.planning.work import UnitSeconds, Work
 from alignment.system.errors import UserError
 from alignment.system.files import read_toml
-from alignment.system.registry import did_you_mean
+from alignment.system.nearest import did_you_mean
 
 TABLES = read_toml(Path(__file__).with_name("cards.toml"), "--hardware")
 

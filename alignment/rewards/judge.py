@@ -21,7 +21,7 @@ from alignment.core.records import Completion, Problem, Score
 from alignment.rewards.language import reasoning_of
 from alignment.system.errors import UserError
 from alignment.system.files import read_text
-from alignment.system.registry import did_you_mean
+from alignment.system.nearest import did_you_mean
 
 RUBRICS = {file.stem: file for file in sorted((Path(__file__).parent / "rubrics").glob("*.txt"))}
 """Name -> file of the rubrics that come with the package."""

@@ -8,6 +8,7 @@ from typing import Any
 from alignment.runs.metric_names import read_metrics
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
+from alignment.system.nearest import did_you_mean_path
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def _read_args(path: Path) -> Mapping[str, Any]:
     """The arguments of args.json. Raises `UserError` where there are none."""
     file = path / "args.json"
     if not file.is_file():
-        raise UserError(f"{path} is no run's folder: it has no args.json")
+        nearest = did_you_mean_path(path)
+        raise UserError(f"{path} is no run's folder: it has no args.json{nearest}")
     args = read_json(file).get("args")
     if not isinstance(args, dict):
         raise UserError(f"{file} is damaged: it has no args")

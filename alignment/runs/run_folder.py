@@ -28,6 +28,7 @@ from alignment.system import files
 from alignment.system.command import current_command
 from alignment.system.errors import RunStopped, UserError
 from alignment.system.manifests import find_damage, write_manifest
+from alignment.system.nearest import did_you_mean_path
 from alignment.system.terminal import printable
 from alignment.system.versions import versions
 
@@ -347,7 +348,8 @@ def resumed_run_name(output_dir: str, run_name: str, default: str) -> str:
         names = [default, *(f"{default}-{number}" for number in numbers)]
     existing = [name for name in names if (output / name / "args.json").exists()]
     if not existing:
-        raise UserError(f"--resume: there is no run {output / names[0]}")
+        missing = output / names[0]
+        raise UserError(f"--resume: there is no run {missing}{did_you_mean_path(missing)}")
     return existing[-1]
 
 

@@ -18,6 +18,7 @@ import psutil
 from safetensors import SafetensorError
 
 from alignment.system.errors import UserError
+from alignment.system.nearest import did_you_mean_path
 
 NEEDED_BYTES = 2**20  # A command that writes to a folder needs so much room on its disk to start.
 
@@ -111,7 +112,8 @@ def read_toml(file: Path, flag: str) -> dict:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{flag} {file}: there is no such file") from None
+        nearest = did_you_mean_path(file)
+        raise UserError(f"{flag} {file}: there is no such file{nearest}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{flag} {file}: must be a TOML file ({error})") from None
 

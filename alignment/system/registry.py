@@ -1,16 +1,16 @@
 """Named choices: one table of entries for each flag, to which a user adds an entry of their own as
 `package.module:name`."""
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TypeVar, cast
 
 from alignment.system.errors import PACKAGE, USERS_PACKAGES, UserError
 from alignment.system.files import read_toml
+from alignment.system.nearest import did_you_mean
 
 Entry = TypeVar("Entry")
 OTHER_VALUES = Path(__file__).parents[1] / "other_values.toml"
@@ -44,8 +44,8 @@ def find(
         noun = flag.strip("-").removesuffix("s").replace("_", " ")
         hint = name_here(flag, name) or did_you_mean(name, table)
         raise UserError(
-            f"{flag} {name}: there is no such {noun}; choose one of {', '.join(table)}, or name"
-            f" {form}{hint}"
+            f"{flag} {name}: there is no such {noun}{hint}; choose one of {', '.join(table)}, or"
+            f" name {form}"
         )
     entry = import_object(flag, name)
     must_be_wrapped = wrap is not None and holds_functions
@@ -76,14 +76,6 @@ def name_here(flag: str, value: str) -> str:
     return f" ({value} of other libraries: {remedies[value]})"
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ " (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
-    nearest = difflib.get_close_matches(name, names, n=1)
-    if not nearest:
-        return ""
-    return f" (did you mean {nearest[0]}?)"
-
-
 def check_call(flag: str, name: str, function: Callable, *arguments: str) -> None:
     """Raise `UserError`, with the function's file and line, where a function of the user's own
     cannot be called with these arguments, by position. Nothing is called."""
@@ -107,9 +99,29 @@ def import_object(flag: str, path: str) -> object:
     # `errors` names the line where code of these packages fails.
     if not module.startswith(f"{PACKAGE.name}."):
         USERS_PACKAGES.add(module.partition(".")[0])
+    names: list[str] = []
     try:
-        return getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
+        names = _names_defined_in(module, vars(imported))
+        return getattr(imported, attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
+        listed = ""
+        if names:
+            listed = f"{did_you_mean(attribute, names)}; {module} has {', '.join(names)}"
         raise UserError(
-            f"{flag} {path}: cannot be imported ({type(error).__name__}: {error})"
+            f"{flag} {path}: cannot be imported ({type(error).__name__}: {error}){listed}"
         ) from None
+
+
+LISTED_NAMES = 12
+
+
+def _names_defined_in(module: str, variables: Mapping[str, object]) -> list[str]:
+    """The first public names of a module that it has not imported from elsewhere, modules left
+    out."""
+    names = []
+    for name, value in variables.items():
+        is_own = getattr(value, "__module__", module) == module
+        if is_own and not name.startswith("_") and not isinstance(value, ModuleType):
+            names.append(name)
+    return names[:LISTED_NAMES]

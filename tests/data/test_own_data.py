@@ -355,7 +355,11 @@ def test_what_is_wrong_is_said_with_its_place(name, text, flags, message, tmp_pa
         ),
         ("file:{folder}", {}, "is a folder: name a file in it"),
         ("file:{folder}/none.csv", {}, "none.csv does not exist"),
-        ("file:{folder}/a.jsonl", {}, "1 rows are too few to hold some out for tests"),
+        (
+            "file:{folder}/a.jsonl",
+            {},
+            "1 rows are too few to hold some out for .* all of these, --test_split /.*/a.jsonl$",
+        ),
         ("file:{folder}/a.jsonl", {"test_split": "none"}, "none does not exist"),
     ],
 )

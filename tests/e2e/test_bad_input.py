@@ -500,7 +500,7 @@ CASES = [
     (
         "evaluate",
         ["--eval_tasks", "math5000"],
-        "--eval_tasks math5000: there is no such eval task; choose one of gsm8k, math500,",
+        "--eval_tasks math5000: there is no such eval task (did you mean math500?); choose one of",
     ),
     (
         "evaluate",

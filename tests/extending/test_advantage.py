@@ -87,7 +87,7 @@ def test_flags_that_do_not_suit_an_estimator_are_refused():
         "--advantage", "pass_at_k", "--group_size", "2"
     )
     assert parse(RLArgs, [*OWN, "--group_size", "1"]).group_size == 1
-    assert "there is no such advantage; choose one of" in refusal_of("--advantage", "gae")
+    assert "there is no such advantage (gae of other" in refusal_of("--advantage", "gae")
     assert "--advantage.decay 1.0: must be 0 or below 1" in refusal_of(
         *OWN, "--advantage.decay", "1"
     )

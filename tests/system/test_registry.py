@@ -24,6 +24,9 @@ USERS = {"goat": Animal("meh"), "halve": lambda x: x / 2, "number": 7}
 def users_module(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "users_zoo", SimpleNamespace(**USERS))
     (tmp_path / "broken_zoo.py").write_text("raise SystemExit(3)")
+    (tmp_path / "small_zoo.py").write_text(
+        "import math\nfrom json import loads\ndef halve(x):\n    return x / 2\nnumber = _own = 7\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -55,9 +58,10 @@ def test_a_function_becomes_an_entry_where_the_registry_wraps():
                 " name one of your own as"
             ),
         ),
-        ("shep", "there is no such farm animal; .* \\(did you mean sheep\\?\\)$"),
+        ("shep", "there is no such farm animal \\(did you mean sheep\\?\\); choose one of cow"),
         ("no_zoo:goat", "--farm_animal no_zoo:goat: cannot be imported \\(ModuleNotFoundError"),
         ("users_zoo:cat", "cannot be imported \\(AttributeError"),
+        ("small_zoo:haave", "\\(did you mean halve\\?\\); small_zoo has halve, number$"),
         ("users_zoo:number", "cannot be imported \\(TypeError: it is of type int, not Animal"),
         ("users_zoo:halve", "cannot be imported \\(TypeError: it is of type function, not Animal"),
         ("broken_zoo:goat", "cannot be imported \\(SystemExit: 3"),

@@ -20,6 +20,7 @@ from alignment.core.records import Endless, Problem, Problems
 from alignment.core.text import added_ids
 from alignment.system.errors import UserError
 from alignment.system.files import read_text, read_toml
+from alignment.system.nearest import did_you_mean, did_you_mean_path
 from alignment.system.terminal import say_once
 
 Messages = Sequence[Mapping[str, str]]  # with "role" and "content", as a chat template takes them
@@ -73,9 +74,11 @@ def read_template(name: str) -> str:
     if name in templates:
         return templates[name]
     if not Path(name).is_file():
-        choices = ", ".join(sorted([*templates, CHAT]))
+        names = sorted([*templates, CHAT])
+        nearest = did_you_mean(name, names) or did_you_mean_path(name)
         raise UserError(
-            f"--prompt {name}: there is no such template; choose one of {choices}, a file"
+            f"--prompt {name}: there is no such template{nearest}; choose one of"
+            f" {', '.join(names)}, a file"
         )
     text = read_text(Path(name)).removesuffix("\n")
     if "{question}" not in text:

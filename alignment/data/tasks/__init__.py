@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
@@ -21,6 +22,7 @@ from alignment.data.questions import (
     question_text,
     without,
 )
+from alignment.data.rows import READERS
 from alignment.data.tasks import arithmetic, countdown, own_data, published
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError, in_one_line, place_in_users_code
@@ -326,7 +328,21 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
             f"--task {name} has rows of its own: --{', --'.join(vars(data))} go with file:FILE and"
             " hf:NAME"
         )
+    if name not in TASKS:
+        refuse_bare_path("--task", name)
     return find("--task", name, TASKS)
+
+
+def refuse_bare_path(flag: str, name: str) -> None:
+    """Raise `UserError` where a flag that takes file:FILE and hf:FOLDER has a path alone: one that
+    is there, or the name of a file with rows."""
+    path = Path(name)
+    if path.is_dir() and len(path.parts) > 1:
+        raise UserError(f"{flag} {name}: is a folder: write hf:{name}, or file: and a file in it")
+    if path.is_file() or path.suffix in (".jsonl", *READERS):
+        raise UserError(
+            f"{flag} {name}: the rows of a file are named with file: before it: write file:{name}"
+        )
 
 
 # A worked solution, as the tasks' demonstrations have it.

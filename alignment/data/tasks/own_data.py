@@ -123,14 +123,22 @@ def _pairs(name: str, data: DataConfig) -> Mapping[str, list[Demonstration]]:
         if questions < len(pairs):
             noun = "question" if questions == 1 else "questions"
             number += f" that ask {questions} {noun}"
-        fault = f"{number} are too few to hold some out for tests"
-        raise UserError(f"--task {name}: {fault}; name --test_split")
+        raise UserError(
+            f"--task {name}: {number} are too few to hold some out for tests; name others with"
+            f" --test_split, or, to evaluate on all of these, --test_split {_whole_split(name)}"
+        )
     tested = len({question_text(problem) for problem, _ in by_split["test"]})
     say_once(
         f"--task {name}: {tested} questions of {len(pairs)} rows are held out for tests, by a hash;"
-        " --test_split FILE names others"
+        f" --test_split FILE names others, and in `evaluate` --test_split {_whole_split(name)} all"
     )
     return by_split
+
+
+def _whole_split(name: str) -> str:
+    """The value of --test_split that makes all rows of --task `name` the test problems."""
+    kind, _, source = name.partition(":")
+    return "train" if kind == "hf" else source
 
 
 def _rows_of_data_set(name: str, source: str, test_split: str) -> _SplitRows:
