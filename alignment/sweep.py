@@ -346,15 +346,18 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
         " between seeds:"
     )
     for sides, power in powers(design, looks, questions).items():
-        smallest = f"{power.difference:.3f}"
-        if power.difference > 1:
-            smallest = "none, since accuracies differ by 1 at most"
-        console.print(
-            f"- smallest difference of {sides} that they would show with a chance of 80 %:"
-            f" {smallest}; equal ones would be called a tie within {design.tie:g} with a chance of"
-            f" {power.tie:.0%}",
-            soft_wrap=True,
-        )
+        console.print(power_line(sides, power, design.tie), soft_wrap=True)
+
+
+def power_line(sides: str, power: Power, tie: float) -> str:
+    """What seeds and questions would show of a difference of two sides, and of a tie."""
+    if power.difference > 1:
+        return f"- so few cannot show any difference of {sides}: accuracies differ by 1 at most"
+    return (
+        f"- smallest difference of {sides} that they would show with a chance of 80 %:"
+        f" {power.difference:.3f}; equal ones would be called a tie within {tie:g} with a chance"
+        f" of {power.tie:.0%}"
+    )
 
 
 def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:

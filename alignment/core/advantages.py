@@ -48,7 +48,9 @@ class AdvantageInputs:
     problems: tuple[str, ...]
     """The key of each group's problem: equal keys ask the same question."""
     step: int
+    """The number of the step."""
     config: AdvantageConfig
+    """The values of the flags of advantages, such as --baseline and --std_of."""
 
     @property
     def settings(self) -> Any:

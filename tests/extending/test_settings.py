@@ -4,6 +4,7 @@ one file of the user's declares them, and nothing else changes."""
 import dataclasses
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,3 +270,13 @@ def test_an_engine_gets_its_settings(own_reward):
         .keys()
         .isdisjoint({"sampler.letters", "sampler.bonus"})
     )
+
+
+def test_the_page_lists_every_field_that_an_advantage_gets():
+    from dataclasses import fields
+
+    from alignment.core.advantages import AdvantageInputs
+
+    page = (Path(__file__).parents[2] / "docs" / "extending_settings.md").read_text()
+    missing = [each.name for each in fields(AdvantageInputs) if f"| `{each.name}` |" not in page]
+    assert missing == []

@@ -43,7 +43,7 @@ from alignment.data.row_warnings import (
 )
 from alignment.data.rows import Row, Rows, cell_text, hub_splits, numbered, read_rows
 from alignment.system.errors import UserError
-from alignment.system.terminal import say_once
+from alignment.system.terminal import printable, say_once
 
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 # one question in 20 belongs to the test split of demonstrations, for the validation loss
@@ -262,12 +262,16 @@ def _with_cell(row: Row, column: str, value: object) -> Row:
 def _say_sources(worked: Sequence[_WorkedProblem]) -> None:
     """Say in one line how many answers come from what, unless all are whole cells; and that turns
     of the system are not asked."""
-    first_places = {one.source: one.problem.id for one in reversed(worked)}
-    if set(first_places) - {"", WHOLE_CELL}:
+    firsts = {one.source: one.problem for one in reversed(worked)}
+    if set(firsts) - {"", WHOLE_CELL}:
         counts = Counter(one.source for one in worked)
         parts = []
         for source, number in counts.most_common():
-            parts.append(f"{number} {source} (first {first_places[source]})")
+            example = f" (first {firsts[source].id})"
+            if source == WHOLE_CELL:
+                answer = printable(firsts[source].ground_truth[:60], line_breaks=False)
+                example = f' without a mark (first {firsts[source].id}: "{answer}")'
+            parts.append(f"{number} {source}{example}")
         say_once(f"answers: {', '.join(parts)}")
     spoken = [one.problem.id for one in worked if one.has_system]
     if spoken:
