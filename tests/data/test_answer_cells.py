@@ -65,7 +65,7 @@ def test_one_line_says_how_many_golds_come_from_what(tmp_path, capsys):
     assert [gold for _, gold in golds(tmp_path, *rows)] == ["1", "2", "3", cells[-1]]
     file = tmp_path / "rows.jsonl"
     assert capsys.readouterr().err == (
-        rf"answers: 2 after #### (first {file}:1), 1 in \boxed{{}} (first {file}:3), 1 whole cells without"
+        rf"answers: 2 after #### (first {file}:1), 1 in \boxed{{}} (first {file}:3), 1 whole cells"
         f' without a mark (first {file}:4: "a worked solution without a mark")\n'
     )
     golds(tmp_path, {"question": "a", "answer": "1"})
