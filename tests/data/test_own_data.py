@@ -612,7 +612,8 @@ def test_a_template_is_a_file_with_a_place_for_the_question(tmp_path):
         read_template(str(tmp_path / "own.txt"))
     with pytest.raises(
         UserError,
-        match="^--prompt .*none.txt: there is no such template; choose one of boxed, chat, ",
+        match=r"^--prompt .*none.txt: there is no such template \(did you mean .*own.txt\?\); "
+        "choose one of boxed, chat, ",
     ):
         read_template(str(tmp_path / "none.txt"))
 
