@@ -11,7 +11,7 @@ from typing import Literal
 from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Run, Study, amounts_of
-from alignment.runs.summary import best_audit
+from alignment.runs.summary import accuracy_with_interval, best_audit
 from alignment.system.files import read_json
 
 Status = Literal["yes", "partly", "no"]
@@ -104,10 +104,9 @@ def _contamination(study: Study) -> Answer:
             record = read_json(file)
             for row in record["evaluations"]:
                 if (row["model"], row["task"]) == (model, task):
-                    low, high = row["avg_all_rewards_ci"]
                     probed.append(
                         f"{model} continued the first {record['share']:.0%} of {row['problems']}"
-                        f" word for word in {row['avg_all_rewards']:.3f} ({low:.3f} .. {high:.3f})"
+                        f" word for word in {accuracy_with_interval(row)}"
                     )
     if probed:
         return Answer(question, "yes", f"{words}; {'; '.join(dict.fromkeys(probed))}")

@@ -369,17 +369,17 @@ def check_sft_share(
         flags.append(f"--patience {args.patience}")
     holds_out = args.patience > 0
     kept = task.taught(demonstrations, args.dataset_path, args.sft_share, holds_out)
-    line = f"{' and '.join(flags)}: SFT trains on {len(kept)} of {len(demonstrations)}"
+    line = (
+        f"{' and '.join(flags)}: SFT trains on {len(kept)} of {len(demonstrations)} demonstrations"
+    )
     if not kept:
-        raise UserError(f"{line} demonstrations; give a larger share")
+        raise UserError(f"{line}; give a larger share")
     if holds_out:
         held_out = len(task.held_out_of_sft(args.dataset_path, args.sft_share))
         if not held_out:
-            raise UserError(f"{line} demonstrations, and no training problem is left to measure on")
-        line += f" demonstrations, and measures its accuracy on {held_out} problems beside them"
-        print(line, file=sys.stderr)
-        return kept
-    print(f"{line} demonstrations", file=sys.stderr)
+            raise UserError(f"{line}, and no training problem is left to measure on")
+        line += f", and measures its accuracy on {held_out} problems beside them"
+    print(line, file=sys.stderr)
     return kept
 
 

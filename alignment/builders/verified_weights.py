@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from alignment.args import RLArgs, SFTArgs, VerifyArgs, as_command, refuse_missing_warm_start
+from alignment.args import VerifyArgs, refuse_missing_warm_start
 from alignment.builders.checks import check_sft
-from alignment.builders.warm_start import run_sft
+from alignment.builders.warm_start import run_sft, warm_start_args
 
 # A proof needs a policy whose samples differ, not a good one.
 SHORT_WARM_START = 60  # steps
@@ -33,17 +33,14 @@ def judged_weights(args: VerifyArgs, console: Console) -> Iterator[tuple[VerifyA
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".verify_", dir=args.output_dir) as folder:
         sft_base = str(Path(folder) / "sft")
-        whole = as_command(SFTArgs, args)
+        whole = warm_start_args(args)
         steps = min(whole.num_steps, SHORT_WARM_START)
         words = f"those of {steps} of the {whole.num_steps} steps of SFT that make {args.sft_base}"
         console.print(f"{args.sft_base} is not there yet: judging {words}", markup=False)
         sft_args = dataclasses.replace(
             whole,
             sft_base=sft_base,
-            seed=RLArgs.seed,
             num_steps=steps,
-            lora_rank=0,
-            run_name="",
             max_problems=1,
             eval_tasks=(),
             trackers=(),

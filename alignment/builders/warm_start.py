@@ -382,6 +382,14 @@ class WarmStartExists(UserError):
     """Another command has written --sft_base while this one was training."""
 
 
+def warm_start_args(args: RLArgs) -> SFTArgs:
+    """The arguments of the SFT that makes a run's --sft_base. One warm start serves every run,
+    whatever seed and adapters the first one has."""
+    return dataclasses.replace(
+        as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""
+    )
+
+
 def prepare_warm_start(args: RLArgs, console: Console) -> str:
     """The folder or hub name of the model that training starts from: --model, or --sft_base, which
     SFT makes if it does not exist yet."""
@@ -393,10 +401,7 @@ def prepare_warm_start(args: RLArgs, console: Console) -> str:
         console.print(
             f"{args.sft_base} is not there yet{nearest}: warming up by SFT, once", markup=False
         )
-        # One warm start serves every run, whatever seed and adapters the first one has.
-        sft_args = dataclasses.replace(
-            as_command(SFTArgs, args), seed=RLArgs.seed, lora_rank=0, run_name=""
-        )
+        sft_args = warm_start_args(args)
         try:
             with deferrable_signals():
                 run_sft(sft_args, check_sft(sft_args), console)
