@@ -75,7 +75,7 @@ def read_bounds(text: str, end_of_interval: Callable[[str], Decimal | None]) -> 
     if excluded := _ALL_EXCEPT.fullmatch(text):
         region = _without(excluded[1], end_of_interval)
     elif "且" in rest:
-        region = _intersection(rest.split("且"), end_of_interval)
+        region = _all_of([_region(part, end_of_interval) for part in rest.split("且")])
     if region is None or subject is None:
         return region
     name = subject[1] or subject[2]
@@ -84,35 +84,26 @@ def read_bounds(text: str, end_of_interval: Callable[[str], Decimal | None]) -> 
 
 def _without(points: str, end_of_interval: Callable[[str], Decimal | None]) -> Region | None:
     """All real numbers but those of a list, such as `2 and 3`."""
-    regions = []
-    for point in re.split(r",? and |, ", points):
-        excluded = end_of_interval(point)
-        if excluded is None:
-            return None
-        regions.append(answers.half_line("≠", excluded))
-    return answers.combine(all, regions)
+    ends = [end_of_interval(point) for point in re.split(r",? and |, ", points)]
+    return _all_of([_half_line("≠", end) for end in ends])
 
 
-def _intersection(
-    texts: Sequence[str], end_of_interval: Callable[[str], Decimal | None]
-) -> Region | None:
-    regions = []
-    for text in texts:
-        region = _region(text, end_of_interval)
-        if region is None:
-            return None
-        regions.append(region)
-    return answers.combine(all, regions)
+def _all_of(regions: Sequence[Region | None]) -> Region | None:
+    """What all of the regions have in common; None where one of them is unread."""
+    read = [region for region in regions if region is not None]
+    return answers.combine(all, read) if len(read) == len(regions) else None
+
+
+def _half_line(sign: str, end: Decimal | None) -> Region | None:
+    return None if end is None else answers.half_line(sign, end)
 
 
 def _region(text: str, end_of_interval: Callable[[str], Decimal | None]) -> Region | None:
     if compared := _COMPARED.fullmatch(text):
-        end = end_of_interval(compared[2])
-        return None if end is None else answers.half_line(_COMPARATIVES[compared[1]], end)
+        return _half_line(_COMPARATIVES[compared[1]], end_of_interval(compared[2]))
     if beyond := _OR_BEYOND.fullmatch(text):
-        end = end_of_interval(beyond[1])
         sign = "≥" if beyond[2] in ("more", "greater", "above") else "≤"
-        return None if end is None else answers.half_line(sign, end)
+        return _half_line(sign, end_of_interval(beyond[1]))
     between = _BETWEEN.fullmatch(text)
     if between is None or bool(between[1]) == bool(between[4]):
         return None
