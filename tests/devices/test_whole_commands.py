@@ -64,7 +64,6 @@ def run_on(
         env=variables,
         capture_output=True,
         text=True,
-        timeout=600,
     )
 
 

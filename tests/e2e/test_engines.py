@@ -35,9 +35,7 @@ def command(warm: Path, *flags: str) -> list[str]:
 
 
 def run(folder: Path, *line: str) -> Path:
-    done = subprocess.run(
-        line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / NAME
 

@@ -56,7 +56,6 @@ def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request)
     )
 
 
-@pytest.mark.timeout(900)
 def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launcher, tmp_path):
     """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs
     too, and resumed.
@@ -146,7 +145,7 @@ def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(
     stopped = f"stopped after step {done} ({signal.Signals(number).name})"
     assert f"{stopped}; go on with: uv run -m alignment.train_rl --resume {run}\n" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    assert psutil.wait_procs(workers, timeout=40)[1] == []
     if os.path.isdir("/dev/shm"):
         assert [
             name for name in os.listdir("/dev/shm") if str(pid) in name.replace("_", " ").split()
@@ -156,7 +155,6 @@ def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(
     assert digests(run) == digests(straight[0])
 
 
-@pytest.mark.timeout(900)
 def test_a_signal_in_any_phase_loses_and_doubles_nothing(straight, warm, launcher, tmp_path):
     run, counts = straight
     expected, rng = digests(run), random.Random(11)
@@ -180,7 +178,7 @@ def test_ctrl_c_while_a_command_is_still_importing_is_no_traceback(wait_for):
     # of about ten seconds that the imports take
     wait_for(lambda: psutil.Process(process.pid).cpu_times().user > 1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in errors
 
 

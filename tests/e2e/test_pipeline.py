@@ -61,7 +61,7 @@ def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_p
     )
     wait_for((folder / "logs" / "kept.log").exists)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=480)
     assert (
         process.returncode == 143
         and not (folder / "kept.jsonl").exists()

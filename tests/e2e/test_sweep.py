@@ -122,7 +122,7 @@ def done(warm, tmp_path_factory, wait_for):
     wait_for(lambda: list((output / "small").glob("*_seed0/step_000001")))
     first.send_signal(signal.SIGKILL)
     first.wait()
-    wait_for(lambda: runs_under(output) == [], 5)  # no run outlives its sweep
+    wait_for(lambda: runs_under(output) == [], 20)  # no run outlives its sweep
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stdout + second.stderr
     return output / "small", second.stdout
@@ -209,7 +209,6 @@ def weights_of(run: Path) -> bytes:
     return (run / "final" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.timeout(600)
 def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch, capsys, wait_for):
     """The run that was on it is continued on the other node, and ends as the undisturbed one
     does."""
@@ -267,7 +266,7 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
 
 def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
     codes: dict[str, int] = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 480
     while len(codes) < jobs and time.monotonic() < deadline:
         codes |= executor.finished(1.0)
     return codes
@@ -301,9 +300,9 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "begun\n"
-    wait_for((tmp_path / "log").exists, 60)
+    wait_for((tmp_path / "log").exists, 240)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=240)
     assert (
         process.returncode == 143
         and error.endswith("interrupted by SIGTERM\n")
@@ -316,7 +315,7 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
                 for p in psutil.process_iter(["cmdline"])
             )
         ),
-        20,
+        80,
     )
 
 
@@ -408,9 +407,9 @@ def test_a_sweep_that_stops_cancels_its_slurm_jobs(tmp_path, wait_for):
             name, partial(start_command, "timeit", ("-n1", "-r1", code), tmp_path / f"{name}.log")
         )
     assert executor.finished(0.0) == {}
-    wait_for(lambda: all((tmp_path / name).exists() for name in "ab"), 60)
+    wait_for(lambda: all((tmp_path / name).exists() for name in "ab"), 240)
     executor.close()
-    wait_for(lambda: runs_under(tmp_path) == [], 20)
+    wait_for(lambda: runs_under(tmp_path) == [], 80)
 
 
 def test_a_run_that_is_gone_is_missing_from_the_report_and_said_so(done, tmp_path):

@@ -39,9 +39,7 @@ def verify(folder: Path, warm: Path, *flags: str) -> tuple[int, str, dict[str, d
         str(warm),
         *flags,
     ]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     checks = read_json(folder / NAME / "summary.json")["checks"]
     return done.returncode, done.stdout + done.stderr, {check["what"]: check for check in checks}
 

@@ -277,7 +277,6 @@ def evaluate_at(endpoint: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 2, done.stderr

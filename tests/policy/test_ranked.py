@@ -136,9 +136,7 @@ def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
     entropy bonus, selected tokens, SFT; within 1e-5."""
     command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -152,6 +150,5 @@ def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks():
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 def run(what: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "ranked_object", what]
     return subprocess.run(
-        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=120
+        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True
     )
 
 
