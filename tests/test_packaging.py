@@ -84,7 +84,10 @@ def test_a_first_run_installs_nothing_that_only_tests_or_extras_need():
 def test_continuous_integration_runs_the_tests_as_the_readme_says():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     quick = readmes_test_command()
-    assert [line for line in lines if "pytest" in line] == [quick, f"{quick} -m slow"]
+    assert [line for line in lines if "pytest" in line] == [
+        quick,
+        f"{quick} -m slow --durations 60",
+    ]
 
 
 def readmes_test_command() -> str:
