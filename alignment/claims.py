@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,6 +80,12 @@ def _last_mean(run: study.Run, key: str) -> float:
     return float(np.nanmean(np.array(values, dtype=float)))
 
 
+def _pass_at(run: study.Run, samples: int) -> Value:
+    from alignment.ablation.measures import evaluation_values  # loads scipy
+
+    return evaluation_values(run, f"pass@{samples}")[-1]
+
+
 def _entropy(run: study.Run) -> Value:
     return _last_mean(run, "entropy")
 
@@ -105,6 +112,8 @@ USUAL = {
 MEASURES: dict[str, Callable[[study.Run], Value]] = {
     "final accuracy": _final_accuracy,
     "mean accuracy of all evaluations": _mean_accuracy,
+    "pass@8": partial(_pass_at, samples=8),
+    "pass@32": partial(_pass_at, samples=32),
     "entropy of the last 10 steps": _entropy,
     "divergence in the last 10 steps": _divergence,
     "length of wrong answers": _wrong_length,

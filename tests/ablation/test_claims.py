@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from alignment import claims
 from alignment.ablation import schedule
 from alignment.ablation.design import lint
+from alignment.ablation.study import EvalScores
 from alignment.args import CLAIMS, ClaimsArgs, RLArgs, parse
 from alignment.claims import MEASURES, USUAL, decide, read_trial
 from alignment.system.errors import UserError
@@ -230,6 +232,27 @@ def test_entropy_and_lengths_are_measured_by_run(tmp_path):
     assert MEASURES["mean accuracy of all evaluations"](run).mean() == pytest.approx(
         (0.1 + 0.6) / 2
     )
+
+
+def test_questions_solved_in_8_of_8_samples_are_counted(tmp_path):
+    """Of four questions with 8 samples each, three have a right one in the last evaluation."""
+    rewards = np.zeros((4, 8))
+    rewards[0] = 1.0
+    rewards[1, 3] = 1.0
+    rewards[2, :2] = 1.0
+    scores = EvalScores(
+        steps=(0, 80),
+        questions=tuple("abcd"),
+        rewards_EQ=np.zeros((2, 4)),
+        texts=tuple("abcd"),
+        samples=8,
+        rewards_of_samples=(np.zeros((4, 8)), rewards),
+        votes=(np.zeros((4, 8)), np.zeros((4, 8))),
+    )
+    run = SimpleNamespace(scores=scores, path=tmp_path)
+    assert MEASURES["pass@8"](run).tolist() == [1.0, 1.0, 1.0, 0.0]
+    with pytest.raises(UserError, match="pass@32: evaluations have 8 samples"):
+        MEASURES["pass@32"](run)
 
 
 @pytest.mark.slow

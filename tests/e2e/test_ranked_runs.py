@@ -28,7 +28,7 @@ def ranks(kind: str, number: int) -> list[str]:
     return ["--policy_parallelism", kind, "--policy_ranks", str(number)]
 
 
-SHARDED = ranks("sharded", 4)
+SHARDED = ranks("sharded", 3)  # the tensors are not cut evenly
 
 
 def command(warm: Path, *flags: str) -> list[str]:
@@ -47,20 +47,14 @@ def command(warm: Path, *flags: str) -> list[str]:
 
 
 def run(folder: Path, *arguments: str) -> None:
-    options = {
-        "cwd": folder,
-        "env": ENVIRONMENT,
-        "capture_output": True,
-        "text": True,
-        "timeout": 300,
-    }
-    done = subprocess.run([sys.executable, *arguments], **options)
+    line = [sys.executable, *arguments]
+    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def sharded(warm, tmp_path_factory) -> Path:
-    """The folder of an undisturbed run of four processes."""
+    """The folder of an undisturbed run of three processes."""
     output = tmp_path_factory.mktemp("sharded")
     run(output, *command(warm, *SHARDED))
     return output / NAME
@@ -117,14 +111,14 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_pa
     assert digests(cut) == digests(sharded)
 
 
-def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_four(sharded, warm, tmp_path):
-    """Four write steps 1 and 2, others step 3, and one process step 4."""
+def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_three(sharded, warm, tmp_path):
+    """Three write steps 1 and 2, two step 3, and one process step 4."""
     cut = cut_after_step_2(sharded, tmp_path)
     run(tmp_path, *command(warm, *ranks("sharded", 2), "--resume", "--num_steps", "3"))
     run(tmp_path, *command(warm, "--policy_parallelism", "single", "--resume"))
     assert_near(cut, sharded)
     files = [len(list((checkpoint_folder(cut, step) / TRAINER).iterdir())) for step in (2, 3, 4)]
-    assert files == [4, 2, 1]
+    assert files == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +147,7 @@ def test_a_ranks_part_that_is_lost_or_damaged_is_named_and_the_step_before_is_us
     ]
 
 
-def test_two_machines_go_on_with_a_run_of_four_processes(sharded, warm, tmp_path):
+def test_two_machines_go_on_with_a_run_of_three_processes(sharded, warm, tmp_path):
     """Two torchruns; a run that is named goes on by itself. Each machine holds all of the policy;
     the first one writes it."""
     cut = cut_after_step_2(sharded, tmp_path)
@@ -186,7 +180,7 @@ def test_two_machines_go_on_with_a_run_of_four_processes(sharded, warm, tmp_path
             }
             machines.append(subprocess.Popen([sys.executable, *line], **options))
     try:
-        codes = [machine.wait(300) for machine in machines]
+        codes = [machine.wait() for machine in machines]
     finally:
         for machine in machines:
             machine.kill()

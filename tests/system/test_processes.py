@@ -169,4 +169,4 @@ start_command("served", [], Path({str(log)!r}), Path({str(tmp_path)!r}), threads
 def test_a_command_reads_signals_as_usual(started):
     process, _ = started
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(60) == -signal.SIGTERM
