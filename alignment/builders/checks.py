@@ -40,6 +40,7 @@ from alignment.builders.devices import check_policy_devices, check_processes
 from alignment.builders.held_out import held_out_arguments
 from alignment.config.flag import defaults_of_flags
 from alignment.config.settings import own_flags
+from alignment.config.words import given_words
 from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
 from alignment.core.records import Problem, Problems
@@ -68,6 +69,7 @@ from alignment.runs.run_folder import plain_name, refuse_taken_name, resumed_run
 from alignment.runs.trackers import TRACKERS, find_tracker
 from alignment.sampling.sampler import check_sampler_url, find_engine
 from alignment.system.clock import start_in_background
+from alignment.system.command import current_command
 from alignment.system.errors import UserError, in_words
 from alignment.system.files import read_json, try_writing
 from alignment.system.manifests import sha256
@@ -152,19 +154,23 @@ def check_rl(args: RLArgs) -> None:
 
 def say_numbers_of_tiny(args: RLArgs | SFTArgs, model: str) -> None:
     """Print which numbers are those of the default preset, where the model that training begins
-    with is too large for them."""
-    if args.preset != Args.preset or not is_larger_than_tiny(model):
+    with is too large for them. A resumed run keeps its numbers."""
+    if args.resume or args.preset != Args.preset or not is_larger_than_tiny(model):
         return
     preset = from_preset(type(args), args.preset)
+    words = current_command().words
     numbers = []
     for name in NUMBERS_OF_A_MODEL:
-        if getattr(args, name) == getattr(preset, name):
+        is_presets = getattr(args, name) == getattr(preset, name)
+        if is_presets and not given_words(words, name):
             numbers.append(f"--{name} {getattr(args, name)}")
     if numbers:
         flag = "--model" if model == args.model else "--sft_base"
+        verb, pronoun = ("are", "them") if len(numbers) > 1 else ("is", "it")
         say_once(
-            f"{flag} {model}: {' and '.join(numbers)} are of --preset {args.preset}, the default,"
-            " which is for a tiny model; name them, or another preset (`presets` lists all)"
+            f"{flag} {model}: {' and '.join(numbers)} {verb} of --preset {args.preset}, the"
+            f" default, which is for a tiny model; name {pronoun}, or another preset (`presets`"
+            " lists all)"
         )
 
 

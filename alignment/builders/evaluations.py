@@ -18,6 +18,7 @@ from alignment.evaluation.partial_prompts import (
 )
 from alignment.rewards.rules import find_rule
 from alignment.rollouts.config import with_short_prompts
+from alignment.runs.health import all_cut_off
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
@@ -31,6 +32,7 @@ class PreparedEvaluation:
     rule: Callable[[str, str], Score]  # Grades a response against the problem's truth.
     sampling: SamplingConfig
     rules: Sequence[str]  # Names of the rules whose rewards are reported as well.
+    limit_flag: str = "--max_new_tokens"  # The flag that limits its responses.
 
     @property
     def responses(self) -> int:
@@ -49,11 +51,18 @@ class PreparedEvaluation:
         self, sampler: Sampler | StoppableSampler, on_response_end: OnResponseEnd = None
     ) -> Evaluation:
         """Sample and grade answers to all problems, or, of a `StoppableSampler` that a signal
-        stops, to the first ones. Calls `on_response_end` with each response."""
+        stops, to the first ones. Calls `on_response_end` with each response. Says where the limit
+        of tokens has cut off all of them."""
         drawn_by: Any = sampler  # `evaluate_vllm` calls no method but `sample`.
-        return evaluate_vllm(
+        evaluation = evaluate_vllm(
             drawn_by, self.rule, self.problems, self.sampling, self.rules, on_response_end
         )
+        if evaluation.record["finished"] == 0:
+            responses = len(evaluation.groups) * self.sampling.n
+            limit = self.sampling.max_new_tokens
+            fault = all_cut_off(responses, "evaluation", self.limit_flag, limit)
+            say_once(f"warning: {fault}")
+        return evaluation
 
 
 def prepare_evaluation(
@@ -76,6 +85,7 @@ def prepare_evaluation(
         rule=find_rule(args.evaluation_rule, args.reward_timeout),
         sampling=eval_sampling(args, n),
         rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
+        limit_flag=flag_of_limit(args),
     )
 
 
@@ -172,6 +182,13 @@ def eval_sampling(args: Args, n: int = 1) -> SamplingConfig:
         args.task_in_format.stop,
         args.seed,
     )
+
+
+def flag_of_limit(args: Args) -> str:
+    """The flag that `evaluation_tokens` is the value of."""
+    if isinstance(args, RLArgs) and args.eval_max_new_tokens:
+        return "--eval_max_new_tokens"
+    return "--max_new_tokens"
 
 
 def evaluation_tokens(args: Args) -> int:

@@ -246,9 +246,6 @@ def train_sft(parts: SFTParts, console: Console) -> Path:
         previous_tokens = 0
         accuracies: dict[int, float] = {}
         if run.checkpoint:
-            console.print(
-                f"going on after step {run.last_step}, in {run.path}", markup=False, soft_wrap=True
-            )
             policy.load_optimizer(run.checkpoint / TRAINER)
             previous_tokens = read_jsonl(run.path / "metrics.jsonl")[-1]["micro_batch_tokens"]
             accuracies = measured_accuracies(run.path, run.last_step)

@@ -86,15 +86,24 @@ class Health:
             )
 
 
+def all_cut_off(responses: int, where: str, flag: str, limit: int) -> str:
+    """What is said where none of so many responses has ended by itself."""
+    return f"all {responses} responses of the {where} were cut off at {flag} {limit}"
+
+
 def health_warnings(
     first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int
 ) -> dict[str, str]:
     """The warnings at the last of `steps`: name -> message. `first` are the first `WINDOW` steps of
     the run, with which entropy and length are compared."""
+    warnings: dict[str, str] = {}
+    if steps and steps[-1].get("finished") == 0:
+        warnings["all_cut_off"] = all_cut_off(
+            steps[-1]["responses"], "step", "--max_new_tokens", max_new_tokens
+        )
     # The first and the latest `WINDOW` steps must be different ones.
     if not steps or steps[-1]["step"] < 2 * WINDOW:
-        return {}
-    warnings: dict[str, str] = {}
+        return warnings
     recent = steps[-WINDOW:]
     entropy = _mean(recent, "entropy")
     entropy_before = _mean(first, "entropy")

@@ -21,7 +21,7 @@ from alignment.runs.health import Health
 from alignment.runs.held_out import evaluation_words
 from alignment.runs.moments import zero_moments
 from alignment.runs.state import state_of
-from alignment.runs.step_lines import step_lines
+from alignment.runs.step_lines import step_lines, step_words
 from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.command import current_command
@@ -181,6 +181,7 @@ class Run:
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.last_step = step
         self.resumed_at = step
+        self._print(f"going on after step {step}, in {self.path}")
         if self.checkpoint:
             self.advantage_state = run_folder.load_advantage_state(self.checkpoint)
 
@@ -323,7 +324,7 @@ class Run:
         for warning in warnings:
             self._print(f"warning, step {sampled.step}: {warning}", "yellow")
         self.folder.log_step(record_with_warnings)
-        self._words = f"reward {record['reward']:.2f}, format {record['format_reward']:.2f}"
+        self._words = step_words(record)
         self._details = step_lines(record)
 
     def _by_heart(self, record: Mapping[str, Any]) -> dict[str, str]:
@@ -439,7 +440,19 @@ class Run:
             # `save` failed: a checkpoint needs the rollouts sampled ahead, and the sampler has
             # died.
             step = self._last_whole_step()
+        self.say_how_to_go_on(step, stop)
+
+    def say_how_to_go_on(self, step: int, stop: BaseException) -> None:
+        """Print the command that resumes the run after `step`, as the last line that a signal
+        leaves."""
         self._print(f"stopped after step {step} ({stop}); go on with: {self.resume_command}")
+        if isinstance(stop, Interrupted):
+            stop.is_reported = not self.console.quiet
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the run has a folder, and no summary yet."""
+        return self._path is not None and not (self._path / "summary.json").exists()
 
     def _last_whole_step(self) -> int:
         """The step that `resume` would go on from; 0: none."""
@@ -466,17 +479,20 @@ def open_run(config: RunConfig, console: Console) -> Iterator[Run]:
     """Open a run, or resume one with --resume, and close all that it opened after the block.
 
     If the block ends by a signal, `RunStopped` or an error in the user's own code, a started run
-    saves a checkpoint. After a fault of the file system the error says which checkpoint is
-    whole."""
+    saves a checkpoint. A signal before it has started or while it finishes leaves the command that
+    goes on, where there is a checkpoint. After a fault of the file system the error says which
+    checkpoint is whole."""
     run = Run(config, console)
     with run.closing:
-        if config.resume:
-            run.resume()
         try:
+            if config.resume:
+                run.resume()
             yield run
         except (Interrupted, RunStopped) as stop:
             if run.is_under_way:
                 run.save_when_stopped(stop)
+            elif run.last_step and run.is_unfinished and isinstance(stop, Interrupted):
+                run.say_how_to_go_on(run.last_step, stop)
             raise
         except OSError as error:  # A full disk or another fault of the file system.
             if not run.is_under_way:

@@ -1,4 +1,5 @@
-"""What is printed of a step of RL: two lines of its numbers, each within 100 columns."""
+"""What is printed of a step of RL: its rewards, and two lines of its numbers, each within 100
+columns."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -29,6 +30,17 @@ def step_lines(record: Mapping[str, Any]) -> tuple[str, str]:
             phases.append((seconds, field.removeprefix("seconds_").replace("_", " ")))
     spent = [f"{name} {seconds:.2f}" for seconds, name in sorted(phases, reverse=True)]
     return _joined("", numbers), _joined(f"{record['seconds']:.2f} s: ", spent)
+
+
+def step_words(record: Mapping[str, Any]) -> str:
+    """The mean rewards of a record of metrics.jsonl; of a reward of parts, each part's too."""
+    words = [f"reward {record['reward']:.2f}", f"format {record['format_reward']:.2f}"]
+    for field, value in record.items():
+        name = field.removeprefix("part_")
+        # The format of a sum is the reward's own, which stands there already.
+        if name not in (field, "format"):
+            words.append(f"{name} {value:.2f}")
+    return ", ".join(words)
 
 
 def _joined(beginning: str, items: Iterable[str]) -> str:

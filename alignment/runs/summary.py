@@ -76,6 +76,7 @@ def print_before_and_after(
             f"{evals[0]['response_length']:.1f}",
             f"{evals[-1]['response_length']:.1f}",
         ),
+        ("finished (share)", f"{evals[0]['finished']:.3f}", f"{evals[-1]['finished']:.3f}"),
         ("seconds of RL", "", f"{total(metrics, 'seconds'):.0f}"),
     ]
     for label, key in further_accuracies(evals).items():

@@ -144,7 +144,8 @@ def run_command(main: Callable[[], None]) -> None:
     except (Interrupted, SystemExit, Exception) as error:
         stop = signal_behind(error)
         if stop is not None:
-            print(f"interrupted by {stop}", file=sys.stderr)
+            if not stop.is_reported:
+                print(f"interrupted by {stop}", file=sys.stderr)
             sys.exit(128 + stop.signum)
         mistake = error_for_user(error)
         if mistake is None:

@@ -37,6 +37,7 @@ class Interrupted(BaseException):
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+        self.is_reported = False  # Whether a last line has said so already.
 
 
 @contextmanager

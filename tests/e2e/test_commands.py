@@ -169,7 +169,14 @@ def test_train_rl_writes_the_run_folder(
     ]
     assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, *flags)) == 0
     printed = capsys.readouterr().out
-    for words in ("accuracy", "format rate", "before", "after", "learning_curve.png"):
+    for words in (
+        "accuracy",
+        "format rate",
+        "finished (share)",
+        "before",
+        "after",
+        "learning_curve.png",
+    ):
         assert words in printed
     folder = tmp_path / f"tiny_{loss_type}_seed0"
     metrics = read_jsonl(folder / "metrics.jsonl")

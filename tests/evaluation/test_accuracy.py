@@ -1,5 +1,6 @@
 """Averages, intervals, pass@k and majority votes against numbers worked by hand."""
 
+import io
 import itertools
 import math
 from statistics import NormalDist
@@ -8,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from alignment.builders.evaluations import PreparedEvaluation
 from alignment.core.records import Completion, Group, Problem, SamplingConfig
 from alignment.evaluation.accuracy import (
     CATEGORIES,
@@ -18,9 +21,12 @@ from alignment.evaluation.accuracy import (
     figures,
     majority_share,
     pass_at_k,
+    print_table,
     summarise,
 )
+from alignment.rewards.r1_zero import r1_zero_reward_fn
 from alignment.system.errors import UserError
+from alignment.system.terminal import say_once
 
 PROBLEM = Problem("p", "", "", "5")
 GRADES = {
@@ -200,6 +206,40 @@ def test_more_problems_show_smaller_differences_and_more_samples_of_the_same_out
     assert smallest(twice) == pytest.approx(smallest(few))
     # none of AIME's 30 right does not mean that all is known
     assert 0.1 < smallest([group(wrong)] * 30) < 0.2
+
+
+class CutOffSampler:
+    """Each response is one token, and the last `ending` end by themselves."""
+
+    def __init__(self, ending: int):
+        self.ending = ending
+
+    def sample(self, prompts, sampling, on_response_end=None):
+        completions = []
+        for number in range(len(prompts)):
+            reason = "stop" if len(prompts) - number <= self.ending else "length"
+            completions.append((Completion((1,), (2,), (0.0,), "?", reason, 0),))
+        return completions
+
+
+def test_an_evaluation_of_which_every_response_is_cut_off_says_so(capsys):
+    say_once.cache_clear()
+    sampling = SamplingConfig(n=1, max_new_tokens=48)
+    prepared = PreparedEvaluation([PROBLEM] * 8, r1_zero_reward_fn, sampling, ())
+    prepared.evaluate(CutOffSampler(ending=1))
+    assert capsys.readouterr().err == ""
+    prepared.evaluate(CutOffSampler(ending=0))
+    prepared.evaluate(CutOffSampler(ending=0))  # once
+    assert capsys.readouterr().err == (
+        "warning: all 8 responses of the evaluation were cut off at --max_new_tokens 48\n"
+    )
+
+
+def test_the_table_says_which_share_of_responses_ended():
+    printed = io.StringIO()
+    record = summarise([group(("5", "right"))], seconds=1.0).record
+    print_table([{"model": "m", "task": "t", **record}], {}, Console(file=printed, width=200))
+    assert "finished: 1.000" in printed.getvalue()
 
 
 def test_nothing_to_evaluate_is_refused():

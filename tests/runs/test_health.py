@@ -35,6 +35,13 @@ def stop_if_hopeless(records: list[dict]) -> None:
     Health(records, **LIMITS).stop_if_hopeless()
 
 
+def test_a_step_of_which_no_response_ended_is_warned_of_at_once():
+    assert warnings_of([{**FINE, "step": 1, "finished": 0.1}]) == {}
+    assert warnings_of([{**FINE, "step": 1, "finished": 0.0}]) == {
+        "all_cut_off": "all 10 responses of the step were cut off at --max_new_tokens 48"
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [

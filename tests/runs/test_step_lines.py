@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from alignment.runs.step_lines import step_lines
+from alignment.runs.step_lines import step_lines, step_words
 from alignment.runs.summary import rewards_of_parts
 from alignment.system.terminal import progress_line
 
@@ -34,6 +34,13 @@ def test_a_step_is_two_lines_with_its_seconds_by_phase():
         " rate 1e-05"
     )
     assert seconds == "  8.51 s: update 5.20, sample 3.10, old log probs 0.10"
+
+
+def test_each_part_of_a_reward_stands_beside_their_sum():
+    rewards = {"reward": 0.2, "format_reward": 0.0, "part_accuracy": 0.0, "part_brief": 1.0}
+    assert step_words(rewards) == "reward 0.20, format 0.00, accuracy 0.00, brief 1.00"
+    alone = {"reward": 0.5, "format_reward": 0.75, "reward_std": 0.1}
+    assert step_words(alone) == "reward 0.50, format 0.75"
 
 
 def test_what_a_run_does_not_have_is_left_out_and_lines_stay_within_100_columns():
