@@ -261,6 +261,7 @@ def evaluate_models(
 
     other_rules = ("flexible",) if args.audit_base else ()
     for model in models:
+        console.print(f"loading {model}", markup=False, soft_wrap=True)
         model_path = resolve_model(model, args.output_dir)
         tokenizer = load_tokenizer(model_path)
         evaluations = {}

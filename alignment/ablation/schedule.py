@@ -63,6 +63,7 @@ class State:
     attempts: int = 0
     note: str = ""
     reason: str = ""  # The last line that a failed run printed.
+    is_announced: bool = False  # Whether its start has been printed.
 
     @property
     def name(self) -> str:
@@ -125,11 +126,13 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
     for base, arm in arms_by_base.items():
         if Path(base).exists():
             continue
-        console.print(f"{base} is not there yet: warming up by SFT, once", markup=False)
+        log = design.folder / "logs" / "sft.log"
+        console.print(
+            f"{base} is not there yet: warming up by SFT, once: {log}", markup=False, soft_wrap=True
+        )
         args = replace(
             as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir
         )
-        log = design.folder / "logs" / "sft.log"
         folder = Path.cwd()
         command = partial(start_command, "alignment.sft", command_line(args), folder / log, folder)
         executor.submit("sft", command)
@@ -149,12 +152,15 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
             state.status = "done"
         else:
             submit(design, executor, state)
+    began = time.time()
     by_name = {state.name: state for state in states}
     table = progress_table(design, states)
     printed_at = time.monotonic()
     with Live(table, console=console, refresh_per_second=2, transient=True) as live:
         while any(state.status == "running" for state in states):
             ended = executor.finished(1.0)
+            if not console.is_terminal:
+                print_started(design, states, began, console)
             for name, code in ended.items():
                 settle(design, executor, by_name[name], code, console)
             live.update(progress_table(design, states))
@@ -164,6 +170,19 @@ def run_all(design: Design, executor: Executor, states: Sequence[State], console
                 printed_at = time.monotonic()
                 console.print(progress_words(design, states), markup=False, soft_wrap=True)
     console.print(progress_table(design, states))
+
+
+def print_started(design: Design, states: Sequence[State], since: float, console: Console) -> None:
+    """Print each run that has written to its log since an instant, in seconds since the epoch, and
+    the log's path, once."""
+    for state in states:
+        log = design.folder / "logs" / f"{state.name}.log"
+        if state.status != "running" or state.is_announced or not log.exists():
+            continue
+        # An earlier sweep of this folder may have left a log.
+        if log.stat().st_mtime >= since:
+            state.is_announced = True
+            console.print(f"{state.name} has started: {log}", markup=False, soft_wrap=True)
 
 
 def progress_words(design: Design, states: Sequence[State]) -> str:
@@ -326,8 +345,9 @@ def open_executor(folder: Path, resources: Resources, console: Console) -> Itera
             folder.mkdir(parents=True, exist_ok=True)
             with lock_run_folder(folder):
                 yield executor
-    except signals.Interrupted:
-        console.print("stopped; the same command continues")
+    except signals.Interrupted as stop:
+        console.print(f"stopped ({stop}); the same command continues")
+        stop.is_reported = not console.quiet
         raise
 
 

@@ -28,7 +28,7 @@ from alignment.builders.warm_start import encode_problems, prepare_warm_start
 from alignment.core.records import Endless, Group, Problems, SampledStep
 from alignment.core.tokens import pad_token_id
 from alignment.data.pass_rates import rows_with_rates
-from alignment.evaluation.accuracy import Evaluator
+from alignment.evaluation.accuracy import Evaluation, Evaluator
 from alignment.model.dropout import random_settings
 from alignment.model.frozen import FrozenModel, ReferenceProcess
 from alignment.model.loading import load_config, load_tokenizer, make_deterministic
@@ -46,6 +46,7 @@ from alignment.rollouts.source import (
 )
 from alignment.runs.run import Run
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, load_rollouts
+from alignment.runs.summary import accuracy_with_interval
 from alignment.sampling.arrival import prove_adapters_arrive
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler
@@ -125,9 +126,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
     # check after an evaluation.
     check = None if plan.shares_sampler else check_log_probs
     others = functions_of_others(evaluations)
-    evaluator = Evaluator(
-        evaluation.evaluate, args.eval_interval, eval_sampler, run, policy, check, others
-    )
+    evaluate = announced_evaluation(evaluation, run)
+    evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, check, others)
     peak_meter = PeakMeter(policy, expected_peaks(args, plan))
     run.start(policy, tokenizer, rollouts, peak_meter)
     fault = trained_test_questions(source.problems, evaluation.problems)
@@ -137,6 +137,23 @@ def build(args: RLArgs, run: Run) -> RunParts:
         write_training_problems(args.pass_rates, run, source.problems)
     update_config = resumed_config(args.update_config, run.last_record)
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
+
+
+def announced_evaluation(
+    evaluation: PreparedEvaluation, run: Run
+) -> Callable[[Sampler], Evaluation]:
+    """The evaluation's function, which prints that it begins, and then the accuracy."""
+
+    def evaluate(sampler: Sampler) -> Evaluation:
+        when = f"after step {run.last_step}" if run.last_step else "before step 1"
+        number = len(evaluation.problems)
+        run.console.print(f"evaluating {number} problems {when}", markup=False)
+        result = evaluation.evaluate(sampler)
+        accuracy = accuracy_with_interval(result.record)
+        run.console.print(f"accuracy {when}: {accuracy}", markup=False, highlight=False)
+        return result
+
+    return evaluate
 
 
 def choose_micro_batch_tokens(policy: Policy, longest: int, run: Run) -> None:

@@ -391,6 +391,7 @@ def prepare_warm_start(args: RLArgs, console: Console) -> str:
     """The folder or hub name of the model that training starts from: --model, or --sft_base, which
     SFT makes if it does not exist yet."""
     if not args.sft_base:
+        console.print(f"starting from {args.model}", markup=False, soft_wrap=True)
         return resolve_model(args.model, args.output_dir)
     refuse_missing_warm_start(args)
     if not Path(args.sft_base).exists():

@@ -1,5 +1,6 @@
 """The errors that a command reports to its user as one line with an exit code."""
 
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -137,6 +138,8 @@ def signal_behind(error: BaseException) -> Interrupted | None:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. What `error_for_user` has words for becomes one line on stderr, with
     exit code 2, or 1 for `RunStopped`; Ctrl-C exits with 130, SIGTERM with 143."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # also where it is a pipe or a file
     try:
         with interruptible():
             main()

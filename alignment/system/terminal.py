@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -131,14 +133,45 @@ def count_parts(
     name: str, total: int, console: Console, unit: str
 ) -> Iterator[Callable[..., None]]:
     """As `progress_line`, but yields a function to be called whenever another part is done, with
-    whatever arguments."""
-    with progress_line(name, total, console, unit) as advance:
+    whatever arguments. If the output is no terminal, a line says at once what begins, and one every
+    `LINE_SECONDS` that no part has ended yet: parts of a batch may end together, after minutes."""
+    if not console.is_terminal:
+        _print_line(f"{name}, {unit} 0 of {total}", console)
+    with progress_line(name, total, console, unit) as advance, _waiting(name, unit, console) as end:
         done = itertools.count(1)
 
         def count(*_) -> None:
+            end()
             advance(next(done), "")
 
         yield count
+
+
+@contextmanager
+def _waiting(name: str, unit: str, console: Console) -> Iterator[Callable[[], None]]:
+    """Print a line every `LINE_SECONDS`, off a terminal, until the function that is yielded is
+    called or the block ends."""
+    first_has_ended = threading.Event()
+
+    def wait() -> None:
+        started = time.monotonic()
+        while not first_has_ended.wait(LINE_SECONDS):
+            seconds = short_time(time.monotonic() - started)
+            _print_line(f"{name}, no {unit} has ended in {seconds}", console)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    if not console.is_terminal:
+        thread.start()
+    try:
+        yield first_has_ended.set
+    finally:
+        first_has_ended.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _print_line(line: str, console: Console) -> None:
+    console.print(line, markup=False, soft_wrap=True)
 
 
 @functools.cache

@@ -1,13 +1,14 @@
 """What a sweep does when a run ends badly."""
 
 import io
+import os
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from alignment.ablation import schedule
-from alignment.ablation.schedule import LOST, State, is_done, progress_words, settle
+from alignment.ablation.schedule import LOST, State, is_done, print_started, progress_words, settle
 
 
 @pytest.fixture
@@ -52,6 +53,20 @@ def test_a_log_says_how_far_the_runs_are(tmp_path):
     assert progress_words(design, states) == (
         "1 of 4 runs done, 1 failed; a_seed1: step 3 of 8, reward 0.25"
     )
+
+
+def test_a_run_that_starts_is_printed_once_with_its_log(tmp_path):
+    """One has started, the log of another is an earlier sweep's, a third waits."""
+    states = [State("a", seed, "running") for seed in (0, 1, 2)]
+    (tmp_path / "logs").mkdir()
+    for seed, changed in ((0, 100.0), (1, 90.0)):
+        log = tmp_path / "logs" / f"a_seed{seed}.log"
+        log.write_text("")
+        os.utime(log, (changed, changed))
+    console = Console(file=io.StringIO(), width=500)
+    for _ in range(2):
+        print_started(SimpleNamespace(folder=tmp_path), states, 95.0, console)
+    assert console.file.getvalue() == f"a_seed0 has started: {tmp_path}/logs/a_seed0.log\n"
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: a bug of ours\n"

@@ -2,10 +2,14 @@
 
 import io
 import re
+import subprocess
+import sys
+import time
 
 from rich.console import Console
 from rich.text import Text
 
+from alignment.system import terminal
 from alignment.system.terminal import count_parts, progress_line
 
 
@@ -53,4 +57,36 @@ def test_parts_are_counted_as_they_end():
         for number in range(5):
             ended(number, "text")
     lines = [line.partition(", ETA")[0] for line in said.getvalue().splitlines()]
-    assert lines == [f"grading [x] :three:, answer {n} of 20" for n in (2, 4)]
+    assert lines == [f"grading [x] :three:, answer {n} of 20" for n in (0, 2, 4)]
+
+
+def test_a_batch_whose_parts_end_together_is_not_silent_meanwhile(monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.05)
+    said = io.StringIO()
+    with count_parts("sampling", 2, Console(file=said), "response") as ended:
+        while said.getvalue().count("\n") < 3:
+            time.sleep(0.01)
+        ended()
+        ended()
+    lines = said.getvalue().splitlines()
+    assert lines[:3] == [
+        "sampling, response 0 of 2",
+        *["sampling, no response has ended in 0:00"] * 2,
+    ]
+    assert lines[-1] == "sampling, response 2 of 2"
+
+
+def test_lines_of_a_pipe_come_as_they_are_printed():
+    """The command prints a line and waits: it has arrived though the command goes on."""
+    script = """if True:
+        import sys
+        from alignment.system.errors import run_command
+        run_command(lambda: (print("begun"), sys.stdin.read()))
+    """
+    line = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        assert process.poll() is None
+        process.stdin.close()
