@@ -86,6 +86,16 @@ def test_rows_of_verl_are_read(tmp_path, capsys):
     assert golds(tmp_path, row, **nested) == [("Q?", "4")]
 
 
+def test_one_line_says_which_column_was_taken_for_the_question(tmp_path, capsys):
+    prompt = {"prompt": "1 + 1?", "answer": "2"}
+    assert golds(tmp_path, prompt) == [("1 + 1?", "2")]
+    assert capsys.readouterr().err == 'questions: column "prompt"\n'
+    golds(tmp_path, prompt, {"question": "2 + 2?", "answer": "4"}, prompt)
+    assert capsys.readouterr().err == ('questions: 2 of column "prompt", 1 of column "question"\n')
+    golds(tmp_path, prompt, question_column="prompt")  # the user has named it
+    assert capsys.readouterr().err == ""
+
+
 def test_messages_are_a_question_and_a_solution(tmp_path, capsys):
     pairs = worked_problems(read_rows(write_rows(tmp_path, {"messages": CHAT})), DataConfig())
     [(problem, response)] = pairs

@@ -175,18 +175,19 @@ def worked_problems(rows: Rows, data: DataConfig) -> list[Demonstration]:
         # dates as text: checkpoints are JSON
         columns = json.loads(json.dumps(all_columns | row, default=str))
         pairs.append((replace(one.problem, columns=columns), one.response))
-    _say_sources(worked)
+    _say_sources(worked, data.question_column)
     warn_of_misread_latex(_texts(rows, (data.question_column, data.answer_column, "solution")))
     warn_of_answers([problem for problem, _ in pairs])
     return pairs
 
 
 class _WorkedProblem(NamedTuple):
-    """A row's problem, the response that its worked solution teaches, and where its answer was
-    found."""
+    """A row's problem, the response that its worked solution teaches, the column of its question,
+    and where its answer was found."""
 
     problem: Problem
     response: str
+    question_column: str
     source: str
     has_system: bool
 
@@ -209,14 +210,15 @@ def _worked_problem(
     steps = ANNOTATION.sub("", final.steps or str(row.get("solution") or "")).strip()
     response = f" {steps} </think> <answer> {final.answer} </answer>" if steps else ""
     problem = Problem(place, question, fill_prompt("r1_zero", question), final.answer)
-    return _WorkedProblem(problem, response, source, cells.has_system)
+    return _WorkedProblem(problem, response, cells.question_column, source, cells.has_system)
 
 
 class _Cells(NamedTuple):
-    """The texts of a row's question and answer, and the column of the answer."""
+    """The texts of a row's question and answer, and their columns."""
 
     question: str
     answer: str
+    question_column: str
     answer_column: str
     has_system: bool
 
@@ -249,6 +251,7 @@ def _read_cells(place: str, row: Row, data: DataConfig) -> _Cells:
     return _Cells(
         cell_text(place, _with_cell(row, question_column, question), question_column, remedy),
         cell_text(place, _with_cell(row, answer_column, answer), answer_column, remedy),
+        question_column,
         answer_column,
         has_system,
     )
@@ -259,9 +262,16 @@ def _with_cell(row: Row, column: str, value: object) -> Row:
     return row if value is None else {**row, column: value}
 
 
-def _say_sources(worked: Sequence[_WorkedProblem]) -> None:
-    """Say in one line how many answers come from what, unless all are whole cells; and that turns
-    of the system are not asked."""
+def _say_sources(worked: Sequence[_WorkedProblem], question_column: str) -> None:
+    """Say in one line from which columns questions come, unless all are of `question_column`; in
+    one how many answers come from what, unless all are whole cells; and that turns of the system
+    are not asked."""
+    columns = Counter(one.question_column for one in worked)
+    if set(columns) - {question_column}:
+        named = [f'column "{column}"' for column in columns]
+        if len(columns) > 1:
+            named = [f'{number} of column "{column}"' for column, number in columns.items()]
+        say_once(f"questions: {', '.join(named)}")
     firsts = {one.source: one.problem for one in reversed(worked)}
     if set(firsts) - {"", WHOLE_CELL}:
         counts = Counter(one.source for one in worked)
