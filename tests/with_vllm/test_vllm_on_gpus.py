@@ -6,10 +6,22 @@ import importlib.util
 import os
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import model as model_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
 
 from alignment.sampling import vllm
+from alignment.sampling.vllm_server import FACTS
 
 FOLDER = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 
@@ -108,3 +120,41 @@ def test_the_older_runner_is_advised_where_the_newer_one_fails(file, error, advi
         failure.startswith(f"RuntimeError: {error}")
         and ("VLLM_USE_V2_MODEL_RUNNER=0" in failure) is advised
     )
+
+
+@pytest.mark.parametrize(
+    ("device_type", "batch_invariant", "dtype"),
+    [
+        ("cuda", "0", torch.float32),
+        ("cuda", "1", torch.bfloat16),  # These kernels are none of a product with an fp32 result.
+        ("cpu", "0", torch.bfloat16),
+    ],
+)
+def test_logits_of_16_bit_weights_are_of_the_trainers_type(device_type, batch_invariant, dtype):
+    name = vllm.head_dtype(device_type, {"VLLM_BATCH_INVARIANT": batch_invariant})
+    config = SimpleNamespace(head_dtype=name)
+    assert model_config._get_head_dtype(config, torch.bfloat16, "generate") == dtype
+
+
+def test_the_servers_command_has_them_in_fp32():
+    words = FACTS["command"].format(model="M", dtype="bfloat16", context=64, module="m").split()
+    options = words[words.index("serve") + 2 : words.index("--host")]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(["--model", "M", *options])
+    assert parsed.hf_overrides == {"head_dtype": "float32"}
+
+
+def test_no_text_is_made_of_log_probs(monkeypatch):
+    """A tokenizer is not asked, and a token's log-prob stays what it is."""
+    make = LogprobsProcessor.__dict__["from_new_request"]
+    monkeypatch.setattr(LogprobsProcessor, "from_new_request", make)
+    vllm.leave_out_text_of_log_probs()
+    request = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
+    tokenizer = Mock(side_effect=AssertionError)
+    processor = LogprobsProcessor.from_new_request(tokenizer, request)
+    ids, log_probs, ranks = np.array([[7]]), np.array([[-0.5]]), np.array([3])
+    lists = LogprobsLists(ids, log_probs, ranks, None)
+    processor.update_from_output(EngineCoreOutput("a request", [7], new_logprobs=lists))
+    assert processor.logprobs[0][7].logprob == -0.5
+    assert processor.logprobs[0][7].decoded_token is None
+    assert not tokenizer.mock_calls

@@ -137,7 +137,8 @@ def test_a_stop_string_ends_the_completion_and_its_tokens_are_kept(sampler):
     assert stopped.finish_reason == "stop"
     assert stopped.text.endswith(stop) and stopped.text.count(stop) == 1
     assert stopped.token_ids == unstopped[chosen].token_ids[: len(stopped.token_ids)]
-    assert len(stopped.log_probs) == len(stopped.token_ids)
+    log_probs = unstopped[chosen].log_probs[: len(stopped.token_ids)]
+    assert stopped.log_probs == pytest.approx(log_probs, rel=1e-4)
     assert "".join(WORDS[token - 2] for token in stopped.token_ids)[:-1] == stopped.text
 
 
