@@ -19,6 +19,7 @@ from rich.console import Console
 
 from alignment.ablation.design import differing, named_arms, refuse_incomparable_arms
 from alignment.args import GradientsArgs, RLArgs, from_preset, parse
+from alignment.builders.announcements import announce_start
 from alignment.builders.checks import check_rl
 from alignment.config.settings import root_flag
 from alignment.core.advantages import AdvantageConfig
@@ -119,6 +120,7 @@ def frozen(
     from alignment.rollouts.source import collate_groups, open_source
     from alignment.training.microscope import refuse_too_many_gradients
 
+    announce_start(rl, console)
     base = prepare_warm_start(rl, console)
     plan = plan_run(rl, base)
     tokenizer = load_tokenizer(base)

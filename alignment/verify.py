@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from alignment.args import VerifyArgs, parse, preset_title
+from alignment.builders.announcements import announce_start
 from alignment.builders.checks import check_rl
 from alignment.builders.devices import roles_of
 from alignment.runs.run_folder import claim_run_folder
@@ -117,6 +118,7 @@ def report_of_model(args: VerifyArgs, console: Console) -> list[dict]:
     from alignment.builders.warm_start import prepare_warm_start
     from alignment.verification.checks import promises_bits
 
+    announce_start(args, console)
     base = prepare_warm_start(args, console)
     plan = plan_run(with_fastest_kind(args), base)
     records = report(checks_of_data(args, plan.base), console, "Data and rewards")

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from alignment.args import RLArgs
+from alignment.builders.announcements import needs_warm_start
 from alignment.builders.base_models import resolve_model
 from alignment.builders.data_checks import trained_test_questions
 from alignment.builders.evaluations import (
@@ -83,6 +84,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
 
     `run.start` creates the run's folder at the very end, so an error before leaves no folder."""
     warn_of_short_memory(args, run.console)
+    if not run.checkpoint and needs_warm_start(args):
+        check_prompts(args)
     with run.clock("warm_start"):
         base = str(run.checkpoint or prepare_warm_start(args, run.console))
     tokenizer = load_tokenizer(base)
@@ -137,6 +140,16 @@ def build(args: RLArgs, run: Run) -> RunParts:
         write_training_problems(args.pass_rates, run, source.problems)
     update_config = resumed_config(args.update_config, run.last_record)
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
+
+
+def check_prompts(args: RLArgs) -> None:
+    """Raise `UserError`, as `longest_row`, for a prompt that the run cannot ask. The tokenizer is
+    that of --model, so that the warm start's minutes come after."""
+    base = resolve_model(args.model, args.output_dir)
+    tokenizer = load_tokenizer(base)
+    plan = plan_run(with_fastest_kind(args), base)
+    source = open_source(args.rollout_config, tokenizer)
+    longest_row(plan, source, prepare_evaluations(args, tokenizer), tokenizer)
 
 
 def announced_evaluation(

@@ -22,6 +22,7 @@ from alignment.args import (
     configuration,
     refuse_missing_warm_start,
 )
+from alignment.builders.announcements import needs_warm_start
 from alignment.builders.base_models import resolve_model
 from alignment.builders.checks import check_sft
 from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluations
@@ -52,7 +53,6 @@ from alignment.system.errors import UserError
 from alignment.system.files import atomic_folder, read_jsonl, write_json
 from alignment.system.locks import lock_run_folder
 from alignment.system.manifests import MANIFEST, find_damage, write_manifest
-from alignment.system.nearest import did_you_mean_path
 from alignment.system.signals import deferrable_signals, received_signal
 from alignment.system.terminal import count_parts, say_once
 from alignment.training.sft import (
@@ -389,21 +389,16 @@ def warm_start_args(args: RLArgs) -> SFTArgs:
 
 def prepare_warm_start(args: RLArgs, console: Console) -> str:
     """The folder or hub name of the model that training starts from: --model, or --sft_base, which
-    SFT makes if it does not exist yet."""
+    SFT makes if it does not exist yet (`announce_start` says so)."""
     if not args.sft_base:
-        console.print(f"starting from {args.model}", markup=False, soft_wrap=True)
         return resolve_model(args.model, args.output_dir)
     refuse_missing_warm_start(args)
-    if not Path(args.sft_base).exists():
-        nearest = did_you_mean_path(args.sft_base)
-        console.print(
-            f"{args.sft_base} is not there yet{nearest}: warming up by SFT, once", markup=False
-        )
+    if needs_warm_start(args):
         sft_args = warm_start_args(args)
         try:
             with deferrable_signals():
                 run_sft(sft_args, check_sft(sft_args), console)
         except WarmStartExists:
             console.print(f"another command has made {args.sft_base} meanwhile", markup=False)
-    console.print(f"starting from {args.sft_base}", markup=False)
+        console.print(f"starting from {args.sft_base}", markup=False, soft_wrap=True)
     return resolve_model(args.sft_base, args.output_dir, "--sft_base")

@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -86,10 +87,20 @@ def check_call(flag: str, name: str, function: Callable, *arguments: str) -> Non
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        code = getattr(function, "__code__", None)
-        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         called = ", ".join(arguments)
-        raise UserError(f"{flag} {name}: it is called with ({called}): {error}{place}") from None
+        place = place_of(function)
+        raise UserError(f"{flag} {name}: it is called with ({called}): {error} ({place})") from None
+
+
+def place_of(function: Callable) -> str:
+    """The file of a function, and the line where it begins; of another callable, the file of its
+    class."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    module = sys.modules.get(type(inner).__module__)
+    return getattr(module, "__file__", None) or type(inner).__module__
 
 
 def import_object(flag: str, path: str) -> object:

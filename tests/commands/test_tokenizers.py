@@ -6,10 +6,12 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from small_tokenizers import (
     adding,
     byte_level,
@@ -24,7 +26,7 @@ from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, from_preset
 from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluation
 from alignment.builders.run_plan import plan_run
-from alignment.builders.training import longest_row
+from alignment.builders.training import build, longest_row
 from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Problem, SamplingConfig
 from alignment.model.loading import load_config, load_end_ids, load_model, load_tokenizer
@@ -88,7 +90,8 @@ def test_the_preview_pays_tags_that_the_tokenizer_can_say(made, run, kind, tags)
     out, _ = run(evaluate, "--preview", "1")
     first = out.split("the gold answer: 1\n")[1].splitlines()[0]
     assert re.fullmatch(
-        r"  ' ?</think> <answer> 1 </answer>' gets reward 1, format_reward 1, answer_reward 1",
+        r"  in tags: ' ?</think> <answer> 1 </answer>' gets reward 1, format_reward 1,"
+        r" answer_reward 1",
         first,
     )
 
@@ -96,7 +99,7 @@ def test_the_preview_pays_tags_that_the_tokenizer_can_say(made, run, kind, tags)
 def test_the_preview_shows_that_a_tokenizer_loses_tags(made, run):
     made(wrapped(word_piece()))
     out, _ = run(evaluate, "--preview", "1")
-    assert "  '< / think > < answer > 1 < / answer >' gets reward 0," in out
+    assert "  in tags: '< / think > < answer > 1 < / answer >' gets reward 0," in out
     assert "warning: none is paid more than without the answer" in out
 
 
@@ -173,6 +176,31 @@ def test_a_prompt_beyond_the_context_is_named_and_can_be_left_out(made, capsys):
     assert capsys.readouterr().err.count("1 of 4 test problems of --task file:train.jsonl") == 1
     rl_args = from_preset(RLArgs, "tiny", max_prompt_tokens=40, **data)
     assert len(prepare_evaluation(rl_args, tokenizer).problems) == 3
+
+
+def test_a_training_prompt_beyond_the_context_is_found_before_the_warm_start(made, monkeypatch):
+    """Nothing is trained: the run has neither a clock nor a folder yet."""
+    folder = made(wrapped(byte_level(), True))
+    context = load_config(folder).max_position_embeddings
+    long_row = {"question": "long " * context, "solution": "so", "answer": "1"}
+    with Path("train.jsonl").open("a") as file:
+        file.write(json.dumps(long_row) + "\n")
+    args = from_preset(
+        RLArgs,
+        "tiny",
+        model=folder,
+        sft_base="not_made_yet",
+        task="file:train.jsonl",
+        test_split="test.jsonl",
+        prompt="tiny",
+    )
+    run = SimpleNamespace(checkpoint=None, console=Console(quiet=True))
+    with pytest.raises(UserError, match=r"train.jsonl:11: a prompt of .* by --max_prompt_tokens"):
+        build(args, run)
+    with pytest.raises(UserError, match="--max_prompt_tokens 2: every prompt is longer"):
+        build(replace(args, max_prompt_tokens=2), run)
+    with pytest.raises(AttributeError, match="clock"):
+        build(replace(args, max_prompt_tokens=40), run)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(made, run):
