@@ -58,6 +58,15 @@ def test_train_rl_shows_the_prompts_of_its_first_step_and_their_rewards(preview,
     assert lines.pop(0) == (
         "--prompt tiny, graded by the rule r1_zero; '</answer>' ends a response"
     )
+    assert lines.pop(0) == (
+        "each gold answer is scored in made-up responses of 3 formats: in tags, in a box, bare; one"
+        " that is paid is enough"
+    )
+    assert re.fullmatch(
+        r"of all (\d+) gold answers, not only those shown, the rule pays \1 in one of these"
+        r" formats",
+        lines.pop(),
+    )
     for problem, start in zip(problems, (0, 7), strict=True):
         head, *rest = lines[start : start + 7]
         assert (
@@ -68,7 +77,7 @@ def test_train_rl_shows_the_prompts_of_its_first_step_and_their_rewards(preview,
         assert rest[2:4] == [
             f"the gold answer: {problem.ground_truth}",
             (
-                f"  ' </think> <answer> {problem.ground_truth} </answer>' gets"
+                f"  in tags: ' </think> <answer> {problem.ground_truth} </answer>' gets"
                 " reward 1.5, format_reward 1, answer_reward 1, part_format 1, part_accuracy 1"
             ),
         ]
@@ -87,11 +96,23 @@ def test_evaluate_warns_of_gold_answers_that_are_not_paid(preview, tmp_path):
     ]
     write_rows(tmp_path / "test.jsonl", **{"c?": "7", "d?": "</answer> 8"})
     fine, wrong = preview(evaluate, *data, "--prompt", "tiny").split("test.jsonl:2: ")
-    assert "' </think> <answer> 7 </answer>' gets reward 1," in fine and "warning" not in fine
+    assert "in tags: ' </think> <answer> 7 </answer>' gets reward 1," in fine
+    assert "in a box: ' \\boxed{7}' gets reward 0," in fine and "warning" not in fine
     assert wrong.count(" gets reward 0,") == 3
     assert (
         "warning: none is paid more than without the answer: is this --reward, column or"
         " --answer_pattern right?" in wrong
+    )
+
+
+def test_the_last_line_counts_all_gold_answers(preview, tmp_path):
+    """Two of three are shown, and the third is the one that no response can meet."""
+    write_rows(tmp_path / "test.jsonl", **{"c?": "7", "d?": "8", "e?": "</answer> 9"})
+    task = write_rows(tmp_path / "train.jsonl", a="1", b="2")
+    printed = preview(evaluate, "--task", task, "--test_split", "test.jsonl", "--prompt", "tiny")
+    assert printed.splitlines()[-1] == (
+        "of all 3 gold answers, not only those shown, the rule pays 2 in one of these formats; the"
+        " first that it does not pay is that of test.jsonl:3"
     )
 
 
