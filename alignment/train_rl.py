@@ -5,9 +5,8 @@ from pathlib import Path
 from rich.console import Console
 
 from alignment.args import RLArgs, parse
-from alignment.builders.announcements import announce_run
-from alignment.builders.checks import check_rl, resumed_if_restarted, run_config
-from alignment.runs.run import open_run
+from alignment.builders.announcements import open_rl_run
+from alignment.builders.checks import check_rl, resumed_if_restarted
 from alignment.system.errors import run_command
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import followed
@@ -15,8 +14,7 @@ from alignment.system.torchrun import followed
 
 def train(args: RLArgs, console: Console) -> Path:
     """Train and return the run's folder. Raises `UserError`, if possible before a model loads."""
-    with open_run(run_config(args), console) as run:  # locks and resumes; saves when stopped
-        announce_run(args, run.checkpoint is not None, run.console)
+    with open_rl_run(args, console) as run:  # locks and resumes; saves when stopped
         from alignment.builders.training import build  # these modules load torch
         from alignment.rollouts.source import collate_groups, with_advantages
         from alignment.training.update import update

@@ -1,17 +1,28 @@
 """What a run says of itself before a tensor library is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from alignment.args import RLArgs
+from alignment.builders.checks import run_config
 from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
 from alignment.rewards.judge import judge_name
 from alignment.rewards.rules import named_parts
+from alignment.runs.run import Run, open_run
 from alignment.system.nearest import did_you_mean_path
 from alignment.system.registry import import_object, place_of
+
+
+@contextmanager
+def open_rl_run(args: RLArgs, console: Console) -> Iterator[Run]:
+    """Open a run of RL, as `open_run`, and print what it is made of (`announce_run`)."""
+    with open_run(run_config(args), console) as run:
+        announce_run(args, run.checkpoint is not None, run.console)
+        yield run
 
 
 def announce_run(args: RLArgs, has_checkpoint: bool, console: Console) -> None:

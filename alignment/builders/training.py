@@ -84,10 +84,8 @@ def build(args: RLArgs, run: Run) -> RunParts:
 
     `run.start` creates the run's folder at the very end, so an error before leaves no folder."""
     warn_of_short_memory(args, run.console)
-    if not run.checkpoint and needs_warm_start(args):
-        check_prompts(args)
     with run.clock("warm_start"):
-        base = str(run.checkpoint or prepare_warm_start(args, run.console))
+        base = str(run.checkpoint or first_model(args, run.console))
     tokenizer = load_tokenizer(base)
     check_saving(base, tokenizer)
     if args.deterministic:
@@ -142,9 +140,17 @@ def build(args: RLArgs, run: Run) -> RunParts:
     return RunParts(policy, rollouts, references, evaluator, update_config, pad_id)
 
 
+def first_model(args: RLArgs, console: Console) -> str:
+    """The model that a new run starts from, as `prepare_warm_start`. A prompt that the run cannot
+    ask raises `UserError` before a warm start is made, which takes minutes."""
+    if needs_warm_start(args):
+        check_prompts(args)
+    return prepare_warm_start(args, console)
+
+
 def check_prompts(args: RLArgs) -> None:
-    """Raise `UserError`, as `longest_row`, for a prompt that the run cannot ask. The tokenizer is
-    that of --model, so that the warm start's minutes come after."""
+    """Raise `UserError`, as `longest_row`, for a prompt that the run cannot ask by the tokenizer of
+    --model."""
     base = resolve_model(args.model, args.output_dir)
     tokenizer = load_tokenizer(base)
     plan = plan_run(with_fastest_kind(args), base)

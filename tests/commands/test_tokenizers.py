@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,10 @@ from small_tokenizers import (
 
 from alignment import evaluate, rejection_sample, sft, train_rl
 from alignment.args import EvaluateArgs, RLArgs, SFTArgs, from_preset
+from alignment.builders import training
 from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluation
 from alignment.builders.run_plan import plan_run
-from alignment.builders.training import build, longest_row
+from alignment.builders.training import longest_row
 from alignment.builders.warm_start import encode_demonstrations, encode_problems
 from alignment.core.records import Problem, SamplingConfig
 from alignment.model.loading import load_config, load_end_ids, load_model, load_tokenizer
@@ -179,7 +179,7 @@ def test_a_prompt_beyond_the_context_is_named_and_can_be_left_out(made, capsys):
 
 
 def test_a_training_prompt_beyond_the_context_is_found_before_the_warm_start(made, monkeypatch):
-    """Nothing is trained: the run has neither a clock nor a folder yet."""
+    """The warm start, which is not made here, comes after the prompts."""
     folder = made(wrapped(byte_level(), True))
     context = load_config(folder).max_position_embeddings
     long_row = {"question": "long " * context, "solution": "so", "answer": "1"}
@@ -194,13 +194,14 @@ def test_a_training_prompt_beyond_the_context_is_found_before_the_warm_start(mad
         test_split="test.jsonl",
         prompt="tiny",
     )
-    run = SimpleNamespace(checkpoint=None, console=Console(quiet=True))
+    monkeypatch.setattr(training, "prepare_warm_start", lambda *_: "the warm start")
+    console = Console(quiet=True)
     with pytest.raises(UserError, match=r"train.jsonl:11: a prompt of .* by --max_prompt_tokens"):
-        build(args, run)
+        training.first_model(args, console)
     with pytest.raises(UserError, match="--max_prompt_tokens 2: every prompt is longer"):
-        build(replace(args, max_prompt_tokens=2), run)
-    with pytest.raises(AttributeError, match="clock"):
-        build(replace(args, max_prompt_tokens=40), run)
+        training.first_model(replace(args, max_prompt_tokens=2), console)
+    short = replace(args, max_prompt_tokens=40)
+    assert training.first_model(short, console) == "the warm start"
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(made, run):
