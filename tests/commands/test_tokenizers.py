@@ -183,20 +183,22 @@ def test_a_training_prompt_beyond_the_context_is_found_before_the_warm_start(mad
     folder = made(wrapped(byte_level(), True))
     context = load_config(folder).max_position_embeddings
     long_row = {"question": "long " * context, "solution": "so", "answer": "1"}
-    with Path("train.jsonl").open("a") as file:
-        file.write(json.dumps(long_row) + "\n")
+    rows = Path("train.jsonl").read_text()
+    Path("train_long.jsonl").write_text(rows + json.dumps(long_row) + "\n")
     args = from_preset(
         RLArgs,
         "tiny",
         model=folder,
         sft_base="not_made_yet",
-        task="file:train.jsonl",
+        task="file:train_long.jsonl",
         test_split="test.jsonl",
         prompt="tiny",
     )
     monkeypatch.setattr(training, "prepare_warm_start", lambda *_: "the warm start")
     console = Console(quiet=True)
-    with pytest.raises(UserError, match=r"train.jsonl:11: a prompt of .* by --max_prompt_tokens"):
+    with pytest.raises(
+        UserError, match=r"train_long.jsonl:11: a prompt of .* by --max_prompt_tokens"
+    ):
         training.first_model(args, console)
     with pytest.raises(UserError, match="--max_prompt_tokens 2: every prompt is longer"):
         training.first_model(replace(args, max_prompt_tokens=2), console)
