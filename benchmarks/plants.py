@@ -10,6 +10,7 @@ from benchmarks.plant import (
     WITH_TEMPERATURE,
     WITH_TOP_K,
     WITH_TOP_P,
+    WITH_VLLM,
     of_file,
 )
 from benchmarks.plants_of_options import PLANTS_OF_OPTIONS
@@ -469,6 +470,15 @@ SAMPLING = [
             "responses without their last token",
             "            token_ids=tuple(row.token_ids),",
             "            token_ids=tuple(row.token_ids[:-1] or row.token_ids),",
+        ),
+    ),
+    *of_file(
+        "sampling/vllm.py",
+        (
+            "keys and values of older weights",
+            "    if not engine.llm.reset_prefix_cache():\n",
+            "    if False:\n",
+            WITH_VLLM,
         ),
     ),
     *of_file(

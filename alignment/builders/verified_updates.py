@@ -100,8 +100,9 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
             if not is_too_large:
                 updates = plan_updates(args, plan, VerifiedParts(policy, sampler, plain, source))
             config = args.update_config
+            invariant = args.batch_invariant
             verified = Verified(
-                policy, sampler, plain, source, config, exact, args.batch_invariant, updates
+                policy, sampler, plain, source, tokenizer, config, exact, invariant, updates
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:

@@ -33,7 +33,7 @@ from alignment.core.losses import (
     loss_denominator,
     micro_batch_loss,
 )
-from alignment.core.records import Batch, Group, Rollout, flatten_completions
+from alignment.core.records import Batch, Group, Problem, Rollout, flatten_completions
 from alignment.core.selection import StepTokens, select_tokens
 from alignment.core.tokens import collate
 from alignment.policy.policy import Policy
@@ -63,6 +63,9 @@ GROUP = 3  # --group_size of responses by chance
 LONGEST = 6  # and their --max_new_tokens
 COUNTED = 0.7  # Of responses by chance, about the share that counts, where some do not.
 ANOTHER_POLICY = 1.0  # nats a token, that the log-probs of a wrong sampler are off
+# Tokens. An engine keeps keys and values of whole blocks of a prompt: vLLM of 16 tokens on a GPU,
+# and of 128 on a CPU.
+LONG_PROMPT = 300
 
 
 # Type of matrix products -> how far a policy's log-probs may be from the plain model's, in nats a
@@ -381,6 +384,23 @@ def distance(policy: Policy, weights: Mapping[str, torch.Tensor]) -> torch.Tenso
     return torch.as_tensor(sum(squares)).sqrt()
 
 
+def lengthened(prompt: str, tokenizer, most_tokens: int) -> str:
+    """A prompt with more of the same in front of it, of `most_tokens` or a few less; a prompt of
+    more tokens as it is."""
+
+    def fits(text: str) -> bool:
+        return len(tokenizer(text)["input_ids"]) <= most_tokens
+
+    if not fits(prompt):
+        return prompt
+    text = prompt
+    while fits(text):
+        text += prompt
+    while not fits(text):
+        text = text[1 + len(text) // 50 :]
+    return text
+
+
 @dataclass(frozen=True)
 class Verified:
     """A policy, the sampler that gets its weights, transformers' own model of the weights that both
@@ -390,6 +410,7 @@ class Verified:
     sampler: Sampler
     plain: PlainModel
     source: RolloutSource
+    tokenizer: Any
     config: UpdateConfig
     exact: bool
     """Whether the devices are to give the same bits again."""
@@ -536,11 +557,28 @@ class Verified:
         return 0.0 if self.exact else math.inf
 
     def sample(self, times: int = 2) -> list[Group]:
-        """Each problem's responses, `times` over, with made-up rewards: 0 in the first group, 0 and
-        1 in the others."""
-        config = self.source.config
-        problems = problems_of_step(self.source.problems, PROMPTS, config.data_seed, step=1) * times
-        sampling = config.sampling_of_step(self.source.task.stop, step=1)
+        """The responses to each problem of the run's first ones, `times` over (`groups_of`)."""
+        return self.groups_of(self.problems() * times)
+
+    def problems(self) -> list[Problem]:
+        """The run's first problems."""
+        data_seed = self.source.config.data_seed
+        return problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
+
+    def long_problems(self) -> list[Problem]:
+        """The same with prompts of `LONG_PROMPT` tokens, or of as many as the context has."""
+        context = self.plain.model.config.max_position_embeddings
+        room = context - self.source.config.sampling.max_new_tokens
+        problems = []
+        for problem in self.problems():
+            prompt = lengthened(problem.prompt, self.tokenizer, min(LONG_PROMPT, room))
+            problems.append(dataclasses.replace(problem, prompt=prompt))
+        return problems
+
+    def groups_of(self, problems: Sequence[Problem]) -> list[Group]:
+        """Each problem's responses, with made-up rewards: 0 in the first group, 0 and 1 in the
+        others."""
+        sampling = self.source.config.sampling_of_step(self.source.task.stop, step=1)
         sampled = self.sampler.sample([problem.prompt for problem in problems], sampling)
         groups = []
         for problem, completions in zip(problems, sampled, strict=True):
@@ -659,11 +697,15 @@ class Verified:
         return 0.0
 
     def synced(self, version: int = 1) -> float:
-        """Mean difference of sampler and policy, after a transfer of the weights, on new responses
-        to the prompts as before, so that keys and values of older weights, if the engine still had
-        them, would show."""
+        """Mean difference of sampler and policy, after a transfer of the weights, on responses to
+        long prompts. The sampler has answered these with other weights just before, so that keys
+        and values of those show where it still has them."""
+        problems = self.long_problems()
+        others = ((name, weight / 2) for name, weight in self.policy.weights())
+        self.sampler.load_weights(others, version)
+        self.groups_of(problems)
         self.sampler.load_weights(self.policy.weights(), version)
-        rollout = self.made_up(self.sample(times=1))
+        rollout = self.made_up(self.groups_of(problems))
         report = sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)
         return report["sampler_mismatch"]
 

@@ -68,17 +68,17 @@ def verified(folder, lora_rank: int = 0, compares_updates: bool = False, **setti
             lora_rank=lora_rank,
         )
     )
-    sampler = TransformersSampler(
-        load_model(str(folder), ("cpu",), torch.float32), load_tokenizer(str(folder)), context=128
-    )
-    source = open_source(args.rollout_config, load_tokenizer(str(folder)))
+    tokenizer = load_tokenizer(str(folder))
+    model = load_model(str(folder), ("cpu",), torch.float32)
+    sampler = TransformersSampler(model, tokenizer, context=256)
+    source = open_source(args.rollout_config, tokenizer)
     plain = PlainModel(folder)
     updates = None
     if compares_updates:
         parts = VerifiedParts(policy, sampler, plain, source)
         updates = plan_updates(args, plan_run(args, str(folder)), parts)
     config = args.update_config
-    return Verified(policy, sampler, plain, source, config, exact=True, updates=updates)
+    return Verified(policy, sampler, plain, source, tokenizer, config, exact=True, updates=updates)
 
 
 def failed(checked: Verified) -> set[str]:
@@ -143,6 +143,22 @@ def test_stale_weights(healthy, monkeypatch):
         lambda load, tensors, version: [None for _ in tensors],
     )
     assert failed(healthy) == {ARRIVED, SYNCED}
+
+
+def test_keys_and_values_of_older_weights(healthy, monkeypatch):
+    """A sampler that answers a prompt, of whole blocks of a cache, as it did with older weights."""
+    remembered = {}
+
+    def remembering(sample, prompts, sampling, *rest):
+        groups = []
+        for prompt, group in zip(prompts, sample(prompts, sampling, *rest), strict=True):
+            if len(group[0].prompt_ids) > 128:
+                group = remembered.setdefault(prompt, group)
+            groups.append(group)
+        return groups
+
+    plant(monkeypatch, healthy.sampler, "sample", remembering)
+    assert failed(healthy) == {SYNCED}
 
 
 @pytest.mark.slow
