@@ -13,6 +13,7 @@ from benchmarks.plant import (
     WITH_VLLM,
     of_file,
 )
+from benchmarks.plants_of_edges import PLANTS_OF_EDGES
 from benchmarks.plants_of_options import PLANTS_OF_OPTIONS
 from benchmarks.plants_of_results import PLANTS_OF_RESULTS
 from benchmarks.plants_of_runs import PLANTS_OF_RUNS
@@ -576,4 +577,5 @@ PLANTS = [
     *PLANTS_OF_RUNS,
     *PLANTS_OF_RESULTS,
     *PLANTS_OF_OPTIONS,
+    *PLANTS_OF_EDGES,
 ]

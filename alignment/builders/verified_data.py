@@ -1,33 +1,47 @@
 """The rules, the problems and the worked solutions that `verify` checks, as a run reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import alignment.data.prompts
 from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
 from alignment.builders.checks import check_sft_share, read_demonstrations
-from alignment.builders.evaluations import prepare_evaluations
+from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluations
+from alignment.builders.held_out import task_arguments
 from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config.settings import flag_values
 from alignment.core.records import Endless, Problem, Problems
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import chosen_prompt, read_system_prompt
 from alignment.data.tasks import answer_in_box
-from alignment.data.tasks.own_data import read_examples
+from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.evaluation.accuracy import figures, paired_difference
 from alignment.model.loading import load_config, load_tokenizer
-from alignment.rewards.rules import RULES, named_parts, resolved_reward
+from alignment.rewards.rules import (
+    CONTROLS,
+    PARTS,
+    RULES,
+    CosineLength,
+    named_parts,
+    resolved_reward,
+)
 from alignment.rollouts.config import problems_of_step
 from alignment.rollouts.source import open_source
 from alignment.training.sft import SFTConfig
 from alignment.verification.asked import AskedQuestions
 from alignment.verification.check import Check
-from alignment.verification.graded_answers import checks_of_rules
+from alignment.verification.graded_answers import check_of_parts, checks_of_rules
 from alignment.verification.made_up_evaluation import MadeUpEvaluation
 from alignment.verification.scored_groups import PROBLEMS, ScoredGroups
 from alignment.verification.sft_labels import Demonstrations
-from alignment.verification.splits import RunData, number_of_test_questions
+from alignment.verification.splits import (
+    RunData,
+    ValidationSplit,
+    asked_elsewhere,
+    number_of_test_questions,
+)
 from alignment.verification.whole_warm_start import EXAMPLES, WarmStart
 
 MOST_DEMONSTRATIONS = 64
@@ -40,6 +54,8 @@ def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
     reward = resolved_reward(args.reward, args.task_in_format.rules)
     names = [name for name, _ in named_parts(reward)]
     yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
+    cosine = partial(PARTS["cosine_length"], settings=CosineLength())
+    yield check_of_parts({**CONTROLS, **PARTS, "cosine_length": cosine})
     yield from MadeUpEvaluation(figures, paired_difference).checks()
 
 
@@ -52,15 +68,17 @@ def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
     def training_problems() -> Problems:
         return open_source(config, tokenizer).problems
 
+    evaluations = prepare_evaluations(args, tokenizer)
     data = RunData(
         task.problems("train", args.dataset_path),
         task.test_split(args.dataset_path),
-        prepare_evaluations(args, tokenizer)[""].problems,
+        evaluations[""].problems,
         training_problems(),
         config,
         training_problems,
     )
     yield from data.checks()
+    yield from checks_of_splits(args, data, evaluations)
     source = open_source(config, tokenizer)
     rows = [*data.test_rows]
     if not isinstance(data.train_rows, Endless):
@@ -81,6 +99,42 @@ def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:
     yield from ScoredGroups(source.reward, first, parts).checks()
     if args.sft_base:
         yield from demonstrations_of(args, base).checks()
+    if args.sft_base and args.sft_share:
+        yield Check(
+            "warm start: questions that RL asks again",
+            0.0,
+            lambda: number_of_test_questions(
+                first_problems(source.problems),
+                [problem for problem, _ in taught_solutions(args)],
+            ),
+        )
+
+
+def checks_of_splits(
+    args: VerifyArgs, data: RunData, evaluations: Mapping[str, PreparedEvaluation]
+) -> Iterator[Check]:
+    """The checks of what --validation_share and --eval_tasks evaluate, where they are given."""
+    task = args.task_in_format
+    share = args.validation_share
+    if share:
+        split = ValidationSplit(
+            share,
+            task.test_problems(args.dataset_path, 0, "validation", share),
+            task.test_problems(args.dataset_path, 0, "test", share),
+            data.test_rows,
+            data.evaluated,
+            args.eval_split == "validation",
+        )
+        yield Check("data: evaluated beside --eval_split", 0.0, split.faults)
+    others = task_arguments(args, args.eval_tasks)
+    if others:
+        asked: dict[str, Sequence[Problem]] = {}
+        rows: dict[str, Sequence[Problem]] = {}
+        for name, other in others.items():
+            asked[name] = evaluations[name.replace(":", ".")].problems
+            rows[name] = other.task_in_format.test_split(other.dataset_path)
+        what = "data: other tasks evaluated beside their test splits"
+        yield Check(what, 0.0, partial(asked_elsewhere, asked, rows))
 
 
 def first_problems(problems: Problems) -> Sequence[Problem]:
@@ -95,8 +149,7 @@ def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
     task = args.task_in_format
     sft_args = as_command(SFTArgs, args)
     tokenizer = load_tokenizer(base)
-    untested = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
-    taught = check_sft_share(sft_args, task, untested)
+    taught = taught_solutions(args)
     shown = taught[:: max(1, len(taught) // MOST_DEMONSTRATIONS)]
     responses = [response for _, response in shown]
     if task.wants_box:
@@ -118,6 +171,14 @@ def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
         tokenizer,
         pad_token_id(tokenizer),
     )
+
+
+def taught_solutions(args: VerifyArgs) -> Sequence[Demonstration]:
+    """All worked solutions that a warm start is trained on."""
+    task = args.task_in_format
+    sft_args = as_command(SFTArgs, args)
+    untested = task.untested(read_demonstrations(sft_args, task, "train"), args.dataset_path)
+    return check_sft_share(sft_args, task, untested)
 
 
 def warm_start_of(args: VerifyArgs, base: str) -> WarmStart | None:

@@ -5,11 +5,12 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,6 +21,7 @@ from alignment.builders.samplers import make_sampler
 from alignment.builders.training import find_teacher, open_old_policy
 from alignment.builders.verified_data import warm_start_of
 from alignment.config.settings import flag_values, replaced
+from alignment.model import log_probs
 from alignment.model.frozen import FrozenModel
 from alignment.model.loading import load_config, load_tokenizer, make_deterministic
 from alignment.model.shape import ModelShape
@@ -31,7 +33,7 @@ from alignment.system.clock import Clock
 from alignment.system.device_memory import free_bytes, release_memory
 from alignment.training.update import LogProbSource, References
 from alignment.verification.check import Check
-from alignment.verification.checks import NATS, Verified, promises_bits
+from alignment.verification.checks import NATS, Verified, most_other_groups, promises_bits
 from alignment.verification.groups import MadeUpGroups
 from alignment.verification.sampling import SampledAnswers
 from alignment.verification.two_rollouts import (
@@ -47,6 +49,7 @@ from alignment.verification.whole_update import PlainModel, Weights, cut_family,
 MOST_SAMPLES = 4
 MOST_TOKENS = 64
 MICRO_BATCH = 64  # tokens, so that an update has several micro-batches
+ROWS_OF_PIECE = 16  # of logits, so that a micro-batch has several pieces
 LEAST_DECAY = 0.5  # of weights, so that it is a part of a step that shows
 # Of the host's memory for a parameter: weights before and after, gradient, two moments and what
 # they become, in float64.
@@ -95,14 +98,24 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
     for name in engines:
         args_of_engine = replaced(args, sampler=name)
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
-        with closing(make_sampler(engine_plan, tokenizer, policy)) as sampler:
+        with (
+            closing(make_sampler(engine_plan, tokenizer, policy)) as sampler,
+            few_logits_in_memory(policy.config.vocab_size),
+        ):
             updates = None
             if not is_too_large:
                 updates = plan_updates(args, plan, VerifiedParts(policy, sampler, plain, source))
             config = args.update_config
-            invariant = args.batch_invariant
             verified = Verified(
-                policy, sampler, plain, source, tokenizer, config, exact, invariant, updates
+                policy,
+                sampler,
+                plain,
+                source,
+                tokenizer,
+                config,
+                exact,
+                most_other_groups(name, policy.dtype, args.batch_invariant and name == engine),
+                updates,
             )
             another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:
@@ -128,6 +141,19 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
                 what = f"random adapters, {name}: nats from policy"
                 yield dataclasses.replace(another, what=what)
                 policy.use_adapters("trained")
+
+
+@contextmanager
+def few_logits_in_memory(vocabulary: int) -> Iterator[None]:
+    """Within the block this process computes logits in pieces of few rows, as a run does whose
+    micro-batches or vocabulary are larger."""
+    number = ROWS_OF_PIECE * vocabulary
+    with (
+        patch.object(log_probs, "LOGITS_IN_MEMORY", number),
+        patch.object(log_probs, "FUSED_LOGITS_IN_MEMORY", number),
+        patch.dict(log_probs.LOGITS_IN_CACHE, {"cpu": number // 2}),
+    ):
+        yield
 
 
 def other_adapters(args: VerifyArgs, policy: Policy, plain: PlainModel, tokenizer) -> list[str]:

@@ -12,8 +12,11 @@ from alignment.args import VerifyArgs, refuse_missing_warm_start
 from alignment.builders.checks import check_sft
 from alignment.builders.warm_start import run_sft, warm_start_args
 
-# A proof needs a policy whose samples differ, not a good one.
+# A proof needs a policy whose samples differ and end, not a good one. Steps teach the tiny model
+# that, more than solutions: 60 steps of 16 left it 1.31 nats of surprise a token and 86 % of the
+# responses ended, 60 of 64 left 1.49 and 81 %, 45 of 64 left 2.22 and 48 %.
 SHORT_WARM_START = 60  # steps
+SHORT_BATCH = 16  # solutions of each
 VALIDATED = 64  # solutions
 
 
@@ -35,19 +38,24 @@ def judged_weights(args: VerifyArgs, console: Console) -> Iterator[tuple[VerifyA
         sft_base = str(Path(folder) / "sft")
         whole = warm_start_args(args)
         steps = min(whole.num_steps, SHORT_WARM_START)
-        words = f"those of {steps} of the {whole.num_steps} steps of SFT that make {args.sft_base}"
+        batch_size = min(whole.batch_size, SHORT_BATCH)
+        words = (
+            f"those of {steps} of the {whole.num_steps} steps of SFT that make {args.sft_base}, of"
+            f" {batch_size} solutions each"
+        )
         console.print(f"{args.sft_base} is not there yet: judging {words}", markup=False)
         sft_args = dataclasses.replace(
             whole,
             sft_base=sft_base,
             num_steps=steps,
+            batch_size=batch_size,
             max_problems=1,
             eval_tasks=(),
             trackers=(),
         )
         demonstrations = check_sft(sft_args)
         few = {
-            "train": demonstrations["train"][: steps * sft_args.batch_size],
+            "train": demonstrations["train"][: steps * batch_size],
             "test": demonstrations["test"][:VALIDATED],
         }
         run_sft(sft_args, few, console)

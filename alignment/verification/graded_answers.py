@@ -1,7 +1,8 @@
 """Do the rules that ship pay for what docs/grading.md says, also where a response tries to deceive?
 
 answers.jsonl has responses with the reward that each rule's definition gives them, judged by hand.
-Most are wrong and look right. A rule is left out of a row that its definition does not decide."""
+Most are wrong and look right. A rule is left out of a row that its definition does not decide.
+parts.jsonl has the same of the parts that --reward adds up."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,9 @@ from alignment.verification.check import Check
 from alignment.verification.reported import is_near, mean
 
 ANSWERS = Path(__file__).with_name("answers.jsonl")
+PARTS = Path(__file__).with_name("parts.jsonl")
+QUESTION = "How much is it?"
+Part = Callable[[Sequence[Problem], Sequence[Completion], Sequence[Score]], Sequence[float | None]]
 
 
 def checks_of_rules(
@@ -53,6 +57,30 @@ def other_means(rules: Mapping[str, object], rows: Sequence[Mapping]) -> list[st
         if not is_near(reported, mean([row["rewards"][name] for row in of_rule])):
             others.append(name)
     return others
+
+
+def check_of_parts(parts: Mapping[str, Part]) -> Check:
+    """The check of the parts of rewards that ship, by their names."""
+    rows = read_jsonl(PARTS)
+    what = f"parts of rewards: wrong values of {len(rows)} answers"
+    return Check(what, 0.0, lambda: wrong_parts(parts, rows))
+
+
+def wrong_parts(parts: Mapping[str, Part], rows: Sequence[Mapping]) -> list[str]:
+    """The parts that give an answer another value than the table does, and of which answer."""
+    wrong = []
+    for row in rows:
+        length = row["tokens"]
+        problem = Problem("1", QUESTION, row["prompt"], row["ground_truth"])
+        completion = Completion(
+            (1,), (2,) * length, (-1.0,) * length, row["response"], row["finish_reason"], 0
+        )
+        score = {"format_reward": row["format"], "answer_reward": row["answer"], "reward": 0.0}
+        for name, expected in row["parts"].items():
+            (value,) = parts[name]([problem], [completion], [score])
+            if value is None or not is_near(value, expected):
+                wrong.append(f"{name} of {row['why']}")
+    return wrong
 
 
 def group_of(number: int, row: Mapping) -> Group:

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignment.core.records import Endless, Problem, Problems
@@ -18,6 +18,8 @@ STEPS = 50  # of which the problems are compared, where these have no end
 RESUMED_AT = (1, 7, 20)  # steps after which a run is resumed
 # Two orders by chance of so many problems are the same once in 13! = 6 * 10^9 times.
 SHUFFLED = 13
+# By how many standard deviations a share by chance may be off.
+MOST_DEVIATIONS = 6
 ARITHMETIC = re.compile(r"What is (\d+(?: [-+*] \d+)*)\?")
 
 
@@ -169,6 +171,52 @@ class RunData:
         anew = self.open_anew()
         steps = [done + 1 for done in RESUMED_AT]
         return sum(self.of_step(anew, step) != self.of_step(self.trained, step) for step in steps)
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """The two parts of a test split with a --validation_share, and the problems, of one of them,
+    that evaluations ask."""
+
+    share: float
+    validation: Sequence[Problem]
+    test: Sequence[Problem]
+    rows: Sequence[Problem]
+    """The whole split."""
+    evaluated: Sequence[Problem]
+    is_validation: bool
+    """Whether evaluations ask the validation split."""
+
+    def faults(self) -> list[str]:
+        """What is wrong with the parts: each question is in one of them, a share of about the
+        right size is for validation, and evaluations ask the part that --eval_split names."""
+        validation = set(map(question_of, self.validation))
+        test = set(map(question_of, self.test))
+        whole = set(map(question_of, self.rows))
+        faults = []
+        if validation & test or validation | test != whole:
+            faults.append(f"{len(validation & test)} questions in both")
+        expected = self.share * len(whole)
+        deviation = math.sqrt(len(whole) * self.share * (1 - self.share))
+        if abs(len(validation) - expected) > MOST_DEVIATIONS * deviation + 1:
+            faults.append(f"{len(validation)} of {len(whole)} questions for validation")
+        asked = set(map(question_of, self.evaluated))
+        if not asked <= (validation if self.is_validation else test):
+            faults.append("evaluations of the other part")
+        return faults
+
+
+def asked_elsewhere(
+    evaluated: Mapping[str, Sequence[Problem]], rows: Mapping[str, Sequence[Problem]]
+) -> list[str]:
+    """The held-out tasks of which an evaluation asks a problem that is no row of its test split, or
+    none: id, question and truth."""
+    names = []
+    for name, of_split in rows.items():
+        asked = set(map(identity, evaluated[name]))
+        if not asked or not asked <= set(map(identity, of_split)):
+            names.append(name)
+    return names
 
 
 def value_of_sum(text: str) -> int:

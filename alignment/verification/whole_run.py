@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from alignment.core.records import Problem
 from alignment.system.files import read_json, read_jsonl
@@ -417,6 +417,13 @@ class TrainedRun:
         for name in ("eos_token_id", "bos_token_id", "chat_template"):
             if getattr(tokenizer, name) != getattr(self.tokenizer, name):
                 faults.append(name)
+        if (self.folder / "final" / "generation_config.json").exists():
+            generation = GenerationConfig.from_pretrained(self.folder / "final")
+            if generation.eos_token_id != self.plain.model.generation_config.eos_token_id:
+                faults.append("eos_token_id of generation_config.json")
+        if self.setting["lora_rank"]:
+            adapter = read_json(self.folder / "final" / "adapter" / "adapter_config.json")
+            faults += faults_of_adapter_config(adapter, self.setting)
         return faults
 
     def faults_of_samples(self) -> list[str]:
@@ -548,6 +555,20 @@ class TrainedRun:
         for record in read_jsonl(self.folder / "metrics.jsonl"):
             names |= dict.fromkeys(name for name in record["warnings"] if name in invariants)
         return list(names)
+
+
+def faults_of_adapter_config(config: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
+    """What PEFT would read of saved adapters that is not as they were trained: W + alpha / rank *
+    B A."""
+    expected = {
+        "r": setting["lora_rank"],
+        "lora_alpha": setting["lora_alpha"],
+        "use_rslora": False,  # alpha / the root of the rank
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    return [name for name, value in expected.items() if config.get(name, value) != value]
 
 
 def letters_of(text: str) -> str:

@@ -39,7 +39,9 @@ def test_a_warm_start_that_is_not_there_is_judged_by_its_first_steps(tmp_path):
     with judged_weights(args, make_console()) as (judged, weights):
         made = Path(judged.sft_base)
         assert (made / "model.safetensors").exists()
-        assert weights == f"those of 2 of the 2 steps of SFT that make {args.sft_base}"
+        assert weights == (
+            f"those of 2 of the 2 steps of SFT that make {args.sft_base}, of 2 solutions each"
+        )
     assert not made.exists() and not Path(args.sft_base).exists()
     assert not list((tmp_path / "out").glob(".verify_*"))
 

@@ -30,6 +30,7 @@ from alignment.verification.checks import (
     Verified,
     checks_of_plan,
     checks_without_model,
+    most_other_groups,
 )
 from alignment.verification.two_rollouts import plain_responses
 from alignment.verification.whole_update import PlainModel
@@ -263,9 +264,17 @@ def test_answers_that_depend_on_what_shares_a_batch(healthy, monkeypatch):
         return sample(prompts, dataclasses.replace(sampling, seed=len(prompts)))
 
     plant(monkeypatch, healthy.sampler, "sample", of_batch)
-    assert failed(dataclasses.replace(healthy, batch_invariant=True)) == {
+    of_own_engine = most_other_groups("transformers", torch.float32, is_invariant=False)
+    assert failed(dataclasses.replace(healthy, most_other_groups=of_own_engine)) == {
         "half the prompts: other answers"
     }
+
+
+def test_answers_depend_on_their_batch_by_rounding_alone():
+    assert most_other_groups("vllm", torch.bfloat16, is_invariant=True) == 0
+    assert most_other_groups("transformers", torch.float32, is_invariant=False) == 1  # of 4
+    assert most_other_groups("transformers", torch.bfloat16, is_invariant=False) == math.inf
+    assert most_other_groups("vllm", torch.float32, is_invariant=False) == math.inf
 
 
 def test_a_sampler_that_drifts_away_at_a_learning_rate_of_0(healthy, monkeypatch):

@@ -1,11 +1,18 @@
 """The table of answers that rules are verified by: its size, and faults of a rule that it shows."""
 
+from functools import partial
+
 import pytest
 
 from alignment.rewards import boxed, r1_zero
-from alignment.rewards.rules import RULES
+from alignment.rewards.rules import CONTROLS, PARTS, RULES, CosineLength, make_text_part
 from alignment.system.files import read_jsonl
-from alignment.verification.graded_answers import ANSWERS, checks_of_rules, wrong_rewards
+from alignment.verification.graded_answers import (
+    ANSWERS,
+    check_of_parts,
+    checks_of_rules,
+    wrong_rewards,
+)
 
 ROWS = read_jsonl(ANSWERS)
 
@@ -53,3 +60,21 @@ def test_a_box_within_thoughts(monkeypatch):
     monkeypatch.setattr(boxed, "outside_thoughts", lambda response: response)
     assert "a right box in the thoughts alone" not in wrong("boxed")  # The last box counts.
     assert "a wrong box before a right thought" in wrong("boxed")
+
+
+def wrong_values(**changes) -> list[str]:
+    cosine = partial(PARTS["cosine_length"], settings=CosineLength())
+    found = check_of_parts({**CONTROLS, **PARTS, "cosine_length": cosine, **changes}).quantity()
+    assert isinstance(found, list)
+    return found
+
+
+def test_parts_of_rewards_with_other_values():
+    assert wrong_values() == []
+    tags = make_text_part(lambda problem, text: float("<answer>" in text))
+    assert "tag_count of two answers, the last one wrong" in wrong_values(tag_count=tags)
+    swapped = CosineLength(right_short=1.0, right_long=2.0)
+    assert "cosine_length of a right answer behind the prompt's opening tag" in wrong_values(
+        cosine_length=partial(PARTS["cosine_length"], settings=swapped)
+    )
+    assert wrong_values(inverted=PARTS["accuracy"])

@@ -7,7 +7,12 @@ from rollout_helpers import ARGS
 
 from alignment.core.records import Endless, Problem
 from alignment.rollouts import config as rollouts
-from alignment.verification.splits import RunData, value_of_sum
+from alignment.verification.splits import (
+    RunData,
+    ValidationSplit,
+    asked_elsewhere,
+    value_of_sum,
+)
 from alignment.verify import measured_by
 
 CONFIG = replace(ARGS, prompts_per_rollout=3).rollout_config
@@ -123,3 +128,31 @@ def test_a_wrong_truth_of_a_sum():
     rows = [replace(rows[0], ground_truth="20"), rows[1]]
     changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
     assert failed(**changes) == {SUMS}
+
+
+HELD_OUT = [problem(number, "test") for number in range(100)]
+
+
+def validation(**changes) -> list[str]:
+    """The faults of a split of 100 questions of which 10 are for validation."""
+    split = ValidationSplit(0.1, HELD_OUT[:10], HELD_OUT[10:], HELD_OUT, HELD_OUT[:4], True)
+    return replace(split, **changes).faults()
+
+
+def test_parts_of_a_test_split():
+    assert validation() == []
+    assert validation(evaluated=HELD_OUT[10:14], is_validation=False) == []
+    assert validation(validation=HELD_OUT[:15], test=HELD_OUT[15:]) == []  # 5 more by chance
+    assert validation(is_validation=False) == ["evaluations of the other part"]
+    assert validation(test=HELD_OUT) == ["10 questions in both"]
+    # 90 in the place of about 10, which 6 standard deviations of 3 do not explain
+    assert validation(validation=HELD_OUT[10:], test=HELD_OUT[:10], is_validation=False) == [
+        "90 of 100 questions for validation"
+    ]
+
+
+def test_another_task_that_asks_other_problems():
+    rows = {"mine": TEST, "other": HELD_OUT}
+    assert asked_elsewhere({"mine": TEST[:2], "other": HELD_OUT[:3]}, rows) == []
+    assert asked_elsewhere({"mine": TEST[:2], "other": TRAIN[:3]}, rows) == ["other"]
+    assert asked_elsewhere({"mine": [], "other": HELD_OUT}, rows) == ["mine"]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignment.verification.whole_run import TrainedRun, letters_of
+from alignment.verification.whole_run import TrainedRun, faults_of_adapter_config, letters_of
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **options: "".join(map(chr, ids)))
 
@@ -53,3 +53,11 @@ def test_responses_with_another_prompts_truth_are_seen(tmp_path):
 )
 def test_what_a_tokenizer_may_change_of_a_question_is_no_fault(question, prompt):
     assert letters_of(question) in letters_of(prompt)
+
+
+def test_adapters_whose_config_is_not_that_of_the_training():
+    setting = {"lora_rank": 4, "lora_alpha": 8.0}
+    saved = {"r": 4, "lora_alpha": 8, "use_rslora": False, "rank_pattern": {}}
+    assert faults_of_adapter_config(saved, setting) == []
+    assert faults_of_adapter_config({**saved, "lora_alpha": 16}, setting) == ["lora_alpha"]
+    assert faults_of_adapter_config({**saved, "use_rslora": True}, setting) == ["use_rslora"]
