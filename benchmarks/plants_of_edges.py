@@ -4,7 +4,6 @@ work that is cut into pieces, ranks, resets, and the files and splits beside wha
 from benchmarks.plant import (
     AHEAD,
     REPLICATED,
-    SEVERAL_MINI_BATCHES,
     SEVERAL_UPDATES,
     SHARDED,
     WITH_ADAPTERS,
@@ -96,10 +95,10 @@ UPDATES = [
             (*WITH_REFERENCE, "--sampling_top_p", "0.8"),
         ),
         (
-            "the token mean of all mini-batches together",
+            "a token mean over responses of the longest one's length",
             "    lengths = rollout.lengths\n    denominator",
             "    lengths = [max(rollout.lengths)] * len(rollout.lengths)\n    denominator",
-            ("--loss_normalization", "token_mean", *SEVERAL_MINI_BATCHES),
+            ("--loss_normalization", "token_mean", "--max_new_tokens", "64"),
         ),
     ),
     *of_file(

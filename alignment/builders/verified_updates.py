@@ -117,7 +117,6 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
                 most_other_groups(name, policy.dtype, args.batch_invariant and name == engine),
                 updates,
             )
-            another = Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if name == engine:
                 # Single log-probs may be ten times as far off as they are on average.
                 yield from SampledAnswers(
@@ -130,17 +129,25 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
                 ).checks()
                 yield from verified.checks()
             else:
-                yield another
+                yield Check(f"after updates, {name}: nats from policy", nats, verified.synced)
             if args.lora_rank:
-                yield Check(
-                    "adapters: layers that have none, or must have none",
-                    0.0,
-                    partial(other_adapters, args, policy, plain, tokenizer),
-                )
-                policy.use_adapters("random")
-                what = f"random adapters, {name}: nats from policy"
-                yield dataclasses.replace(another, what=what)
-                policy.use_adapters("trained")
+                yield from checks_of_adapters(args, verified, tokenizer, name)
+
+
+def checks_of_adapters(
+    args: VerifyArgs, verified: Verified, tokenizer, engine: str
+) -> Iterator[Check]:
+    """The checks of which layers have adapters, and that new ones arrive at the engine."""
+    policy = verified.policy
+    yield Check(
+        "adapters: layers that have none, or must have none",
+        0.0,
+        partial(other_adapters, args, policy, verified.plain, tokenizer),
+    )
+    policy.use_adapters("random")
+    what = f"random adapters, {engine}: nats from policy"
+    yield Check(what, NATS[policy.dtype], verified.synced)
+    policy.use_adapters("trained")
 
 
 @contextmanager

@@ -59,6 +59,7 @@ from alignment.verification.check import Check
 from alignment.verification.paper_advantages import paper_advantages_of_groups
 from alignment.verification.papers import PaperLogProbs, paper_values
 from alignment.verification.precision import LEAST_LOG_PROB, MOST_ROUNDED, rounded_share
+from alignment.verification.sampling import CANDIDATES, of_unlike_lengths
 from alignment.verification.two_rollouts import TwoRollouts, plain_responses
 from alignment.verification.whole_update import PlainModel
 
@@ -593,9 +594,10 @@ class Verified:
         return self.groups_of(self.problems() * times)
 
     def problems(self) -> list[Problem]:
-        """The run's first problems."""
+        """Some of the run's first problems, of unlike lengths."""
         data_seed = self.source.config.data_seed
-        return problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
+        first = problems_of_step(self.source.problems, CANDIDATES, data_seed, step=1)
+        return of_unlike_lengths(first, PROMPTS)
 
     def long_problems(self) -> list[Problem]:
         """The same with prompts of `LONG_PROMPT` tokens, or of as many as the context has."""

@@ -33,6 +33,7 @@ from alignment.verification.reported import is_near
 from alignment.verification.whole_update import kept_tokens
 
 PROMPTS = 4
+CANDIDATES = 64  # problems, of which these are the prompts
 SAMPLES = 8
 MOST_TOKENS = 64
 # The lines take the larger of two numbers, or one: eight in all, of which one is above the limit
@@ -92,6 +93,18 @@ def read_row(
     places_T = below_T + uniform_T * drawn_T
     outside = int(log_probs_TV.gather(-1, tokens_T1).isinf().sum())
     return Row(completion.token_ids, log_probs_TV, places_T[drawn_T > 0], outside)
+
+
+def of_unlike_lengths(problems: Sequence[Problem], number: int) -> list[Problem]:
+    """So many of some problems, two or more, from the longest prompt to the shortest: an engine
+    that takes them by their lengths must find its way back. The first ones where too few prompts
+    differ."""
+    unlike = {problem.prompt: problem for problem in problems}
+    if len(unlike) < number:
+        return list(problems[:number])
+    ordered = sorted(unlike.values(), key=lambda problem: len(problem.prompt), reverse=True)
+    last = len(ordered) - 1
+    return [ordered[place * last // (number - 1)] for place in range(number)]
 
 
 def log10_of_mean(evidence: Sequence[float]) -> float:
@@ -368,8 +381,8 @@ class SampledAnswers:
     def prompts(self) -> list[str]:
         """The run's first prompts."""
         data_seed = self.source.config.data_seed
-        problems = problems_of_step(self.source.problems, PROMPTS, data_seed, step=1)
-        return [problem.prompt for problem in problems]
+        first = problems_of_step(self.source.problems, CANDIDATES, data_seed, step=1)
+        return [problem.prompt for problem in of_unlike_lengths(first, PROMPTS)]
 
     def settings(self) -> list[SamplingConfig]:
         """The run's own settings in its first two steps, and a flat distribution."""

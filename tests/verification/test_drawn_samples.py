@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from alignment.config.settings import flag_values
-from alignment.core.records import SamplingConfig
+from alignment.core.records import Problem, SamplingConfig
 from alignment.core.text import ResponseReader, prompt_token_ids
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.rollouts.config import RolloutConfig
@@ -29,6 +29,7 @@ from alignment.verification.sampling import (
     evidence_of_temperature,
     evidence_of_uneven_draws,
     log_distribution,
+    of_unlike_lengths,
     pairs_of_prompts,
     pairs_of_samples,
     prompt_is_encoded_wrongly,
@@ -271,3 +272,13 @@ def test_seeds_that_do_not_reach_the_samples(answers, monkeypatch):
         lambda config, *rest: real(replace(config, sampling_seed=0), *rest),
     )
     assert answers.repeated_seeds() == 300  # of 100 steps, each with two refills
+
+
+def test_prompts_of_unlike_lengths_come_in_no_order_of_an_engine():
+    def lengths(*numbers: int) -> list[int]:
+        problems = [Problem(str(number), "", "a" * number, "") for number in numbers]
+        return [len(problem.prompt) for problem in of_unlike_lengths(problems, 2)]
+
+    assert lengths(3, 1, 4, 2) == [4, 1]
+    assert lengths(3, 3, 3) == [3, 3]  # the same prompt
+    assert lengths(1, 2) == [2, 1]
