@@ -74,6 +74,11 @@ def log_distribution(logits_TV: torch.Tensor, sampling: SamplingConfig, slack: f
     mass_T1 = (log_probs_TV.exp() * in_support_TV).sum(-1, keepdim=True)
     least_T1 = log_probs_TV.where(in_support_TV, math.inf).amin(-1, keepdim=True)
     finite_TV = log_probs_TV >= least_T1 - slack
+    # The mass before a token may pass top-p by rounding, however unlikely the token is: logits that
+    # are `slack` off change the odds of that mass by a factor of exp(2 slack) at most.
+    odds = sampling.top_p * math.exp(2 * slack)
+    setting["sampling_top_p"] = odds / (odds + 1 - sampling.top_p)
+    finite_TV |= kept_tokens(log_probs_TV, setting)
     return (log_probs_TV - mass_T1.log()).where(finite_TV, -math.inf), in_support_TV
 
 

@@ -282,3 +282,15 @@ def test_prompts_of_unlike_lengths_come_in_no_order_of_an_engine():
     assert lengths(3, 1, 4, 2) == [4, 1]
     assert lengths(3, 3, 3) == [3, 3]  # the same prompt
     assert lengths(1, 2) == [2, 1]
+
+
+def test_rounding_may_take_an_unlikely_token_into_a_nucleus():
+    # 0.901 passes a top-p of 0.9; logits that are 0.01 off may give the first token less than that.
+    logits = torch.tensor([[0.901, 0.05, 0.049]]).log()
+    log_probs, in_support = log_distribution(logits, SamplingConfig(top_p=0.9), 0.01)
+    assert in_support.tolist() == [[True, False, False]]
+    assert log_probs.isfinite().tolist() == [[True, True, False]]
+    # Of the odds 0.93 / 0.07 = 13.3, exp(-0.02) leaves 13.0, more than the 9 of top-p.
+    logits = torch.tensor([[0.93, 0.05, 0.02]]).log()
+    log_probs, _ = log_distribution(logits, SamplingConfig(top_p=0.9), 0.01)
+    assert log_probs.isfinite().tolist() == [[True, False, False]]
