@@ -735,9 +735,12 @@ class Verified:
         long prompts. The sampler has answered these with other weights just before, so that keys
         and values of those show where it still has them."""
         problems = self.long_problems()
-        others = ((name, weight / 2) for name, weight in self.policy.weights())
-        self.sampler.load_weights(others, version)
+        weights = copy_weights(self.policy)
+        halves = ((name, weight / 2) for name, weight in self.policy.weights())
+        self.sampler.load_weights(halves, version)
         self.groups_of(problems)
+        if distance(self.policy, weights) > 0:  # the sampler reads the policy's in place
+            self.sampler.load_weights(weights.items(), version)
         self.sampler.load_weights(self.policy.weights(), version)
         rollout = self.made_up(self.groups_of(problems))
         report = sampler_mismatch(self.policy, rollout, self.config.distribution, math.inf)

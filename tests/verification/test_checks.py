@@ -112,6 +112,12 @@ def test_everything_passes_where_nothing_is_wrong(tiny_folder):
     assert len(results) == 25
 
 
+def test_everything_passes_where_the_sampler_reads_the_policy_in_place(tiny_folder):
+    checked = verified(tiny_folder)
+    sampler = TransformersSampler(checked.policy.model, checked.sampler.tokenizer, context=256)
+    assert failed(dataclasses.replace(checked, sampler=sampler)) == set()
+
+
 def test_updates_by_a_function_of_the_users_own_are_not_checked(tiny_folder):
     """They neither pass nor fail."""
     own = "alignment.core.losses:_gspo"
