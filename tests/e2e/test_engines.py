@@ -73,7 +73,8 @@ def test_a_run_that_is_interrupted_while_engines_draw_ends_at_once_and_leaves_no
     with subprocess.Popen(
         line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as started:
-        while started.poll() is None and not (tmp_path / NAME / "metrics.jsonl").exists():
+        metrics = tmp_path / NAME / "metrics.jsonl"  # of step 1, after which a run can go on
+        while started.poll() is None and not (metrics.exists() and metrics.read_text().count("\n")):
             time.sleep(0.1)
         engines = psutil.Process(started.pid).children(recursive=True)
         started.send_signal(signal.SIGINT)
