@@ -190,7 +190,7 @@ def _owners(imported: int) -> dict[str, object]:
 _last_attributes: dict[str, dict[str, object]] = {}
 
 
-def _attributes() -> dict[str, dict[str, object]]:
+def _attributes() -> Mapping[str, Mapping[str, object]]:
     """The attributes of each owner: those that were last read where they are still the same, which
     takes a fraction of the time of a copy."""
     for name, owner in _owners(len(sys.modules)).items():
