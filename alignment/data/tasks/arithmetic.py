@@ -134,9 +134,14 @@ def solution(
     return " " + " ; ".join(map(str, steps)) + ending
 
 
+def _expressions(split: str) -> list[Expression]:
+    """All expressions of a split, ordered by a hash of their text."""
+    return _expressions_by_split()[split]
+
+
 @lru_cache
-def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split, ordered by a hash of their text; a hash of their `terms`, in any
+def _expressions_by_split() -> dict[str, list[Expression]]:
+    """Each split's expressions, ordered by a hash of their text; a hash of their `terms`, in any
     order, decides the split."""
     by_hash = []
     for operations in (1, 2, 3):
@@ -145,6 +150,8 @@ def _expressions(split: str) -> tuple[Expression, ...]:
             if any(abs(step.result) > LARGEST for step in steps):
                 continue
             text = " ".join(map(str, expression))
-            if split_of(terms(text)) == split:
-                by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
-    return tuple(expression for _, expression in sorted(by_hash))
+            by_hash.append((hashlib.sha256(text.encode()).digest(), text, expression))
+    found = {split: [] for split in DEMONSTRATIONS}
+    for _, text, expression in sorted(by_hash):
+        found[split_of(terms(text))].append(expression)
+    return found
