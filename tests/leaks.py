@@ -44,6 +44,7 @@ KEPT_THREADS = (
 )
 KEPT_PROCESSES = (
     "alignment.sampling.vllm:serve",  # the engine that vLLM's tests share; its fixture sees it end
+    "tests/e2e/launcher.py",  # what starts runs for whole commands; its fixture sees it end
     "alignment.system.limited_workers:serve",  # the grader's pool
     "multiprocessing.resource_tracker",  # Python's own, one a process
 )

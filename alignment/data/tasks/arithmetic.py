@@ -52,7 +52,10 @@ def problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
     return tuple(distinct(every, key)) if split == "test" else every
 
 
-def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+@lru_cache(maxsize=4)
+def demonstrations(
+    split: str, dataset_path: str = "", seed: int = 0
+) -> tuple[tuple[Problem, str], ...]:
     """(problem, response) pairs of this split, short problems as often as long ones.
 
     Training pairs first show how to calculate, then what a careless teacher does, whose habits the
@@ -70,7 +73,7 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
         if number >= careful:
             habits = [rng.random() >= probability for probability in BAD_HABITS]
         pairs.append((as_problem(expression), solution(expression, *habits)))
-    return pairs
+    return tuple(pairs)
 
 
 def as_problem(expression: Expression) -> Problem:
