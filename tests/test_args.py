@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from pathlib import PurePosixPath
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -327,6 +328,9 @@ def test_what_other_libraries_values_are_told_to_be_exists():
         "advantage": set(ADVANTAGES),
         "optimizer": set(OPTIMIZERS),
     }
+    for flag in ("dtype", "kl_estimator", "lr_schedule"):
+        choices = flags_of_class(RLArgs)[flag].choices
+        known[flag] = set(choices or get_args(hints_of_flags(RLArgs)[flag]))
     fields = {f.name for f in dataclasses.fields(RLArgs)}
     other = tomllib.loads(OTHER_VALUES.read_text())
     assert set(other) <= set(known)
@@ -349,6 +353,14 @@ def test_what_other_libraries_values_are_told_to_be_exists():
         (["--clip_param", "0.2"], "--clip_param: there is no such flag; write --cliprange"),
         (["--gen_update_steps", "16"], "there is no such flag; write --sync_every, in rollouts"),
         (["--num_questions_per_batch", "32"], "such flag; write --prompts_per_rollout"),
+        (["--adv_estimator", "grpo"], "there is no such flag; write --loss_type, --baseline and"),
+        (["--save_total_limit", "2"], "there is no such flag; write --keep_checkpoints"),
+        (["--packing"], "there is none, because packed rows hold no padding"),
+        (["--vllm_made_up"], "^--vllm_made_up: there is no such flag; --help lists all$"),
+        (["--preset"], "^--preset .no value.: must be given a value$"),
+        (["--loss_type", "GRPO"], r"\(GRPO of other libraries: write grpo_clip"),
+        (["--dtype", "fp16"], r"\(fp16 of other libraries: there is none, because it needs"),
+        (["--kl_estimator", "low_var_kl"], r"\(low_var_kl of other libraries: write k3\)"),
         (["--loss_type", "grpo"], r"\(grpo of other libraries: write grpo_clip"),
         (["--advantage", "gae"], r"\(gae of other libraries: there is none, because"),
         (["--optimizer", "adamw_torch"], r"\(adamw_torch of other libraries: write adamw\)"),

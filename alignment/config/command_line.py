@@ -97,9 +97,7 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     settings_of_preset: Mapping[str, Any] = {}
     if issubclass(cls, Args):
         # The preset decides the other flags' defaults.
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--preset", default=Args.preset)
-        preset = from_preset(cls, parser.parse_known_args(words)[0].preset)
+        preset = from_preset(cls, *(given_words(words, "preset")[:1] or [Args.preset]))
         settings_of_preset = dict(preset.own_settings)
         options["default"] = dataclasses.replace(preset, own_settings=())
     if {"-h", "--help"} & set(words):

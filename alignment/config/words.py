@@ -20,6 +20,8 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_toml
 from alignment.system.nearest import did_you_mean
 
+# How alike two flags are, from 0 to 1, of which one is named for the other.
+CLOSE = 0.75
 OTHER_NAMES = Path(__file__).parents[1] / "other_names.toml"
 
 
@@ -201,10 +203,10 @@ def _noun(kind: Any) -> str:
 def _unknown_flag(cls: type[DataclassInstance], given: str) -> str:
     name = given.lstrip("-+").replace("-", "_")
     for remedy, names in read_toml(OTHER_NAMES, given).items():
-        if name in names:
+        if name in names or name.lower() in names:
             return f"{given}: there is no such flag; {remedy}"
     if given.isalnum() and not given.isdigit():
         return f"{given}: there is no such flag; a value follows its flag, as in --FLAG {given}"
     known = sorted({"--help", *names_by_spelling(cls, hints_of_flags(cls))})
-    nearest = did_you_mean(f"--{name}", known) or "; --help lists all"
+    nearest = did_you_mean(f"--{name}", known, CLOSE) or "; --help lists all"
     return f"{given}: there is no such flag{nearest}"

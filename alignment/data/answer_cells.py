@@ -5,6 +5,7 @@ A cell with a worked solution ends in an answer that a mark or a box shows: `###
 arXiv:2103.03874). Rows of verl have the question as "prompt", a list of messages, and the answer
 nested in "reward_model"; rows of chats have both as "messages"."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from alignment.system.errors import UserError
 
 MARKER = re.compile("#{4,}")  # GSM8K's, before the final answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# \boxed 5, without braces.
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{}$\\.,]+)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 AFTER_MARKER = "after ####"
@@ -47,6 +50,7 @@ def final_answer(cell: str, pattern: re.Pattern | None = None) -> FinalAnswer:
         before = cell[: marks[-1].start()]
         lines = map(stripped, cell[marks[-1].end() :].split("\n"))
         return FinalAnswer(before, next(filter(None, lines), ""), AFTER_MARKER)
+    cell = _BARE_BOX.sub(r"\\boxed{\1}", cell)
     boxes = _boxes_of_last_line(cell)
     if not boxes:
         return FinalAnswer("", cell, WHOLE_CELL)
@@ -114,11 +118,13 @@ def cell_at(row: Mapping[str, Any], column: str) -> object:
 
 
 def opened_json(cell: object) -> object:
-    """The list or object that a cell holds as JSON text, as cells of CSV do; any other cell as it
-    is."""
+    """The list or object that a cell holds as JSON text, or as Python prints it, as cells of CSV
+    do; any other cell as it is."""
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
             return json.loads(cell)
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(cell.strip())
     return cell
 
 

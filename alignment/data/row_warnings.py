@@ -34,12 +34,23 @@ CONTROL_AND_WORD = re.compile(r"([\a\b\t\n\v\f\r])([A-Za-z]+)")
 TWO_BACKSLASHES_AND_WORD = re.compile(r"(?<!\\)\\\\([A-Za-z]+)")
 # What published data has as the ground truth of a question without an answer.
 PLACEHOLDERS = frozenset(
-    {"proof", "see solution", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"}
+    [
+        *("proof", "proof omitted", "see proof", "to prove", "see solution", "see explanation"),
+        *("omitted", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"),
+        *("not applicable", "not available", "tbd", "todo", "?", "??", "-", "--"),
+        *("证明", "证明见解析", "见解析", "略"),
+    ]
 )
 
 
 LONGEST_GRADED = 1000  # characters of an answer; the grader reads no longer one
-_LIST_AS_TEXT = re.compile(r"""[\[(]\s*(['"]).*\1\s*,?\s*[\])]""", re.DOTALL)
+MOST_WORDS = 25  # of an answer in words; a worked solution has more
+_LIST_AS_TEXT = re.compile(
+    r"""[\[(]\s*(['"]).*\1\s*,?\s*[\])] | \{\s*(['"]).*:.*\} | (?:array|tensor)\(.*\)""",
+    re.DOTALL | re.VERBOSE,
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)\b")  # those that close have been opened
+_AROUND_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
 
 
 class PlacedText(NamedTuple):
@@ -58,8 +69,9 @@ class MisreadCommand(NamedTuple):
 
 
 def is_placeholder(answer: str) -> bool:
-    """Whether a text such as "proof" or "n/a" stands where an answer is missing."""
-    return plain(answer) in PLACEHOLDERS
+    """Whether a text such as "proof" or "(N/A)" stands where an answer is missing."""
+    words = plain(_AROUND_WORDS.sub(r"\1", answer))
+    return words in PLACEHOLDERS or words.strip(" .()[]$") in PLACEHOLDERS
 
 
 def why_unmeetable(answer: str) -> str:
@@ -68,6 +80,10 @@ def why_unmeetable(answer: str) -> str:
         return f"longer than {LONGEST_GRADED} characters"
     if _LIST_AS_TEXT.fullmatch(answer.strip()):
         return "a list in a program's spelling"
+    if _BOX.search(answer):
+        return "with a box that never closes"
+    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", answer)) > MOST_WORDS:
+        return f"of more than {MOST_WORDS} words, as a worked solution"
     return ""
 
 
@@ -140,7 +156,9 @@ def warn_of_answers(problems: Sequence[Problem]) -> None:
     placeholders = [problem for problem in problems if is_placeholder(problem.ground_truth)]
     if placeholders:
         counts = Counter(problem.ground_truth for problem in placeholders)
-        kinds = ", ".join(f"{answer} {number}" for answer, number in counts.most_common())
+        kinds = ", ".join(f"{answer} {number}" for answer, number in counts.most_common(5))
+        if len(counts) > 5:
+            kinds += ", ..."
         say_once(
             f"warning: {len(placeholders)} of {len(problems)} answers say that there is none"
             f" ({printable(kinds)}), the first at {placeholders[0].id}: a response that says so is"

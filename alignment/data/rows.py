@@ -266,8 +266,12 @@ def _parse(file: Path, number: int, text: str) -> Any:
         raise UserError(
             f"{place}: not a JSON object ({error.msg} at column {error.colno}){remedy}"
         ) from None
-    except (ValueError, RecursionError) as error:  # a number too long, or lists nested too deeply
-        raise UserError(f"{file}:{number}: cannot be read ({error})") from None
+    except RecursionError:
+        raise UserError(f"{file}:{number}: cannot be read: lists are nested too deeply") from None
+    except ValueError:
+        raise UserError(
+            f"{file}:{number}: cannot be read: a number has too many digits; write it as text"
+        ) from None
 
 
 # --- CSV and Parquet ------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ def signal_behind(error: BaseException) -> Interrupted | None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's `main`. What `error_for_user` has words for becomes one line on stderr, with
-    exit code 2, or 1 for `RunStopped`; Ctrl-C exits with 130, SIGTERM with 143."""
+    exit code 2, or 1 for `RunStopped`; Ctrl-C exits with 130, SIGTERM with 143, and what has not
+    been said on the terminal is a line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also where it is a pipe or a file
     try:
@@ -149,6 +150,10 @@ def run_command(main: Callable[[], None]) -> None:
         if stop is not None:
             if not stop.is_reported:
                 print(f"interrupted by {stop}", file=sys.stderr)
+            elif sys.stderr.isatty() and not sys.stdout.isatty():
+                # Who watches the terminal has not seen the line that went into a file.
+                remedy = "the last line of the output says how to go on"
+                print(f"interrupted by {stop}; {remedy}", file=sys.stderr)
             sys.exit(128 + stop.signum)
         mistake = error_for_user(error)
         if mistake is None:

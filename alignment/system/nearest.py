@@ -8,9 +8,10 @@ from pathlib import Path
 FILE_PREFIX = "file:"
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ " (did you mean NAME?)" with the nearest of `names`; empty where none is near."""
-    nearest = difflib.get_close_matches(name, names, n=1)
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """ " (did you mean NAME?)" with the nearest of `names`; empty where none is as alike as
+    `cutoff`, from 0 to 1."""
+    nearest = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     if not nearest:
         return ""
     return f" (did you mean {nearest[0]}?)"

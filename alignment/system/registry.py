@@ -72,9 +72,8 @@ def name_here(flag: str, value: str) -> str:
     """ " (NAME of other libraries: REMEDY)" for a value that a flag has in another library or in
     papers; empty for any other."""
     remedies = read_toml(OTHER_VALUES, flag).get(flag.strip("-"), {})
-    if value not in remedies:
-        return ""
-    return f" ({value} of other libraries: {remedies[value]})"
+    remedy = remedies.get(value) or remedies.get(value.lower())
+    return f" ({value} of other libraries: {remedy})" if remedy else ""
 
 
 def check_call(flag: str, name: str, function: Callable, *arguments: str) -> None:

@@ -51,6 +51,7 @@ def golds(tmp_path, *rows, **columns):
         (r"So \boxed{\boxed{3}}.", None, r"\boxed{3}", r"in \boxed{}"),
         (r"So \fbox{\{1, 2\}}.", None, r"\{1, 2\}", r"in \boxed{}"),
         (r"So \boxed{3", "", r"So \boxed{3", "whole cells"),
+        (r"\boxed 7", "", "7", r"in \boxed{}"),
         (r"\boxed{3} #### 4", r"\boxed{3} ", "4", "after ####"),
     ],
 )
@@ -81,6 +82,8 @@ def test_rows_of_verl_are_read(tmp_path, capsys):
     assert '2 whole cells, "reward_model.ground_truth"' in capsys.readouterr().err
     named = {"question_column": "prompt", "answer_column": "reward_model.ground_truth"}
     assert golds(tmp_path, VERL, **named) == [("What is 2 + 3?", "5")]
+    printed = {name: str(cell) for name, cell in VERL.items()}  # as pandas writes CSV
+    assert golds(tmp_path, printed) == [("What is 2 + 3?", "5")]
     nested = {"question_column": "extra_info.question", "answer_column": "extra_info.answer"}
     row = {"extra_info": {"question": "Q?", "answer": 4}}
     assert golds(tmp_path, row, **nested) == [("Q?", "4")]
@@ -109,7 +112,7 @@ def test_messages_are_a_question_and_a_solution(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": CHAT[:2]}, "rows.jsonl:1: .*the assistant's turn is missing"),
+        ({"messages": CHAT[:2]}, "rows.jsonl:1: the last turn of .* is missing"),
         ({"messages": CHAT + CHAT[1:]}, 'rows.jsonl:1: "messages" must hold one message of the'),
         ({"messages": CHAT[2:]}, 'rows.jsonl:1: "messages" must hold one message of the user'),
         (VERL | {"reward_model": {"style": "rule"}}, 'rows.jsonl:1: there is no "answer"'),
@@ -143,6 +146,12 @@ def test_a_cell_of_csv_may_be_of_any_length(tmp_path):
         ("['3', '5']", False),
         ('["3"]', False),
         ("('a', 'b')", False),
+        ("{'x': 3}", False),
+        ("array([3])", False),
+        (r"So \boxed{3", False),
+        ("word " * 26, False),
+        ("word " * 25, True),
+        (r"\{1: 2\}", True),
         ("x" * 1001, False),
         ("[3, 5]", True),
         ("3', 5'", True),

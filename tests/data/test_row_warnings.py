@@ -6,7 +6,13 @@ import json
 import pytest
 
 from alignment.core.records import Problem
-from alignment.data.row_warnings import conflicting, misread_command, stripped, warn_of_answers
+from alignment.data.row_warnings import (
+    conflicting,
+    is_placeholder,
+    misread_command,
+    stripped,
+    warn_of_answers,
+)
 from alignment.data.rows import read_rows
 from alignment.data.tasks import DataConfig
 from alignment.data.tasks.own_data import read_demonstrations, worked_problems
@@ -108,6 +114,20 @@ def test_answers_that_are_none_are_counted(capsys):
         " first at f:1: "
     )
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "answer", ["Proof.", "(N/A)", "TBD", "?", "-", r"\text{proof}", "证明", "略"]
+)
+def test_answers_that_say_that_there_is_none(answer):
+    assert is_placeholder(answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["none", "undefined", "no solution", "-5", "0", "proof by parity"]
+)
+def test_answers_that_may_be_meant(answer):
+    assert not is_placeholder(answer)
 
 
 def test_a_question_with_two_answers_is_named(capsys):

@@ -27,8 +27,6 @@ SMALL += [
     "16",
     "--max_problems",
     "4",
-    "--num_problems",
-    "64",  # of 23,677, all of which every start would encode
     "--num_steps",
     str(STEPS),
     "--eval_interval",
@@ -75,7 +73,7 @@ class Launcher:
         return self.wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def launcher():
     made = Launcher()
     yield made

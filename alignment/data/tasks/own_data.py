@@ -244,8 +244,11 @@ def _read_cells(place: str, row: Row, data: DataConfig) -> _Cells:
         has_system = turns.has_system
     if is_messages(answer) and answer_column == "messages":
         answer = read_turns(place, answer_column, answer).answer
-        if not answer:
-            remedy = ": the assistant's turn is missing, which holds the answer"
+        if answer == "":
+            raise UserError(
+                f'{place}: the last turn of "messages" is missing, the assistant\'s, which holds'
+                " the answer; or name --answer_column"
+            )
     elif isinstance(answer, list) and len(answer) == 1:
         [answer] = answer
     return _Cells(

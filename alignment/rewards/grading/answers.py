@@ -98,10 +98,12 @@ class Clock(NamedTuple):
 
 
 class Family(NamedTuple):
-    """An answer with a free parameter, for all integers: π/4 + kπ, k ∈ ℤ."""
+    """An answer with a free parameter, for all integers: π/4 + kπ, k ∈ ℤ; or, without `is_integer`,
+    for all natural numbers."""
 
     answer: "Answer"
     parameter: str
+    is_integer: bool = True
 
 
 Answer = Words | Quantity | About | Labelled | Listing | Matrix | Region | Relation | Clock | Family

@@ -69,6 +69,8 @@ def read_bounds(text: str, end_of_interval: Callable[[str], Decimal | None]) -> 
 
     Words that do not say whether the ends belong to it, as in `between 2 and 5`, state none.
     """
+    if re.match("[A-Z][a-z]", text):
+        text = text[0].lower() + text[1:]
     subject = _SUBJECT.match(text)
     rest = text[subject.end() :] if subject else text
     region = _region(rest, end_of_interval)

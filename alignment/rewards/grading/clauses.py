@@ -13,12 +13,18 @@ from typing import NamedTuple
 
 from alignment.rewards.grading import patterns
 from alignment.rewards.grading.answers import Labelled, Quantity, Relation, Words, unlabelled
-from alignment.rewards.grading.expressions import NAMES, Refused
+from alignment.rewards.grading.expressions import NAMES, Node, Refused, variables
 from alignment.rewards.grading.measures import conversion
 from alignment.rewards.grading.notation import TABLES
-from alignment.rewards.grading.quantities import answer_in_sentence, hedged, is_number_word
+from alignment.rewards.grading.quantities import (
+    answer_in_sentence,
+    hedged,
+    is_number_word,
+    small_letters,
+)
 from alignment.rewards.grading.reading import read
 from alignment.rewards.grading.text import split
+from alignment.rewards.grading.values import equal_values, substitute
 
 MAX_CLAUSES = 6
 MAX_UNIT_WORDS = 4  # of a quantity with a unit: 12 large red balls
@@ -98,7 +104,7 @@ def values_in_clauses(text: str) -> Sequence[StatedValue]:
     or cannot be read.
 
     A last clause `so the answer is 13` replaces equations before it: `m = 5, n = 8, so the answer
-    is 13`.
+    is 13`; so does one that they make true: `m = 5, n = 8, m + n = 13`.
     """
     clauses = [] if hedged(text.lower()) else _clauses(text)
     if not 1 <= len(clauses) <= MAX_CLAUSES:
@@ -118,7 +124,7 @@ def values_in_clauses(text: str) -> Sequence[StatedValue]:
         values.append(value)
     if conclusion and values and all(_is_equation(value.text) for value in values[:-1]):
         return values[-1:]
-    return values
+    return values[-1:] if _concludes(values) else values
 
 
 def _clauses(text: str) -> list[str]:
@@ -148,9 +154,9 @@ def _is_neutral(clause: str) -> bool:
     """Whether a clause is plain words, which state, deny and compare nothing."""
     if _IS_THE_ANSWER.fullmatch(clause):
         return True
-    if not _WORDS.fullmatch(clause) or _ABOUT_ANSWER.search(clause):
+    if len(clause) < 2 or not _WORDS.fullmatch(clause) or _ABOUT_ANSWER.search(clause):
         return False
-    lowered = _NEGATED_VERB.sub(" ", clause.lower())
+    lowered = _NEGATED_VERB.sub(" ", small_letters(clause))
     words = re.findall("[a-z']+", lowered)
     return not hedged(lowered) and not any(map(_is_telling, words))
 
@@ -232,6 +238,38 @@ def _has_unit(text: str) -> bool:
         answer = unlabelled(read(text))
         return isinstance(answer, Quantity) and bool(answer.unit)
     return False
+
+
+def _concludes(values: Sequence[StatedValue]) -> bool:
+    """Whether the last of several equations follows: `m = 5, n = 8, m + n = 13`, `2x = 10, x = 5`.
+
+    All that give no value to a name must be true of the values that the others give.
+    """
+    try:
+        equations = [read(value.text) for value in values]
+    except Refused:
+        return False
+    given: dict[str, Node] = {}
+    relations = []
+    for equation in equations:
+        if isinstance(equation, Relation):
+            relations.append(equation)
+        elif isinstance(equation, Labelled) and isinstance(equation.answer, Quantity):
+            given[equation.label] = equation.answer.value
+    if not relations or len(given) + len(relations) != len(equations):
+        return False
+    if not isinstance(equations[-1], Relation) and len(given) > 1:
+        return False
+    return all(_is_true(relation, given) for relation in relations)
+
+
+def _is_true(relation: Relation, given: dict[str, Node]) -> bool:
+    """Whether an equation holds with the values that are given for all of its names."""
+    names = variables(relation.left) | variables(relation.right)
+    if relation.sign != "=" or not names <= given.keys():
+        return False
+    sides = [substitute(side, given) for side in (relation.left, relation.right)]
+    return equal_values(*sides) is True
 
 
 def _is_equation(text: str) -> bool:

@@ -234,13 +234,20 @@ class Comparison:
         inner_answer = answer.answer if isinstance(answer, Family) else answer
         inner_truth = truth.answer if isinstance(truth, Family) else truth
         equal = self.compare_answers(inner_answer, inner_truth)
-        if equal or self.fast:
+        families = [side for side in (answer, truth) if isinstance(side, Family)]
+        if len({family.is_integer for family in families}) > 1:
+            return False
+        if not families[0].is_integer and (_is_of_classes(answer) or _is_of_classes(truth)):
+            return False
+        if equal or self.fast or not families[0].is_integer:
             return equal
         if _labels_differ(inner_answer, inner_truth):
             return equal
         parameter = _only_name(inner_answer)
         if isinstance(answer, Family):
             parameter = answer.parameter
+        if isinstance(truth, Family) and answers.is_interval(answers.unlabelled(inner_truth)):
+            return self._compare_periodic_intervals(Family(inner_answer, parameter), truth)
         answer_numbers = progressions(inner_answer, parameter)
         # A truth without a parameter may be a class of numbers, such as 3 modulo 7.
         truth_parameter = truth.parameter if isinstance(truth, Family) else ""
@@ -249,6 +256,22 @@ class Comparison:
             return equal
         self._reach("symbolic")
         return same_progressions(answer_numbers, truth_numbers)
+
+    def _compare_periodic_intervals(self, answer: Family, truth: Family) -> bool | None:
+        """Whether two families of intervals hold the same: of one width, from the same numbers."""
+        interval = answers.unlabelled(answer.answer)
+        true_interval = answers.unlabelled(truth.answer)
+        if not answers.is_interval(interval) or not answers.is_interval(true_interval):
+            return False
+        if not are_quantities(interval.parts) or not are_quantities(true_interval.parts):
+            return False
+        low, high = interval.parts
+        true_low, true_high = true_interval.parts
+        width = ("-", high.value, low.value)
+        true_width = ("-", true_high.value, true_low.value)
+        if interval.kind != true_interval.kind or not self.compare_values(width, true_width):
+            return False
+        return self._compare_families(answer._replace(answer=low), truth._replace(answer=true_low))
 
     # --- labels and approximations ----------------------------------------------------------------
 
@@ -301,6 +324,8 @@ class Comparison:
         if not _units_agree(answer, truth):
             if answer.unit and truth.unit and (factor := conversion(answer.unit, truth.unit)):
                 return self.compare_values(("*", answer.value, factor), truth.value)
+            if {answer.unit, truth.unit} == {"degree", "radian"}:
+                return self._compare_in_unit("degree", _DEGREE, answer, truth)
             return self._is_symbol_for_unit(answer, truth)
         if answers.modulus(answer):
             return _same_residue(answer, truth)
@@ -313,8 +338,12 @@ class Comparison:
         if answer.unit == truth.unit:
             return self._is_more_exact(answer, truth) or equal
         if "%" in units:
+            if truth.unit == "%" and answer.unit == "":
+                percent = answer._replace(value=("/", answer.value, _PERCENT))
+                if self._is_more_exact(percent, truth):
+                    return True
             return self._compare_in_unit("%", _PERCENT, answer, truth)
-        if "degree" in units and r"\pi" in subtrees(("+", answer.value, truth.value)):
+        if "degree" in units and _has_radians(("+", answer.value, truth.value)):
             return self._compare_in_unit("degree", _DEGREE, answer, truth)
         if self._is_symbol_for_unit(answer, truth) or self._is_more_exact(answer, truth):
             return True
@@ -558,9 +587,12 @@ _NAMED_FUNCTIONS = (*TRIGONOMETRIC, "abs")
 
 
 def _has_clause(answer: Answer) -> bool:
-    """Whether an answer is a value and words after a comma: `12, the number of ways`."""
-    if not isinstance(answer, Listing) or answer.kind != "":
+    """Whether an answer is a value and words after a comma, as `12, the number of ways`, or has an
+    equation, as `2x = 10, x = 5`."""
+    if not isinstance(answer, Listing) or answer.kind not in ("", "or"):
         return False
+    if any(isinstance(part, Relation) for part in answer.parts):
+        return True
     first, *others = answer.parts
     return not isinstance(first, Words) and any(isinstance(part, Words) for part in others)
 
@@ -640,6 +672,15 @@ def _same_residue(answer: Quantity, truth: Quantity) -> bool:
     with suppress(Refused):
         difference = whole_number(("-", answer.value, truth.value))
         return difference % answers.modulus(answer) == 0
+    return False
+
+
+def _has_radians(value: Node) -> bool:
+    """Whether a tree has π or an arc function, whose values are in radians."""
+    for tree in subtrees(value):
+        operation = tree[0] if isinstance(tree, tuple) else tree
+        if operation == r"\pi" or str(operation).startswith("arc"):
+            return True
     return False
 
 

@@ -12,7 +12,8 @@ from alignment.rewards.grading.notation import TABLES
 
 _VERBS = "|".join(TABLES["verbs"].split())
 _SCALES = "|".join(TABLES["scales"])
-_GREEK = "|".join(TABLES["greek"])
+_AMOUNTS = "|".join(TABLES["amounts"].split())
+_GREEK = "|".join([*TABLES["greek"], *TABLES["greek_capitals"]])
 
 
 # --- numbers and quantities
@@ -212,8 +213,9 @@ OTHER_OPTION = re.compile(r"\([A-J]\)|\b[A-J][).:]|\b[B-J]\b|\band\b")
 # So there are 15 ways. Group: the text from the number or formula on.
 SENTENCE = re.compile(
     rf"""
-    (?: [A-Za-z']+,?[ ] ){{0,10}}
-    (?: {_VERBS} | equal[ ]to | there[ ](?:are|were) | total[ ]of | left[ ]with )
+    (?: [A-Za-z']+,?[ ] ){{0,20}}
+    (?: {_VERBS} | equal[ ]to | there[ ](?:are|were) | total[ ]of | an?[ ](?:{_AMOUNTS})[ ]of
+        | left[ ]with )
     (?: [ ] (?:him|her|them|it|us|me|you) )?
     (?: [ ] (?:now|still|exactly|only|just|all|a[ ]total[ ]of|equal[ ]to) )?
     [ ] (?=[-0-9$£€¥\\(\[{{]) (.*)
@@ -224,8 +226,8 @@ SENTENCE = re.compile(
 CHINESE_SENTENCE = re.compile(
     r"""
     [\u4e00-\u9fffA-Za-z,\ ]{0,30}
-    (?: 是|为|有|等于|得|共|需|要 | [\u4e00-\u9fff]: ) [ ]?
-    ([-+\\$0-9A-Za-z(].*)
+    (?: 是|为|有|等于|得|共|需|要|剩|剩下 | (?<![加少多])了 | [\u4e00-\u9fff]: ) [ ]?
+    ([-+\\$0-9A-Za-z({\[].* | [负零一二两三四五六七八九十百千].*)
     """,
     re.VERBOSE,
 )
@@ -241,7 +243,9 @@ NUMBER_AGAIN = re.compile(r"([A-Za-z]+(?:[ -][A-Za-z]+)*) \(([0-9][0-9,./]*)\)")
 # A clause about a free parameter begins with a word (x = 2k, where k is an integer), or with the
 # parameter or "for integers" (x = 2k, k ∈ ℤ).
 CLAUSE_WORD = re.compile(r"(?:, ?| )(?:where |for |with )")
-CLAUSE_VARIABLE = re.compile(r", ?(?=[a-z] ?∈|[a-z] is an? (?:any )?integer)| (?=for integers?\b)")
+CLAUSE_VARIABLE = re.compile(
+    r", ?(?=[a-z] ?∈|[a-z] (?:is an? )?(?:any )?integer)| (?=for integers?\b)"
+)
 # The whole clause: ", where k is an integer"; " for integers k". Groups: the name of the parameter
 # if it follows "integer", its name if it comes first.
 CLAUSE = re.compile(
@@ -251,7 +255,7 @@ CLAUSE = re.compile(
     (?: (?:all|any|every|some)[ ] )?
     (?:
         integers?[ ]([a-z])
-        | ([a-z]) (?:[ ]is)? (?: [ ]?∈[ ]?[ℤℕ] | [ ]an?(?:y|ll)?[ ]integer | [ ]integer )
+        | ([a-z]) (?:[ ]is)? (?: [ ]?∈[ ]?[ℤℕ] | [ ]an?(?:y|ll)?[ ]integer | [ ](?:any[ ])?integer )
     )
     """,
     re.VERBOSE,
@@ -271,8 +275,9 @@ BARE_LETTERS = re.compile(r"\\[A-Za-z]+|([A-Za-z]+)")
 # --- structures
 
 # x; x_1; \alpha_{12}; y'
-VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{_GREEK}))(?:_\{{?\w{{1,3}}\}}?)?'*")
+VARIABLE = re.compile(rf"(?:[A-Za-z]|\\(?:{_GREEK}))(?:_\{{?\w{{1,4}}\}}?)?'*")
 
+_ANGLE = r"(?:m[ ]?)? \\(?:angle|overline) [ ]?\{?[A-Za-z]{1,3}\}?"
 _ARGUMENT = "(?:[a-z]|[0-9]{1,4})"
 # The left side of `label = answer`.
 LABEL = re.compile(
@@ -289,12 +294,20 @@ LABEL = re.compile(
     # u(x, y), p(17)
     | {VARIABLE.pattern} [ ]?\( {_ARGUMENT} (?: ,[ ]?{_ARGUMENT} ){{0,2}} \)
     # an angle, a side, a length, sets
-    | (?:m[ ]?)? \\(?:angle|overline) [ ]?\{{?[A-Za-z]{{1,3}}\}}?
+    | {_ANGLE} (?: [ ]?[+-][ ]?{_ANGLE} ){{0,3}}
     | [A-Z]{{2,3}}
     | \|?[A-Z]{{2}}\|?
     | [A-Z] (?: [ ]?[∪∩∖][ ]?[A-Z] ){{1,3}}
+    | n?[|(][ ]? [A-Z] (?: [ ]?[∪∩∖][ ]?[A-Z] ){{1,3}} [ ]?[|)]
+    # several values, an extreme value, a ratio, a composition: x_{{1,2}}, f_{{max}}, \max f, a:b
+    | [A-Za-z]_\{{ [ ]? (?: [0-9],[ ]?[0-9] | \\?[A-Za-z]{{1,12}} ) [ ]? \}}
+    | \\(?:max|min) (?: [ ]?[a-z] | [ ]?\([^()]{{1,20}}\) | [ ]?\{{[^{{}}]{{1,20}}\}} )?
+    | [A-Za-z]{{1,2}}(?:_\w)? (?: [ ]?:[ ]?[A-Za-z]{{1,2}}(?:_\w)? ){{1,3}}
+    | \([fgh][ ]?\\circ[ ]?[fgh]\) [ ]?\([^()=]{{1,12}}\)
+    | \\triangle[ ]?[A-Z]{{3}}
     # words
     | [A-Za-z]{{3,}} (?:[ ][A-Za-z]+){{0,6}}
+    | [\u4e00-\u9fff]{{1,8}}
     # (x, y), x-coordinate
     | \([a-z] (?: [ ]?,[ ]?[a-z] ){{1,3}}\)
     | [A-Za-z]+-(?:coordinate|intercept)
@@ -303,7 +316,10 @@ LABEL = re.compile(
       [ ]? (?: \([^()]{{1,20}}\) | \[[^\[\]]{{1,20}}\] | [A-Z](?:_\{{?\w\}}?)? )
     | \\(?:sin|cos|tan|cot|sec|csc) [ ]? \(?[ ]? \\angle [ ]?\{{?[A-Z]{{1,3}}\}}? [ ]?\)?
     # the length of a vector: \|v\|, \|a + b\|
-    | \\\| [^|=]{{1,20}} \\\|
+    | \\\| [^|=]{{1,20}} \\\| (?:[ ]?\^[ ]?\{{?2\}}?)?
+    # a sum, a product, a limit, an integral of something that is not given: a_n, f(x)
+    | \\(?:sum|prod|lim|int) (?![A-Za-z]) .{{0,40}}
+      (?: [a-z]_\{{?\w+\}}? | [fgh][ ]?\([^()]*\) ) [^=]{{0,10}}
     # words and a figure: Area of \triangle ABC
     | [A-Za-z]{{3,}} (?:[ ][A-Za-z]+){{0,4}} [ ]? \\triangle [ ]?[A-Z]{{3}}
     # a derivative
@@ -318,6 +334,18 @@ COLON_LABELS = re.compile(
     r"""
     (?: [a-z] | [A-Za-z]{3,} (?:[ ][A-Za-z]+){0,3} ) :[ ] [^:=]+
     (?: (?: [,;][ ]? | [ ]and[ ] ) [A-Za-z]+ (?:[ ][A-Za-z]+){0,3} :[ ] [^:=]+ )*
+    """,
+    re.VERBOSE,
+)
+# cows 12; the length is 8 cm; Ann has 5; 最大值为5. Groups: the name, the number with its unit.
+NAMED_NUMBER = re.compile(
+    r"""
+    (?:
+        (?:the[ ])? (?P<name>[A-Za-z]{3,} (?:[ ][A-Za-z]+){0,2}?) [ ]
+        (?: (?:is|are|was|were|has|have|had|gets?|got)[ ] )?
+        | (?P<chinese>[\u4e00-\u9fff]{1,8}?) (?:为|是|有|等于)? [ ]?
+    )
+    (?P<value>[$£€]?[ ]?-?[0-9][^=:,;]*)
     """,
     re.VERBOSE,
 )

@@ -40,6 +40,8 @@ _BELOW_HUNDRED = dict(zip(TABLES["cardinals"].split(), _CARDINALS, strict=True))
 _TENS = [word for word, value in _BELOW_HUNDRED.items() if value >= 20]
 _CHINESE_QUALIFYING = TABLES["chinese_qualifying"].split()
 _CHINESE_COUNTERS = TABLES["chinese_counters"].split()
+# What changes the number before it: 5的平方 is 25.
+_CHINESE_CALCULATION = re.compile("[平立次]方$|方根|倒数|相反数|阶乘|除|乘|减|加(?!仑)|比")
 
 
 # --- numbers in words -----------------------------------------------------------------------------
@@ -87,25 +89,34 @@ def rank_in_words(text: str) -> int | None:
     before = _cardinal_in_words(leading)
     if before is None:
         return None
+    if rank >= 100 and 1 < before < rank:
+        return int(before) * rank  # two hundredth
     # The words before end in a larger place: twenty-first, two hundred and twelfth.
     place = 10 if rank < 10 else 100
     is_larger = rank > 0 and rank < 100 and before % place == 0 and before > 0
     return int(before) + rank if is_larger else None
 
 
+# 第五; 第5名. Groups: the number, what is ranked.
+_CHINESE_RANK = re.compile("第([0-9]{1,9}|[〇零一二两三四五六七八九十百千]+)([\u4e00-\u9fff]{0,3})")
+
+
 def read_rank(text: str, levels: int = 0) -> Answer | None:
-    """`second`, `the twenty-first`, `2nd place`; None for other texts. `2nd` alone is read as the
-    number 2, and so is `second`."""
+    """`second`, `the twenty-first`, `2nd place`, `第二名`; None for other texts. A rank is read as
+    its number, with what is ranked as its unit."""
     text = re.sub("^[Tt]he ", "", text)
+    if chinese := _CHINESE_RANK.fullmatch(text):
+        rank = Fraction(chinese[1]) if chinese[1].isdigit() else chinese_number(chinese[1])
+        return None if rank is None else Quantity(rank, f"th {chinese[2]}".removesuffix("th "))
     if alone := re.fullmatch("([0-9]{1,9})(?:st|nd|rd|th)", text):
         return Quantity(Fraction(int(alone[1])))
     words, _, noun = text.rpartition(" ")
     if digits := re.fullmatch(r"([0-9]{1,9})(?:st|nd|rd|th) ([a-z]{3,20})", text):
-        return Words(f"{int(digits[1])}th {digits[2]}")
+        return Quantity(Fraction(int(digits[1])), f"th {digits[2]}")
     if (rank := rank_in_words(text)) is not None:
         return Quantity(Fraction(rank))
     if words and (rank := rank_in_words(words)) is not None and _is_name(noun):
-        return Words(f"{rank}th {noun}")
+        return Quantity(Fraction(rank), f"th {noun}")
     return None
 
 
@@ -179,8 +190,17 @@ def _chinese_decimal(units: str, decimals: str) -> Fraction | None:
     return whole + Fraction(int("".join(map(str, digits))), 10 ** len(digits))
 
 
+_CHINESE_HALF = re.compile("([0-9]{1,9}|[一二两三四五六七八九十百]*)个?半个?([\u4e00-\u9fff]{0,2})")
+
+
 def _chinese_quantity(text: str) -> Quantity | None:
-    """The quantity of 十二, 十二个 or 三分之一; None for other texts."""
+    """The quantity of 十二, 十二个, 三分之一 or 两个半小时; None for other texts."""
+    if half := _CHINESE_HALF.fullmatch(text):
+        whole = Fraction(half[1]) if half[1].isdigit() else chinese_number(half[1])
+        if text == "一半" or whole is None:
+            whole = Fraction(0)
+        if not half[2] or half[2] in _UNIT_NAMES:
+            return Quantity(whole + Fraction(1, 2), _UNIT_NAMES.get(half[2], ""))
     if not re.match("[\u4e00-\u9fff〇]", text):
         return None
     value = chinese_number(text)
@@ -211,8 +231,9 @@ def _fraction_in_words(words: list[str]) -> Fraction | None:
     # "half" alone is a number, but "third" alone is a rank.
     if bottom is None or (not numerator and bottom != 2):
         return None
-    # twenty-fifth is a rank; twenty fifths are 4.
-    if noun in _ORDINALS and numerator and numerator[-1] in _TENS:
+    # twenty-fifth and two hundredth are ranks; twenty fifths are 4.
+    ends_in_ten = bool(numerator) and numerator[-1] in _TENS
+    if noun in _ORDINALS and (ends_in_ten or (numerator and rank_in_words(" ".join(words)))):
         return None
     if numerator in ([], ["a"], ["one"]):
         return Fraction(1) / bottom
@@ -260,8 +281,8 @@ _POWER_WORDS = _POWER_BEFORE | _POWER_AFTER
 SYMBOLS = {name for name in _UNIT_NAMES if len(name) == 1}  # algebra uses these too: 5m
 
 _DEGREES = re.compile(r"(?i)\bdeg(?:ree)?s? (celsius|fahrenheit|[CF])\b")
-# "/", "per", and the article of "dollars an hour".
-_PER = re.compile(r" ?(?:/|\bper\b|\b(?:an?|every)\b(?= [a-z]+$)) ?")
+# "/", "per", "each", and the article of "dollars an hour".
+_PER = re.compile(r" ?(?:/|\bper\b|\b(?:an?|each|every)\b(?= [a-z]+$)) ?")
 
 
 def without_trailing_words(text: str) -> str:
@@ -354,9 +375,10 @@ def _unit_of_word(word: str) -> str:
     name = word.rstrip(".")
     if name in _UNIT_NAMES:
         return _UNIT_NAMES[name]
-    if re.fullmatch("[\u4e00-\u9fff]{1,6}", name):
+    if re.fullmatch("[\u4e00-\u9fff]{1,10}", name):
         # Any other Chinese word after a number counts things, unless it changes the number.
-        return "" if qualified_in_chinese(name) or chinese_number(name[0]) is not None else name
+        changes = qualified_in_chinese(name) or _CHINESE_CALCULATION.search(name)
+        return "" if changes or chinese_number(name[0]) is not None else name
     shortest = 2 if name.isupper() else 3
     if len(name) < shortest:
         return ""
@@ -407,6 +429,13 @@ def substances_differ(a: str, b: str) -> bool:
     return not same_unit(match[2], other[2])
 
 
+# half an hour; a quarter of an hour; a week; an hour and a half
+_ONE_OF_UNIT = re.compile(
+    "(?:((?:an? )?(?:half|quarter|third)|(?:two|three) (?:quarters|thirds)) (?:of )?)?"
+    "an? ([a-z]{3,})( and a half)?"
+)
+
+
 def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
     """The quantity of "twelve dollars", "twenty-five" or "5 and 1/2"; None for other texts."""
     if mixed := re.fullmatch(r"([0-9]{1,9}) and ([0-9]{1,9}) ?/ ?([1-9][0-9]{0,8})", text):
@@ -414,8 +443,16 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
         return Quantity(whole + Fraction(top, bottom)) if 0 < top < bottom else None
     if (chinese := _chinese_quantity(text)) is not None:
         return chinese
+    if part := re.fullmatch("([0-9]{1,9}) ([a-z]{3,})", text):
+        bottom = TABLES["denominators"].get(part[2].removesuffix("s"))
+        if bottom and bottom > 2 and part[2].removesuffix("s") != "quarter":  # a coin
+            return Quantity(Fraction(int(part[1]), bottom))
     if half := re.fullmatch(r"([0-9]{1,9}) and ([a-z]+(?:[ -][a-z]+)?)(?: ([A-Za-z].*))?", text):
         return _mixed_in_words(half)
+    if one := _ONE_OF_UNIT.fullmatch(text):
+        part = _fraction_in_words(one[1].split()) if one[1] else Fraction(1)
+        if part is not None and one[2] in _UNIT_NAMES:
+            return Quantity(part + Fraction(1 if one[3] else 0, 2), _UNIT_NAMES[one[2]])
     words = text.split(" ")
     # The unit is at most three words at the end.
     for end in range(len(words), max(0, len(words) - 4), -1):
@@ -450,6 +487,8 @@ def plain_words(text: str) -> str:
         return ""
     if quantity_in_words(text) is not None or read_rank(text) is not None:
         return ""
+    if not text.isascii() and chinese_number(answer_in_sentence(text)) is not None:
+        return ""  # 概率是三分之一
     spelled = text.casefold().replace("-", " ").replace("'", "")
     return " ".join(patterns.ARTICLE.sub("", spelled).split())
 
@@ -494,10 +533,15 @@ def option_letters(text: str) -> frozenset[str]:
 
 def qualified(text: str) -> bool:
     """Whether a text denies, hedges, offers a choice or describes a calculation."""
-    lowered = text.lower()
+    lowered = small_letters(text)
     words = re.findall("[a-z']+", lowered)
     has_word = any(word in _QUALIFYING or word.endswith("n't") for word in words)
     return has_word or hedged(lowered)
+
+
+def small_letters(text: str) -> str:
+    """The text in small letters, without the month of May, which is no verb."""
+    return re.sub(r"(?<=[A-Za-z,] )May\b", "month", text).lower()
 
 
 def hedged(lowered: str) -> bool:
@@ -508,6 +552,7 @@ def hedged(lowered: str) -> bool:
 
 def qualified_in_chinese(text: str) -> bool:
     """Whether a Chinese text denies, hedges, offers a choice or describes a calculation."""
+    text = re.sub("不同|不等式|不等实", "", text)  # different, inequality
     return any(word in text for word in _CHINESE_QUALIFYING)
 
 
@@ -524,7 +569,9 @@ def answer_in_sentence(text: str) -> str:
     "" if the sentence denies, hedges or offers a choice.
     """
     if chinese := patterns.CHINESE_SENTENCE.fullmatch(text):
-        return "" if qualified_in_chinese(text) else chinese[1]
+        is_number = chinese_number(chinese[1]) is not None
+        checked = text[: chinese.start(1)] if is_number else text
+        return "" if qualified_in_chinese(checked) else chinese[1]
     sentence = patterns.SENTENCE.fullmatch(text)
     if sentence is None or qualified(_AREA_OR_VOLUME.sub(" ", text)):
         return ""
@@ -645,7 +692,7 @@ _HOURS_AND_MINUTES = re.compile(r"([0-9]{1,3}) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins
 
 _TWO_UNITS = re.compile(
     r"""
-    ([0-9.]+)[ ]?([A-Za-z]+) ,?[ ](?:and[ ])? ([0-9.]+)[ ]?([A-Za-z]+)
+    ([0-9.]+)[ ]?([A-Za-z]+)\.? ,?[ ](?:and[ ])? ([0-9.]+)[ ]?([A-Za-z]+)\.?
     | ([0-9.]+)[ ]?([\u4e00-\u9fff]{1,3}?) [零又]? ([0-9.]+)[ ]?([\u4e00-\u9fff]{1,3})
     | ([0-9]+)[ ]?' [ ]? ([0-9.]+)[ ]?(?:"|'')  # feet and inches
     """,
@@ -702,17 +749,20 @@ def read_two_units(text: str, levels: int) -> Answer | None:
 
 
 def read_several_units(text: str, levels: int) -> Answer | None:
-    """`2 pens, 3 books and 4 rulers`: at least three quantities of different units."""
-    pieces = re.split(r",? and |, ", text)
-    if not 3 <= len(pieces) <= 10 or not all(map(patterns.COUNT.fullmatch, pieces)):
+    """`2 pens, three books and 4 rulers`: quantities of different units."""
+    pieces = re.split(r",? and |, | \+ ", text)
+    if not 2 <= len(pieces) <= 10:
         return None
+    for piece in pieces:
+        if not patterns.COUNT.fullmatch(piece) and quantity_in_words(piece) is None:
+            return None
     return _listing_of_units(pieces)
 
 
 def _listing_of_units(texts: Iterable[str]) -> Listing | None:
     """The quantities that texts state, if each has a unit of its own."""
     try:
-        parts = tuple(map(read_quantity, texts))
+        parts = tuple(quantity_in_words(text) or read_quantity(text) for text in texts)
     except Refused:
         return None
     if not are_quantities(parts):
@@ -737,7 +787,7 @@ def read_quantity(text: str, levels: int = 0) -> Answer:
         words = match[2]
         if words and (qualified(words) or not patterns.SHARE_WORDS.fullmatch(words)):
             raise Refused("words that may change a percentage")
-        return Quantity(_number(match[1]).value, "%")
+        return _number(match[1])._replace(unit="%")
     if match := patterns.SCALED.fullmatch(text):
         if match[3] and not unit:
             unit = read_unit(match[3])

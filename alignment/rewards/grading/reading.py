@@ -39,11 +39,12 @@ from alignment.rewards.grading.notation import TABLES
 from alignment.rewards.grading.quantities import (
     plain_words,
     qualified,
+    qualified_in_chinese,
     read_quantity,
     take_clause,
 )
 from alignment.rewards.grading.text import RELATIONS, split, split_with_signs, squeeze
-from alignment.rewards.grading.values import equal_values, rounds_to, substitute
+from alignment.rewards.grading.values import equal_values, rounds_to, substitute, whole_number
 
 MAX_PARTS = 20  # of a listing
 MAX_CELLS = 64  # of a matrix
@@ -59,7 +60,9 @@ def read(text: str, levels: int = MAX_LEVELS) -> Answer:
     for reader in _READERS:
         answer = reader(clause.formula, levels)
         if answer:
-            return Family(answer, clause.parameter) if clause.is_integer else answer
+            if clause.parameter:
+                return Family(answer, clause.parameter, clause.is_integer)
+            return answer
     raise Refused("no kind of answer")
 
 
@@ -142,14 +145,23 @@ def _are_intervals(parts: Sequence[Answer]) -> bool:
 
 
 def _congruence(text: str, levels: int) -> Answer | None:
-    """`x ≡ 3 (mod 7)`, `x ≡ 1, 3 (mod 8)`: numbers with the modulus as their unit."""
+    """`x ≡ 3 (mod 7)`, `x ≡ 1, 3 (mod 8)`, `10 ≡ 3 (mod 7)`: numbers with the modulus as their
+    unit."""
     match = patterns.CONGRUENCE.fullmatch(text)
     if match is None:
         return None
-    if not is_label(match[1]) or not int(match[3]):
-        raise Refused("a congruence that is not solved")
+    modulus = int(match[3])
+    if not modulus:
+        raise NoAnswer("a congruence modulo zero")
     residues = read(match[2], levels - 1)
-    return Labelled(_spell_label(match[1]), _with_modulus(residues, f"≡ mod {int(match[3])}"))
+    if is_label(match[1]):
+        return Labelled(_spell_label(match[1]), _with_modulus(residues, f"≡ mod {modulus}"))
+    number = parse_expression(match[1])
+    if variables(number) or not isinstance(residues, Quantity):
+        raise Refused("a congruence that is not solved")
+    if whole_number(("-", number, residues.value)) % modulus:
+        raise NoAnswer("numbers that are not congruent")
+    return _with_modulus(residues, f"mod {modulus}")
 
 
 def _with_modulus(answer: Answer, unit: str) -> Answer:
@@ -168,16 +180,40 @@ def _colon_labels(text: str, levels: int) -> Answer | None:
     return read(text.replace(": ", " = "), levels - 1)
 
 
+# Words that name nothing whose number would follow: "first 3, then 5".
+_NO_NAMES = frozenset(
+    (TABLES["ordinals"] + TABLES["function_words"] + TABLES["turning_words"] + TABLES["cardinals"])
+    .replace("\n", " ")
+    .split()
+) | {"then", "next", "last", "step", "part", "case", "option", "choice"}
+
+
+def _named_numbers(text: str, levels: int) -> Answer | None:
+    """`cows 12, pigs 7`, `Ann has 5 and Tom has 3`, read as `Ann = 5, Tom = 3`."""
+    pieces = re.split(r"[,;] and |[,;] | and ", text)
+    matches = list(map(patterns.NAMED_NUMBER.fullmatch, pieces))
+    if not 2 <= len(pieces) <= MAX_PARTS or not all(matches):
+        return None
+    equations = []
+    for match in filter(None, matches):
+        name = match["name"] or match["chinese"]
+        words = name.lower().split()
+        if not is_label(name) or not _NO_NAMES.isdisjoint(words) or qualified_in_chinese(name):
+            return None
+        equations.append(f"{name} = {match['value']}")
+    return read(", ".join(equations), levels - 1)
+
+
 # --- listings -------------------------------------------------------------------------------------
 
 
 def _collect(kind: str, parts: Sequence[Answer]) -> Answer:
     """A `Listing` of the parts; a family of listings where each part has the same parameter."""
     families = [part for part in parts if isinstance(part, Family)]
-    parameters = {family.parameter for family in families}
+    parameters = {(family.parameter, family.is_integer) for family in families}
     if len(families) == len(parts) and len(parameters) == 1:
         listing = _collect_parts(kind, [family.answer for family in families])
-        return Family(listing, parameters.pop())
+        return Family(listing, *parameters.pop())
     return _collect_parts(kind, parts)
 
 
@@ -350,7 +386,7 @@ def _equation(sides: list[str], levels: int) -> Answer:
 
 def _with_label(label: str, answer: Answer) -> Answer:
     """The answer with its label. `(x, y) = (1, 2)` becomes `x = 1, y = 2`."""
-    if label[0] != "(":
+    if label[0] != "(" or "," not in label:
         return Labelled(_spell_label(label), answer)
     names = re.findall("[a-z]", label)
     if (
@@ -363,7 +399,9 @@ def _with_label(label: str, answer: Answer) -> Answer:
 
 
 def _spell_label(text: str) -> str:
-    """A label in one spelling: x_{1} is x_1."""
+    """A label in one spelling: x_{1} is x_1, Length is length."""
+    if re.fullmatch("[A-Z][a-z]{2,}(?: [a-z]+)*", text):
+        text = text.lower()
     return squeeze(re.sub(r"_\{(\w+)\}", r"_\1", text))
 
 
@@ -390,6 +428,8 @@ def _chain(sides: list[str], levels: int, is_labelled: bool = False) -> Answer:
     if not unequal:
         return answer
     if len(sides) == 2 and variables(last):
+        if not variables(unequal[0]):
+            return Relation("=", last, unequal[0], members[0].unit)  # 15 = a + b
         return Relation("=", unequal[0], last, answer.unit)
     if variables(last) or not all(map(variables, unequal)):
         raise NoAnswer("sides that are not equal")
@@ -657,11 +697,12 @@ _READERS: tuple[Callable[[str, int], Answer | None], ...] = (
     quantities.read_clock,
     quantities.read_rank,
     quantities.read_share,
+    quantities.read_several_units,
     _phrase,
     quantities.quantity_in_words,
     quantities.read_two_units,
-    quantities.read_several_units,
     _colon_labels,
+    _named_numbers,
     _congruence,
     _bounds_in_words,
     _solutions,

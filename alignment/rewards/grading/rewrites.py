@@ -53,6 +53,22 @@ def _choose(match: re.Match[str]) -> str:
     return rf"\frac{{({number})!}}{{({number}-{chosen})!}}"
 
 
+def _write_script(match: re.Match[str]) -> str:
+    """An index or a power of HTML in LaTeX."""
+    return f"{'_' if match[1] == 'b' else '^'}{{{match[2]}}}"
+
+
+def _write_scale(match: re.Match[str]) -> str:
+    """The amount with its scale as a word: 70 thousand of 70k."""
+    scale = {"k": "thousand", "m": "million", "b": "billion"}[match[2][0].lower()]
+    return f"{match[1]} {scale}"
+
+
+def _half_of_day(match: re.Match[str]) -> str:
+    """A time with its half of the day: 3 pm of 下午3点."""
+    return f"{match[2]} {'am' if match[1] == '上午' else 'pm'}"
+
+
 def _without_remark(match: re.Match[str]) -> str:
     """Nothing, unless the remark has a word that denies, hedges or computes."""
     words = re.findall("[a-z]+", match[0].lower())
@@ -110,7 +126,7 @@ _LAYOUT = _any_of(
 _WRAPPERS = _any_of(
     "text mathrm textbf mathbf textit textrm mathit mathsf mbox operatorname textnormal boldsymbol "
     "bm rm bf hat vec mathtt texttt mathcal textsf underline hbox emph boxed fbox framebox "
-    "overrightarrow ensuremath"
+    "overrightarrow ensuremath num"
 )
 # Text in braces, which may hold two levels of braces.
 _ONE_LEVEL = r"[^{}]*(?:\{[^{}]*\}[^{}]*)*"
@@ -118,11 +134,16 @@ _BRACED = rf"\{{([^{{}}]*(?:\{{{_ONE_LEVEL}\}}[^{{}}]*)*)\}}"
 _BLACKBOARD = _any_of("mathbb mathbf mathrm Bbb")
 _VECTOR = r"(?:mathbf|boldsymbol|hat|vec|bm|mathrm\{\\mathbf)"
 
+_CHINESE_COUNTERS = "|".join(TABLES["chinese_counters"].split())
+_CHINESE_TIMES = "小时|分钟|秒|天|周|月|年"
+
 # "So, the final answer is:", "####", "=" before an answer.
 _LEAD = (
-    r"(?i)^(?:#### ?|= ?)?(?:(?:so|thus|therefore|hence|and|at(?! (?:least|most))),? )?(?:→ )?"
+    r"(?i)^(?:#### ?|= ?)?"
+    r"(?:(?:so|thus|therefore|hence|and|finally|in conclusion|at(?! (?:least|most))),? )?(?:→ )?"
     r"(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
     r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
+    r"(?:(?:it|this|that)'s |final answer (?=[-0-9$\\(]))?"
 )
 
 _RULES: list[tuple[str, Replacement]] = [
@@ -143,29 +164,51 @@ _RULES: list[tuple[str, Replacement]] = [
     # Markdown: what is struck out is not stated; headings, and emphasis by * and _. A sign of
     # emphasis stands at a word's outside: 2*3*4 and 2**3 are products and powers.
     (r"~~.*?~~", " "),
+    (r"^(?:=>|->|[⇒⟹➜])\s*|^\*\s+(?=[-0-9$\\])|^-{3,}\s+|\s+-{3,}$", ""),
+    (r"<su([bp])>\s*([^<>]{1,9}?)\s*</su\1>", _write_script),
+    (r"&nbsp;", " "),
     (r"^#{1,6} (?!#)|^```(?:[a-z]*\s)?|```$|</?(?:b|i|u|em|strong|mark|span|p|code)>", ""),
     (
-        r"(?:(?<=[A-Za-z:,=.$][ ])|(?<![^\s(])(?<![\w)}\]] ))(\*{1,3})(?=[^\s*])([^*]*[^\s*])\1"
-        r"(?=[.,:;!?)\s]|$)",
+        r"(?:(?<=[A-Za-z:,=.$][ ])|(?<=[=:])|(?<![^\s(])(?<![\w)}\]] ))"
+        r"(\*{1,3})(?=[^\s*])([^*]*[^\s*])\1(?=[.,:;!?)\s]|$)",
         r"\2",
     ),
     (r"^(__?)([^_]+)\1(?=[.]?$)", r"\2"),
     # Chinese: words before the answer, conjunctions, percentages and large units of counting.
     (_CHINESE_LEAD, ""),
     (rf"^(?:{_CHINESE_THEREFORE}[, ]*)+(?=[-+\\$0-9A-Za-z(])", ""),
+    (r"^(?:故|应|所以|因此)?正确选项(?:为|是|:)*\s*(?=\(?[A-J])|(?<=^[A-J])选?项$", ""),
     (r"^(?:故|应|所以|因此)?(?:答案)?选择?(?:项|为|:)*\s*(?=\(?[A-J])", ""),
     (r"百分之\s*([0-9.]+)", r"\1%"),
     (r"^负\s*(?=[0-9\\$])", "-"),
-    (r"根号\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+    (r"根号下?\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+    (r"(?<![0-9.])([0-9]+)分之([0-9]+)(?![0-9.])", r"\\frac{\2}{\1}"),
+    (r"(?<=[0-9])又(?=\\frac)", " "),
+    (r"(?<=[0-9一二两三四五六七八九十])个(?=小时|星期)", ""),
+    (r"(?<=[0-9])点半(?!\w)", ":30"),
+    (r"^点\s*(?=\()", ""),
+    (r"([a-z])\s*(?:为|是)(?:任意)?整数", r"\1 ∈ ℤ"),
     (r"(?<=[0-9])点([0-9]{2})分", r":\1"),
+    (r"(上午|下午|晚上)([0-9]{1,2}(?::[0-9]{2})?)[点时]?(?!\w)", _half_of_day),
+    (r"(?<=[0-9])分(?=[0-9]+秒)|(?<=时[0-9])分(?!\w)|(?<=时[0-9][0-9])分(?!\w)", "分钟"),
+    (r"(?<=[0-9])比(?=[0-9])", ":"),
+    (r"^【\s*(?:正确|最终)?(?:答案|解答|答)\s*】\s*:?|^【([^【】]*)】$", r"\1"),
+    # 鸡20只 is 20只鸡, and 每小时60千米 is 60千米/小时.
+    (rf"(?:每|一)({_CHINESE_TIMES})(?:行驶?|走|跑)?([0-9.]+)([\u4e00-\u9fff]{{1,3}})$", r"\2\3/\1"),
+    (
+        rf"(?<![\u4e00-\u9fff])(?!第)([\u4e00-\u9fff]{{1,4}}?)[有是:]?\s*([0-9]+)({_CHINESE_COUNTERS})(?![\u4e00-\u9fff])",
+        r"\2\3\1",
+    ),
     (r"(?<=[0-9])\s*万", "*10^4"),
     (r"(?<=[0-9])\s*亿", "*10^8"),
     (r"(?<=[0-9A-Za-z)\]}$%])[, ]*(?:或者|或是|或)\s*", " or "),
     (r"(?<=[0-9A-Za-z)\]}$%])\s*(?:以及|和|与|及|且)\s*(?=[-+\\$0-9A-Za-z(])", " and "),
     # 10{,}000, 10\,000, 10~000 and 10,\! 000 are one number, also its decimals in groups of three,
     # 0.123\,456.
+    (r"\\thinspace(?![A-Za-z])", r"\\,"),
+    (r"(?<=[0-9])\\(?:text|mathord|mathpunct|mbox|mathrm)\s*\{,\}(?=[0-9])", "{,}"),
     (
-        r"(?<=[0-9])\s*(?:\{,\}(?:\\[,!])*\s*|,?(?:\\[,!])+|,?\\!\s*|\\,\s*|~)(?=[0-9]{3}(?![0-9]))",
+        r"(?<=[0-9])\s*(?:\{,\}(?:\\[,!])*\s*|,?(?:\\[,!])+|,?\\!\s*|\\,\s*|,?~)(?=[0-9]{3}(?![0-9]))",
         "",
     ),
     (r"(?<=[0-9]),\s*\\[;: ]\s*(?=[0-9])", ", "),
@@ -185,7 +228,6 @@ _RULES: list[tuple[str, Replacement]] = [
     ),
     # Sizing, layout and the delimiters \( \) \[ \] go, and so do phrases around an answer.
     (rf"\\{_LAYOUT}(?![A-Za-z])\.?|(?<!\\)\\[()\[\]]", " "),
-    (r"\\thinspace(?![A-Za-z])", r"\\,"),
     (r"\\(?:therefore|because)(?![A-Za-z])|(?i:\.? ?I hope (?:it|this) is correct\.?)\s*$", " "),
     # Code: np.sqrt(2), Matrix([[1, 2]]), oo.
     (r"(?<![A-Za-z\\])(?:np|numpy|math|sp|sympy)\.(?=[A-Za-z])", ""),
@@ -214,6 +256,16 @@ _RULES: list[tuple[str, Replacement]] = [
     # Every form of a fraction and of a binomial coefficient.
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+    (r"\\(?:measured|spherical)angle(?![A-Za-z])", r"\\angle"),
+    (r"(?<=\S)\s*(?:\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])|⇒)\s*", ", so "),
+    (r"\\binom\s*([0-9])\s*([0-9])(?![0-9])", r"\\binom{\1}{\2}"),
+    (r"(?<![\w.])([0-9]{1,4}) choose ([0-9]{1,4})(?!\w)", r"\\binom{\1}{\2}"),
+    # A command of one letter that stands without braces: \vec a, \bar z.
+    (r"\\(vec|overrightarrow|mathbf|boldsymbol|bm|hat)\s+([a-hl-zA-Z])(?![A-Za-z])", r" \2 "),
+    (
+        r"\\(?:bar|overline)(?:\s+([A-Za-z])(?![A-Za-z])|\s*\{\s*([A-Za-z])\s*\})",
+        r"\\overline{\1\2}",
+    ),
     (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
@@ -228,6 +280,10 @@ _RULES: list[tuple[str, Replacement]] = [
     ),
     (
         r"(?<![\w\\^}])(?P<letter>[CAPℂ])\s*_\{?(?P<number>[0-9]{1,4})\}?\s*\^\{?(?P<chosen>[0-9]{1,4})\}?",
+        _choose,
+    ),
+    (
+        r"(?<![\w\\^}])(?P<letter>[CAPℂ])\s*\^\{?(?P<chosen>[0-9]{1,4})\}?\s*_\{?(?P<number>[0-9]{1,4})\}?",
         _choose,
     ),
     (r"(?<![\w.])(?P<number>[0-9]{1,4})(?P<letter>[CP])(?P<chosen>[0-9]{1,4})(?!\w)", _choose),
@@ -247,6 +303,7 @@ _RULES: list[tuple[str, Replacement]] = [
     # 1.5 x 10^3
     (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*"),
     (r"(?<=[0-9]) ?\^ ?\{? ?(st|nd|rd|th) ?\}?", r"\1"),
+    (r"(?<=[0-9])-(?=(?:st|nd|rd|th)(?![A-Za-z]))", ""),
     (r"<=|=<", "≤"),
     (r">=|=>", "≥"),
     (r"(?<=[ a-z])!=", "≠"),
@@ -259,8 +316,17 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"[ ,]*\(\s*([a-z]\s*∈\s*[ℤℕ])\s*\)\s*(?=$|\$)", r", \1"),
     # Escaped signs; $ in pairs delimits maths, and a single one is currency.
     (r"\\([%{}#&])", r"\1"),
+    (r"^\{\s*(.*\S)\s*[|:]\s*([a-z]\s*∈\s*[ℤℕ])\s*\}$", r"\1, \2"),
+    (
+        r",\s*(?:where |for |with )?([a-z])\s*=\s*0\s*,\s*±\s*1\s*,\s*(?:±\s*2\s*,\s*)?\.\.\.\s*$",
+        r", \1 ∈ ℤ",
+    ),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
     (r"\\\$", "$"),
+    # $70k, $1.2M, a $5 note, $3 and 50 cents.
+    (r"(?<=[$£€¥])( ?[0-9][0-9,.]*) ?([kKmMbB]|bn|mn)(?!\w)", _write_scale),
+    (r"^an? (?=[$£€¥] ?[0-9])", ""),
+    (r"\$([0-9]+) and ([0-9]{1,2}) cents?(?!\w)", r"\1 dollars and \2 cents"),
     (r"[~\s]+", " "),
     # A U between brackets is a union; ]1, 2[ is an open interval; <1, 2> is a vector.
     (r"(?<=[)\]}]) ?U ?(?=[(\[{])", "∪"),
@@ -270,7 +336,7 @@ _RULES: list[tuple[str, Replacement]] = [
     # Words before the answer, quotes around it, and the full stop after it, unless that belongs to
     # an ellipsis.
     (_LEAD, ""),
-    (r'^ ?(["`])(.*)\1 ?$', r"\2"),
+    (r"""^ ?(["`'])(.*)\1 ?$""", r"\2"),
     (r"(?<![.])[.]$", ""),
     (r"(?i)^(?:in )?(?:the year )?(?=[12][0-9]{3}$)", ""),
     # Yes, it is; no, they do not.
@@ -281,7 +347,7 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"(?<=[\w)}\]%]), (?:because|since|as) [a-z' ]{1,60}$", _without_remark),
     # 12 times as many, 12 more apples
     (rf"(?<=[0-9]) times(?: as {_COMPARED}\b[a-z ]*)?$", ""),
-    (r"(?<=[0-9]) more (?!.*\bthan\b)(?=[a-z]{3,})", " "),
+    (r"(?<=[0-9]) more (?!.*\bthan\b)(?!and\b)(?=[a-z]{3,})", " "),
     (rf"(?<=[\w)}}\]%]), which (?:is|are) {_POSSESSIVE} [a-z' ]{{1,60}}$", _without_remark),
 ]
 

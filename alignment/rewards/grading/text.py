@@ -16,6 +16,15 @@ RELATIONS = "=<>≤≥≠≈∈∉≡"
 # The line break or tab between two numbers, with the commas around it.
 _BREAK_BETWEEN_NUMBERS = re.compile(r"(?<=[0-9])[ ,;]*[\t\r\n]\s*(?=[-+−]?[0-9])")
 
+# A Markdown heading above an answer, "## Answer", and items on lines of their own, "- cows: 12".
+_HEADING = re.compile(
+    r"(?i)^\s*#{1,6}\s+(?:the )?(?:final |correct )?(?:answer|solution|result)s?:?[ \t]*\n"
+)
+_ITEM_AFTER_LINE = re.compile(
+    r"(?<=[0-9a-z])[ ,;]*\n\s*(?:[-*+]\s+)?(?=\*{0,2}[A-Za-z][A-Za-z ]*(?:\*{0,2}:|:\*{0,2})\s)"
+)
+_FIRST_ITEM = re.compile(r"^\s*[-*+]\s+(?=\*{0,2}[A-Za-z][A-Za-z ]*(?:\*{0,2}:|:\*{0,2})\s.*\n)")
+
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ]+")
 _SUBSCRIPTS = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿˣ₀₁₂₃₄₅₆₇₈₉", "0123456789-+nx0123456789")
@@ -50,6 +59,8 @@ def normalise(text: str) -> str:
     digits or spaces.
     """
     text = single_backslashes(text)
+    text = _FIRST_ITEM.sub("", _HEADING.sub("", text))
+    text = _ITEM_AFTER_LINE.sub(", ", text)
     text = _BREAK_BETWEEN_NUMBERS.sub(", ", text).translate(_CHARACTERS)
     text = _SUPERSCRIPTS.sub(r"^{\g<0>}", text)
     text = _SUBSCRIPTS.sub(r"_{\g<0>}", text)
