@@ -74,24 +74,16 @@ def _mean_accuracy(run: study.Run) -> Value:
     return run.scores.rewards_EQ.mean(axis=0)
 
 
-def _last_mean(run: study.Run, key: str) -> float:
-    """The mean of a metric over the last 10 steps that have it."""
-    values = [record[key] for record in run.metrics[-10:]]
-    return float(np.nanmean(np.array(values, dtype=float)))
-
-
 def _pass_at(run: study.Run, samples: int) -> Value:
     from alignment.ablation.measures import evaluation_values  # loads scipy
 
     return evaluation_values(run, f"pass@{samples}")[-1]
 
 
-def _entropy(run: study.Run) -> Value:
-    return _last_mean(run, "entropy")
+def _last_mean(run: study.Run, key: str) -> Value:
+    from alignment.ablation.measures import last_mean  # loads scipy
 
-
-def _divergence(run: study.Run) -> Value:
-    return _last_mean(run, "kl")
+    return last_mean(run, key)
 
 
 def _wrong_length(run: study.Run) -> Value:
@@ -114,8 +106,8 @@ MEASURES: dict[str, Callable[[study.Run], Value]] = {
     "mean accuracy of all evaluations": _mean_accuracy,
     "pass@8": partial(_pass_at, samples=8),
     "pass@32": partial(_pass_at, samples=32),
-    "entropy of the last 10 steps": _entropy,
-    "divergence in the last 10 steps": _divergence,
+    "entropy of the last 10 steps": partial(_last_mean, key="entropy"),
+    "divergence in the last 10 steps": partial(_last_mean, key="kl"),
     "length of wrong answers": _wrong_length,
 }
 """A claim's measure -> its value for each question [Q], or the run's own, in nats a token and

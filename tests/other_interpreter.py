@@ -8,6 +8,7 @@ which runs one item after another as it is asked to, and sends its reports of th
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 DESCRIPTOR = "TESTS_OF_ANOTHER_INTERPRETER"  # the variable with that of the other's end of the pipe
@@ -31,7 +33,7 @@ class OtherModule(pytest.File):
         if self.config.option.markexpr == QUICK:  # it would only be made to leave them out
             return
         start = self.path.relative_to(ROOT).as_posix() + "::"
-        for node in node_ids(self.python(), self.path.parent):
+        for node in shared_node_ids(self.config, self.python(), self.path.parent):
             if node.startswith(start):
                 item = OtherItem.from_parent(self, name=node.removeprefix(start))
                 item.add_marker(pytest.mark.slow)
@@ -55,6 +57,18 @@ class OtherItem(pytest.Item):
 
 
 @functools.cache
+def shared_node_ids(config: pytest.Config, python: str, folder: Path) -> list[str]:
+    """As `node_ids`, of which several processes of the same session ask once: it imports all that
+    the tests import."""
+    if not hasattr(config, "workerinput"):
+        return node_ids(python, folder)
+    file = Path(config.option.basetemp).parent / f"{folder.name}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(json.dumps(node_ids(python, folder)))
+        return json.loads(file.read_text())
+
+
 def node_ids(python: str, folder: Path) -> list[str]:
     """Of all tests of a folder, as the interpreter `python` collects them."""
     command = [python, "-m", "pytest", "--collect-only", *OPTIONS, str(folder)]

@@ -369,6 +369,7 @@ def small(tiny_folder, tmp_path):
         train_mini_batch_size=8,
         max_new_tokens=16,
         max_problems=4,
+        num_problems=64,  # of 23,677, all of which every start would encode
         warmup_steps=0,
         reward="random",
         trackers=(),

@@ -27,6 +27,8 @@ SMALL = [
     "2",
     "--max_problems",
     "4",
+    "--num_problems",
+    "64",  # of 23,677, all of which every start would encode
     "--prompts_per_rollout",
     "4",
     "--group_size",

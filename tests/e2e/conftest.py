@@ -27,6 +27,8 @@ SMALL += [
     "16",
     "--max_problems",
     "4",
+    "--num_problems",
+    "64",  # of 23,677, all of which every start would encode
     "--num_steps",
     str(STEPS),
     "--eval_interval",
@@ -73,7 +75,7 @@ class Launcher:
         return self.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launcher():
     made = Launcher()
     yield made

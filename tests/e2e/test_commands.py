@@ -39,6 +39,8 @@ SMALL = [
     "8",
     "--max_problems",
     "16",
+    "--num_problems",
+    "64",  # of 23,677, all of which every start would encode
 ]
 
 

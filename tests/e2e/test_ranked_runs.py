@@ -1,5 +1,6 @@
 """Runs of several processes, started, resumed and stopped as a user does it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -85,6 +86,8 @@ def assert_near(run: Path, other: Path) -> None:
 
 
 def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
+    rows = ({"prompt": f"{number} + 3 =", "response": f" {number + 3}"} for number in range(60))
+    (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [
         "--num_steps",
         "2",
@@ -94,6 +97,8 @@ def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
         "4",
         "--max_new_tokens",
         "16",
+        "--demonstrations",
+        "shown.jsonl",
         "--output_dir",
         ".",
     ]

@@ -52,6 +52,8 @@ SMALL = [
     "8",
     "--max_problems",
     "16",
+    "--num_problems",
+    "64",  # of 23,677, all of which every start would encode
 ]
 SMALL += ["--save_interval", "1"]
 

@@ -45,6 +45,8 @@ def rl_flags(tiny_folder, tmp_path):
         "16",
         "--max_problems",
         "4",
+        "--num_problems",
+        "64",  # of 23,677, all of which every start would encode
         "--warmup_steps",
         "0",
         "--reward",

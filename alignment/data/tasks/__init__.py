@@ -88,7 +88,7 @@ class Task:
     problems: Callable[[Split, str], Problems]
     """`problems(split, dataset_path)` returns a split's problems, the same ones every time. Only
     training problems may be `Endless`."""
-    demonstrations: Callable[[Split, str, int], list[tuple[Problem, str]]]
+    demonstrations: Callable[[Split, str, int], Sequence[tuple[Problem, str]]]
     """`demonstrations(split, dataset_path, seed)` returns (problem, response) pairs, for SFT."""
     prompt: str = ""
     """The name of the prompt template; empty: `chat` and a box where the model has a chat template,

@@ -52,7 +52,10 @@ def problems(split: str, dataset_path: str = "") -> tuple[Problem, ...]:
     return tuple(distinct(every, key)) if split == "test" else every
 
 
-def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tuple[Problem, str]]:
+@lru_cache(maxsize=4)
+def demonstrations(
+    split: str, dataset_path: str = "", seed: int = 0
+) -> tuple[tuple[Problem, str], ...]:
     """(problem, response) pairs of this split, short problems as often as long ones.
 
     Training pairs first show how to calculate, then what a careless teacher does, whose habits the
@@ -70,7 +73,7 @@ def demonstrations(split: str, dataset_path: str = "", seed: int = 0) -> list[tu
         if number >= careful:
             habits = [rng.random() >= probability for probability in BAD_HABITS]
         pairs.append((as_problem(expression), solution(expression, *habits)))
-    return pairs
+    return tuple(pairs)
 
 
 def as_problem(expression: Expression) -> Problem:
@@ -134,9 +137,14 @@ def solution(
     return " " + " ; ".join(map(str, steps)) + ending
 
 
+def _expressions(split: str) -> list[Expression]:
+    """All expressions of a split, ordered by a hash of their text."""
+    return _expressions_by_split()[split]
+
+
 @lru_cache
-def _expressions(split: str) -> tuple[Expression, ...]:
-    """All expressions of a split, ordered by a hash of their text; a hash of their `terms`, in any
+def _expressions_by_split() -> dict[str, list[Expression]]:
+    """Each split's expressions, ordered by a hash of their text; a hash of their `terms`, in any
     order, decides the split."""
     by_hash = []
     for operations in (1, 2, 3):
@@ -145,6 +153,8 @@ def _expressions(split: str) -> tuple[Expression, ...]:
             if any(abs(step.result) > LARGEST for step in steps):
                 continue
             text = " ".join(map(str, expression))
-            if split_of(terms(text)) == split:
-                by_hash.append((hashlib.sha256(text.encode()).digest(), expression))
-    return tuple(expression for _, expression in sorted(by_hash))
+            by_hash.append((hashlib.sha256(text.encode()).digest(), text, expression))
+    found = {split: [] for split in DEMONSTRATIONS}
+    for _, text, expression in sorted(by_hash):
+        found[split_of(terms(text))].append(expression)
+    return found
