@@ -9,7 +9,7 @@ import alignment.data.prompts
 from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
 from alignment.builders.checks import check_sft_share, read_demonstrations
 from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluations
-from alignment.builders.held_out import task_arguments
+from alignment.builders.held_out import OWN_ROWS, task_arguments
 from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config.settings import flag_values
 from alignment.core.records import Endless, Problem, Problems
@@ -24,6 +24,7 @@ from alignment.rewards.rules import (
     PARTS,
     RULES,
     CosineLength,
+    graded_text,
     named_parts,
     resolved_reward,
 )
@@ -161,6 +162,12 @@ def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
         read_examples(args.few_shot),
     )
     context = load_config(base).max_position_embeddings
+    paid: list[bool] = []
+    if args.evaluation_rule in RULES and not args.task.startswith(OWN_ROWS):
+        rule = RULES[args.evaluation_rule]
+        for problem, response in zip(prompted, responses, strict=True):
+            score = rule(graded_text(rule, problem, response), problem.ground_truth)
+            paid.append(score["reward"] > 0)
     return Demonstrations(
         tokenise_demonstrations(sft_args, shown, tokenizer, context),
         responses,
@@ -170,6 +177,7 @@ def demonstrations_of(args: VerifyArgs, base: str) -> Demonstrations:
         ),
         tokenizer,
         pad_token_id(tokenizer),
+        paid,
     )
 
 

@@ -60,6 +60,7 @@ from alignment.verification.paper_advantages import paper_advantages_of_groups
 from alignment.verification.papers import PaperLogProbs, paper_values
 from alignment.verification.precision import LEAST_LOG_PROB, MOST_ROUNDED, rounded_share
 from alignment.verification.sampling import CANDIDATES, of_unlike_lengths
+from alignment.verification.sharpness import MOST_SHARPER, sure_change_of_power
 from alignment.verification.two_rollouts import TwoRollouts, plain_responses
 from alignment.verification.whole_update import PlainModel
 
@@ -497,7 +498,7 @@ class Verified:
             [completion.token_ids for completion in completions],
             pad_token_id=0,
         )
-        plain_BT = self.plain_log_probs(groups, batch)
+        plain_BT, slopes_BT = self.plain_log_probs(groups, batch)
         sampler_BT = rollout.sampler_log_probs_BT
 
         @functools.cache
@@ -517,6 +518,16 @@ class Verified:
             "sampler's log-probs: nats from plain",
             self._nats,
             lambda: nats_from_plain(sampler_BT),
+        )
+        yield Check(
+            "policy's log-probs: sharper or flatter than plain",
+            MOST_SHARPER,
+            lambda: sure_change_of_power(policy_log_probs() - plain_BT, slopes_BT),
+        )
+        yield Check(
+            "sampler's log-probs: sharper or flatter than plain",
+            MOST_SHARPER,
+            lambda: sure_change_of_power(sampler_BT - plain_BT, slopes_BT),
         )
         yield Check(
             "log-probs: share that is rounded to 16 bits",
@@ -643,17 +654,23 @@ class Verified:
         every_row = range(len(rollout.lengths))
         return prepare_update(self.policy, rollout, every_row, self.config, 1).rollout
 
-    def plain_log_probs(self, groups: Sequence[Group], batch: Batch) -> torch.Tensor:
-        """The plain model's log-probs [B, T] of the completions of some groups."""
+    def plain_log_probs(
+        self, groups: Sequence[Group], batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plain model's log-probs [B, T] of the completions of some groups, and by how much
+        these are above the mean log-prob of all tokens there."""
         distribution = self.config.distribution
         setting = {f"sampling_{name}": value for name, value in vars(distribution).items()}
         setting["log_probs_of"] = "sampled"
         log_probs_BT = torch.zeros(batch.labels.shape)
+        slopes_BT = torch.zeros(batch.labels.shape)
         with torch.no_grad():
             for row, response in enumerate(plain_responses(groups)):
                 values = self.plain.token_values(self.plain.base, response, setting)
+                slopes_T = values.log_probs + values.truncated_entropies
                 log_probs_BT[row, batch.response_mask[row]] = values.log_probs.float()
-        return log_probs_BT
+                slopes_BT[row, batch.response_mask[row]] = slopes_T.float()
+        return log_probs_BT, slopes_BT
 
     def gradient(self, rollout: Rollout) -> torch.Tensor:
         """The policy's gradient [D] of the run's loss, made as in an update, which it keeps."""

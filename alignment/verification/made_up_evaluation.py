@@ -18,6 +18,7 @@ from alignment.verification.reported import (
 )
 
 TRUTH = "3"
+IN_PART = "9"  # An answer that is paid in part, which makes no sample right.
 # The answers to each problem, None for none, and maj@4: whether the most frequent answer is right,
 # or of several equally frequent ones the share that is.
 ANSWERS: Sequence[tuple[Sequence[str | None], float]] = (
@@ -139,9 +140,9 @@ def made_up_completion(answer: str | None) -> Completion:
 
 
 def score_of(answer: str | None) -> Score:
-    is_right = float(answer == TRUTH)
+    reward = {TRUTH: 1.0, IN_PART: 0.5}.get(answer, 0.0)
     return {
-        "reward": is_right,
+        "reward": reward,
         "format_reward": float(answer is not None),
-        "answer_reward": is_right,
+        "answer_reward": reward,
     }

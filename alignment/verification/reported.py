@@ -6,6 +6,7 @@ them."""
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from alignment.verification.papers import PaperPart, paper_kl, paper_part_loss, paper_weight
 from alignment.verification.papers import Token as PaperToken
-from alignment.verification.whole_update import UpdateFigures
+from alignment.verification.whole_update import UpdateFigures, paper_length_reward
 
 Row = Mapping[str, Any]
 """A line of a file of completions."""
@@ -76,6 +77,9 @@ def figures_of_rows(rows: Sequence[Row], setting: Mapping[str, Any]) -> dict[str
         "finished": mean([float(row["finish_reason"] == "stop") for row in rows]),
         "responses": len(rows),
     }
+    if setting["overlong_buffer"]:
+        penalties = [paper_length_reward(len(row["token_ids"]), setting) for row in rows]
+        figures["overlong_penalty"] = mean(penalties)
     for name in rows[0]["score"]:
         if name.startswith("part_"):
             scores = [row["score"][name] for row in rows if name in row["score"]]
@@ -305,7 +309,32 @@ def faults_of_evaluation(record: Row, groups: Sequence[Sequence[Row]]) -> list[s
     expected["response_length"] = mean([len(row["token_ids"]) for row in rows])
     expected["finished"] = mean([float(row["finish_reason"] == "stop") for row in rows])
     expected["problems"] = len(groups)
-    return [name for name, value in expected.items() if not is_near(_figure(record, name), value)]
+    if "vote" in rows[0]["score"]:
+        name = f"maj@{len(groups[0])}"
+        expected[name] = mean([share_of_leaders(group) for group in groups])
+    faults = [name for name, value in expected.items() if not is_near(_figure(record, name), value)]
+    if record["categories"] != Counter(map(category_of, rows)):
+        faults.append("categories")
+    return faults
+
+
+def share_of_leaders(group: Sequence[Row]) -> float:
+    """Of the answers of a group that are the most frequent ones, by the votes of its scores, the
+    share that is right."""
+    votes = Counter(row["score"]["vote"] for row in group if row["score"]["vote"] >= 0)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leaders = {vote for vote, number in votes.items() if number == most}
+    right = {row["score"]["vote"] for row in group if row["score"]["reward"] == 1}
+    return len(leaders & right) / len(leaders)
+
+
+def category_of(row: Row) -> str:
+    """What evals.jsonl counts a response as."""
+    if row["score"]["format_reward"] == 0:
+        return "neither"
+    return "format only" if row["score"]["answer_reward"] == 0 else "format and answer"
 
 
 def _figure(record: Row, name: str) -> float:

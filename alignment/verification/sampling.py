@@ -46,7 +46,7 @@ REPORTED_TOKENS = 8  # of each answer to a step whose report is compared with it
 # How often two rows of one stream draw the same token, as multiples of exp of the odds otherwise.
 COUPLINGS = (0.5, 1.0, 2.0, 4.0)
 # Powers of the distribution that stand for another temperature.
-POWERS = (0.5, 0.75, 1.3, 2.0)
+POWERS = (0.5, 0.75, 0.9, 1.1, 1.3, 2.0)
 # Waves of the density of a draw's place in the distribution, where it is not uniform.
 WAVES = ((1, 0.8), (1, -0.8), (2, 0.8), (2, -0.8))
 

@@ -15,6 +15,9 @@ from alignment.training.sft import (
 from alignment.verification.check import Check
 from alignment.verification.splits import words_of
 
+# Some teachers are careless on purpose: a quarter of the solutions of arithmetic is wrong.
+MOST_UNPAID = 0.5
+
 
 def without_spaces(text: str) -> str:
     """A text but for case and white space."""
@@ -34,11 +37,16 @@ class Demonstrations:
     """How many solutions, of all, are of test questions."""
     tokenizer: Any
     pad_id: int
+    paid: Sequence[bool]
+    """Whether the rule pays each solution; empty where these are the user's own."""
 
     def checks(self) -> Iterator[Check]:
         """Every check of the warm start's data."""
         yield Check("warm start: solutions of test questions", 0.0, lambda: self.shared)
         yield Check("warm start: solutions with wrong labels", 0.0, self.wrongly_labelled)
+        if self.paid:
+            what = "warm start: share of solutions that earn nothing"
+            yield Check(what, MOST_UNPAID, lambda: 1 - sum(self.paid) / len(self.paid))
 
     def wrongly_labelled(self) -> int:
         """How many examples have a loss at other tokens than those of the response and one end

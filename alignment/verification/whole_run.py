@@ -387,6 +387,9 @@ class TrainedRun:
             rows = self.rows("rollout", step)
             expected = figures_of_rows(rows, self.setting)
             expected |= figures_of_rules(rows, record, self.rules, self._graded_text)
+            interval = self.setting["reference_reset_interval"]
+            if interval:
+                expected["reference_step"] = (step - 1) // interval * interval
             if "staleness" in record:
                 expected["staleness"] = step - 1 - rows[0]["policy_version"]
             for name, value in expected.items():

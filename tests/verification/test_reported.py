@@ -25,7 +25,9 @@ def row(reward: float, length: int, finish_reason: str) -> dict:
 
 def test_the_figures_of_a_steps_completions():
     rows = [row(0.0, 2, "stop"), row(1.0, 4, "length"), row(1.0, 3, "stop"), row(1.0, 3, "stop")]
-    assert figures_of_rows(rows, {"group_size": 2}) == {
+    # The longest response may have 4 tokens, of which 2 are punished: 0, -1, -1/2 and -1/2.
+    setting = {"group_size": 2, "overlong_buffer": 2, "max_new_tokens": 4}
+    assert figures_of_rows(rows, setting) == {
         "reward": 0.75,
         "reward_std": math.sqrt(3) / 4,
         "frac_reward_zero_std": 0.5,
@@ -34,8 +36,27 @@ def test_the_figures_of_a_steps_completions():
         "response_length": 3.0,
         "finished": 0.75,
         "responses": 4,
+        "overlong_penalty": -0.5,
         "part_x": 0.5,
     }
+
+
+def with_vote(vote: int, reward: float, has_format: bool = True) -> dict:
+    score = {"reward": reward, "format_reward": float(has_format), "answer_reward": reward}
+    return {"score": score | {"vote": float(vote)}, "token_ids": [1], "finish_reason": "stop"}
+
+
+def test_votes_and_categories_of_an_evaluation():
+    """Two answers of two votes each, of which one is right; and nobody's."""
+    group = [with_vote(0, 1.0), with_vote(1, 0.0), with_vote(1, 0.0), with_vote(0, 1.0)]
+    assert reported.share_of_leaders(group) == 0.5
+    assert reported.share_of_leaders([with_vote(-1, 0.0, has_format=False)]) == 0
+    intervals = {f"{name}_ci": [0.0, 1.0] for name in reported.PARTS_OF_SCORES}
+    record = {"maj@4": 0.5, "categories": {"format and answer": 2, "format only": 2}, **intervals}
+    named = {"maj@4", "categories"}
+    assert not named & set(reported.faults_of_evaluation(record, [group]))
+    record = {"maj@4": 1.0, "categories": {"format and answer": 1, "neither": 3}, **intervals}
+    assert named <= set(reported.faults_of_evaluation(record, [group]))
 
 
 def test_an_interval_by_hand():

@@ -19,7 +19,7 @@ def demonstrations(tiny_folder) -> Demonstrations:
     examples = tokenise(PAIRS, tokenizer, 128)
     prompts = [prompt for prompt, _ in PAIRS]
     responses = [response for _, response in PAIRS]
-    return Demonstrations(examples, responses, prompts, 0, tokenizer, tokenizer.eos_token_id)
+    return Demonstrations(examples, responses, prompts, 0, tokenizer, tokenizer.eos_token_id, [])
 
 
 def test_labels_without_a_fault(demonstrations):
