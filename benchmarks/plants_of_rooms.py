@@ -1,13 +1,19 @@
 """Faults deep in the rooms: an engine's cache, what a checkpoint holds beside weights, passes in
 micro-batches, worked solutions, and figures that nothing else is computed from."""
 
-from benchmarks.plant import AHEAD, SEVERAL_SAMPLES, WITH_RESETS, of_file
+from benchmarks.plant import AHEAD, IN_16_BITS, SEVERAL_SAMPLES, WITH_RESETS, of_file
 
 WITH_RESUME = ("--kill_after", "1")
 
 SAMPLING = [
     *of_file(
         "sampling/transformers.py",
+        (
+            "samples a tenth too hot, in 16 bits",
+            "            logits, sampling.temperature, sampling.top_p, sampling.top_k\n",
+            "            logits, 1.1 * sampling.temperature, sampling.top_p, sampling.top_k\n",
+            IN_16_BITS,
+        ),
         (
             "attention to the latest eight tokens of a response alone",
             "        return self.keys[:, :, :end], self.values[:, :, :end]\n",

@@ -38,6 +38,7 @@ from alignment.verify import report, write_results
 
 LOG_PROBS = "policy's log-probs: nats from plain"
 SAMPLED, SYNCED = "sampler's log-probs: nats from plain", "after updates, sampler: nats from policy"
+SHARPER = "policy's log-probs: sharper or flatter than plain"
 RATE_0 = "learning rate 0: change of weights"
 ARRIVED, GROWTH = (
     "after updates, weights sent: tensors that differ",
@@ -198,7 +199,7 @@ def test_a_wrong_temperature_in_log_probs(healthy, monkeypatch):
         return log_probs(batch, dataclasses.replace(distribution, temperature=1.0), rows)
 
     plant(monkeypatch, healthy.policy, "log_probs", tempered)
-    assert failed(healthy) == {LOG_PROBS, SYNCED}
+    assert failed(healthy) == {LOG_PROBS, SHARPER, SYNCED}
 
 
 @pytest.mark.slow
