@@ -140,7 +140,9 @@ def made_up_completion(answer: str | None) -> Completion:
 
 
 def score_of(answer: str | None) -> Score:
-    reward = {TRUTH: 1.0, IN_PART: 0.5}.get(answer, 0.0)
+    reward = 1.0 if answer == TRUTH else 0.0
+    if answer == IN_PART:
+        reward = 0.5
     return {
         "reward": reward,
         "format_reward": float(answer is not None),
