@@ -10,8 +10,10 @@ SAMPLING = [
         "sampling/transformers.py",
         (
             "samples a tenth too hot, in 16 bits",
-            "            logits, sampling.temperature, sampling.top_p, sampling.top_k\n",
-            "            logits, 1.1 * sampling.temperature, sampling.top_p, sampling.top_k\n",
+            "        uniforms = draw_uniforms(len(prompts), sampling)\n",
+            "        uniforms = draw_uniforms(len(prompts), sampling)\n"
+            "        hotter = {**vars(sampling), 'temperature': 1.1 * sampling.temperature}\n"
+            "        sampling = SamplingConfig(**hotter)\n",
             IN_16_BITS,
         ),
         (
