@@ -2,12 +2,15 @@
 
     uv run -m benchmarks.attention --tokens 1024
     uv run -m benchmarks.attention --tokens 1024 --other FOLDER_OF_ANOTHER_CHECKOUT
+    uv run -m benchmarks.attention --tokens 32 --prompt 24 --prompts 16 --responses 8
 
-One layer with SmolLM2's heads, float32, on the CPU: `--responses` responses of so many tokens to
-one prompt. MiB kept for backward, peaks of both passes in MiB above the inputs, and seconds. The
-peer pads nothing and shares the prompt, too: each response's queries see prompt and response by
-`scaled_dot_product_attention` under a mask. Each number is of a process of its own, whose malloc
-gives back at once what is freed, so that the resident set is what tensors hold; medians, by turns.
+One layer with SmolLM2's heads, float32, on the CPU: `--responses` responses of so many tokens to a
+prompt, or to each of several, of which each is a token shorter than the one before. MiB kept for
+backward, peaks of both passes in MiB above the inputs, and seconds. The peer pads nothing and
+shares the prompt, too: each response's queries see prompt and response by
+`scaled_dot_product_attention` under a mask; of several prompts it is left out. Each number is of a
+process of its own, whose malloc gives back at once what is freed, so that the resident set is what
+tensors hold; medians, by turns.
 
 Those processes run this file as a script with another PYTHONPATH, which says whose `alignment` they
 take: hence this file takes nothing of ours but `alignment.model.packing`, and that there.
@@ -90,17 +93,25 @@ class Peak:
 
 @dataclass(frozen=True)
 class Layout:
-    """Responses to one prompt, in tokens."""
+    """Responses to prompts, in tokens."""
 
     prompt: int
+    """Of the longest prompt."""
     responses: int
+    """To each prompt."""
     tokens: int
     """Of each response."""
+    prompts: int = 1
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Each prompt's tokens."""
+        return [max(1, self.prompt - number) for number in range(self.prompts)]
 
     @property
     def length(self) -> int:
-        """Of all, the prompt once."""
-        return self.prompt + self.responses * self.tokens
+        """Of all, each prompt once."""
+        return sum(self.prompt_lengths) + self.prompts * self.responses * self.tokens
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,10 @@ def make_packed(layout: Layout) -> Attend:
     """Our attention of packed rows: [1, heads, length, size] of prompt and responses."""
     from alignment.model import packing
 
-    prompt = tuple(range(layout.prompt))
-    rows = [(prompt, tuple(range(layout.tokens))) for _ in range(layout.responses)]
+    rows = []
+    for length in layout.prompt_lengths:
+        for _ in range(layout.responses):
+            rows.append((tuple(range(length)), tuple(range(layout.tokens))))
     packed = packing.pack(rows)
     rule = packing.AttentionRule(SIZE**-0.5)
 
@@ -249,8 +262,8 @@ def table_of_costs(title: str, costs: dict[str, list[PassCosts]]) -> Table:
             f"{statistics.median(costs.kept for costs in passes):.0f}",
             f"{statistics.median(costs.peak_forward for costs in passes):.0f}",
             f"{statistics.median(costs.peak for costs in passes):.0f}",
-            f"{statistics.median(costs.forward for costs in passes):.2f}",
-            f"{statistics.median(costs.backward for costs in passes):.2f}",
+            f"{statistics.median(costs.forward for costs in passes):.3g}",
+            f"{statistics.median(costs.backward for costs in passes):.3g}",
         )
     return table
 
@@ -259,6 +272,7 @@ def main(
     tokens: int = 1024,
     responses: int = 15,
     prompt: int = 128,
+    prompts: int = 1,
     repeats: int = 3,
     other: str = "",
     one: str = "",
@@ -267,21 +281,24 @@ def main(
 
     Args:
         tokens: Of a response.
-        responses: To the prompt.
-        prompt: Its tokens.
+        responses: To each prompt.
+        prompt: Tokens of the longest prompt.
+        prompts: Their number.
         repeats: Turns of each peer.
         other: Another checkout, whose packed attention is a third peer.
         one: For the processes that this starts: the kind of peer.
     """
     if one:
-        return print_costs(one, Layout(prompt, responses, tokens))
+        return print_costs(one, Layout(prompt, responses, tokens, prompts))
     checkout = str(Path(__file__).parents[1])
-    peers = {"joined parts": Peer(PACKED, checkout), "under a mask": Peer(MASK, checkout)}
+    peers = {"packed": Peer(PACKED, checkout)}
+    if prompts == 1:
+        peers["under a mask"] = Peer(MASK, checkout)
     if other:
         peers[f"packed, {other}"] = Peer(PACKED, other)
     title = (
-        f"one layer, {responses} responses of {tokens} tokens, prompt {prompt}; medians of"
-        f" {repeats}"
+        f"one layer, {prompts} x {responses} responses of {tokens} tokens, prompt {prompt}; medians"
+        f" of {repeats}"
     )
     table = table_of_costs(title, measure_peers(peers, repeats))
     Console(width=130).print(table)

@@ -3,7 +3,7 @@ with the square of a part's length. Exact, with gradients, for windows, soft cap
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -50,10 +50,13 @@ class Part(NamedTuple):
 
     queries_XQ: torch.Tensor
     keys_XK: torch.Tensor
-    """Padded only where they are the queries."""
+    """Padded only where they are the queries, or where there is a mask."""
     before: int
     """Positions from the first key to the first query; 0: the keys are the queries, and see those
-    up to themselves."""
+    up to themselves, or there is a mask."""
+    mask_X1QK: torch.Tensor | None = None
+    """0 where a query sees a key, else -inf; for torch's kernel on CPUs alone. The queries of such
+    a part are in no other."""
 
 
 class Inputs(NamedTuple):
@@ -130,7 +133,7 @@ def _add_part(
     out: torch.Tensor, log_sum: torch.Tensor, inputs: Inputs, part: Part, rule: AttentionRule
 ) -> None:
     """Join a part's attention to `out` [N + 1, H, E] and `log_sum` [N + 1, H], in place."""
-    out_XHQE, log_sum_XHQ = _attend(_rows_of_part(inputs, part), part.before, rule)
+    out_XHQE, log_sum_XHQ = _attend(_rows_of_part(inputs, part), part, rule)
     change = out_XHQE.transpose(1, 2).flatten(0, 1).to(out.dtype)
     log_change = log_sum_XHQ.transpose(1, 2).flatten(0, 1).to(out.dtype)
     places = part.queries_XQ.flatten() % len(out)
@@ -155,12 +158,13 @@ def _add_gradients(
 ) -> None:
     """Add a part's gradients by the `inputs` q, k and v to `sums`. What is gathered for that is
     freed at the end."""
-    queries, keys, before = part
+    queries = part.queries_XQ
+    keys = part.keys_XK
     gradient, out, log_sum = (_rows(tensor, queries) for tensor in joint)
     # Where the denominator is infinite, as padding's, weights are 0.
     log_sum = log_sum.squeeze(3).masked_fill(queries[:, None] < 0, torch.inf)
     rows = _rows_of_part(inputs, part)
-    gradients = _attend_backward(JointOutput(gradient, out, log_sum), rows, before, rule)
+    gradients = _attend_backward(JointOutput(gradient, out, log_sum), rows, part, rule)
     for total, places, by_rows in zip(sums, (queries, keys, keys), gradients, strict=True):
         added = by_rows.transpose(1, 2).flatten(0, 1).to(total.dtype)
         total.index_add_(0, places.flatten().clamp(min=0), added)  # padding adds 0
@@ -168,8 +172,11 @@ def _add_gradients(
 
 def _rows_of_part(inputs: Inputs, part: Part) -> Inputs:
     """The queries, keys and values of a part's rows."""
-    queries, keys, _ = part
-    return Inputs(_rows(inputs.q, queries), _rows(inputs.k, keys), _rows(inputs.v, keys))
+    return Inputs(
+        _rows(inputs.q, part.queries_XQ),
+        _rows(inputs.k, part.keys_XK),
+        _rows(inputs.v, part.keys_XK),
+    )
 
 
 def _rows(tensor: torch.Tensor, places_XP: torch.Tensor) -> torch.Tensor:
@@ -179,16 +186,16 @@ def _rows(tensor: torch.Tensor, places_XP: torch.Tensor) -> torch.Tensor:
     return gathered.unflatten(0, places_XP.shape).transpose(1, 2)
 
 
-def _attend(inputs: Inputs, before: int, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [X, H, Q, E] of q [X, H, Q, D], k [X, J, K, D] and v [X, J, K, E], and the
-    log-sum-exp of scores [X, H, Q]."""
-    if not _has_kernel(inputs, before, rule):
-        return _attend_in_pieces(inputs, before, rule)
+def _attend(inputs: Inputs, part: Part, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [X, H, Q, E] of a part's rows q [X, H, Q, D], k [X, J, K, D] and v [X, J, K, E],
+    and the log-sum-exp of scores [X, H, Q]."""
+    if not _has_kernel(inputs, part.before, rule):
+        return _attend_in_pieces(inputs, part.before, rule)
     q, k, v = inputs
-    causal = before == 0
+    causal = part.before == 0
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=rule.scaling
+            q, k, v, 0.0, **_seen_on_cpu(part, q.dtype), scale=rule.scaling
         )
     # no bias, with the log-sum-exp, no dropout
     out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
@@ -214,19 +221,27 @@ def _attend_in_pieces(
 
 
 def _attend_backward(
-    joint: JointOutput, inputs: Inputs, before: int, rule: AttentionRule
+    joint: JointOutput, inputs: Inputs, part: Part, rule: AttentionRule
 ) -> Sequence[torch.Tensor]:
     """Gradients by q, k and v through the scores of `_attend`. The log-sum-exp of `joint` is that
     of these and other scores."""
-    if not _has_kernel(inputs, before, rule):
-        return _backward_in_pieces(joint, inputs, before, rule)
+    if not _has_kernel(inputs, part.before, rule):
+        return _backward_in_pieces(joint, inputs, part.before, rule)
     if inputs.q.is_cuda:
-        return _backward_on_gpu(joint, inputs, before, rule)
+        return _backward_on_gpu(joint, inputs, part.before, rule)
     gradient, out, log_sum = joint
-    q, k, v = inputs
+    seen = _seen_on_cpu(part, inputs.q.dtype)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, log_sum, 0.0, before == 0, scale=rule.scaling
+        gradient, *inputs, out, log_sum, 0.0, **seen, scale=rule.scaling
     )
+
+
+def _seen_on_cpu(part: Part, dtype: torch.dtype) -> dict[str, Any]:
+    """Who sees whom in a part, for torch's kernel on CPUs and queries in `dtype`, in which it reads
+    a mask."""
+    if part.mask_X1QK is None:
+        return {"is_causal": part.before == 0}
+    return {"is_causal": False, "attn_mask": part.mask_X1QK.to(dtype)}
 
 
 def _backward_on_gpu(

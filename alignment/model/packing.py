@@ -21,6 +21,7 @@ from alignment.model.huggingface import (
     decoder_layers,
 )
 from alignment.model.kernels import compiled
+from alignment.model.short_rows import short_parts, takes_short_rows
 
 
 @dataclass
@@ -52,15 +53,26 @@ class Packing:
             tensor.squeeze(0).transpose(0, 1).to(value.dtype) for tensor in (query, key, value)
         )
         packing = self.to(query.device)
-        if takes_flash(Inputs(q_NHD, k_NHD, v_NHD), self.lengths, rule):
-            return FlashAttention.apply(q_NHD, k_NHD, v_NHD, packing.flash, rule.scaling)[None]
+        inputs = Inputs(q_NHD, k_NHD, v_NHD)
+        if takes_flash(inputs, self.lengths, rule):
+            return FlashAttention.apply(*inputs, packing.flash, rule.scaling)[None]
         parts = packing.parts
-        return JoinedAttention.apply(q_NHD, k_NHD, v_NHD, rule.sinks, parts, rule)[None]
+        if takes_short_rows(inputs, self.lengths, rule):
+            parts = packing.short_parts
+        return JoinedAttention.apply(*inputs, rule.sinks, parts, rule)[None]
 
     @cached_property
     def flash(self) -> FlashLayout:
         """The same for flash kernels, made once for all layers."""
         return FlashLayout.of(self.lengths, self.input_ids_1N.device, self.is_fused)
+
+    @cached_property
+    def short_parts(self) -> list[Part]:
+        """The same in fewer parts, for short rows on a CPU, made once for all layers."""
+        if len(self.parts) == 1:
+            return self.parts
+        prefixes, suffixes, *_ = self.parts
+        return short_parts(prefixes, suffixes, self.lengths)
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""
@@ -69,7 +81,7 @@ class Packing:
             return self
         if device not in self.copies:
             parts = []
-            for queries, keys, before in self.parts:
+            for queries, keys, before, _ in self.parts:
                 parts.append(Part(send(queries, device), send(keys, device), before))
             self.copies[device] = replace(
                 self,

@@ -12,8 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from alignment.model import attention
-from alignment.model.attention import AttentionRule, JoinedAttention, Part, soft_capped
+from alignment.model.attention import (
+    AttentionRule,
+    Inputs,
+    JoinedAttention,
+    Part,
+    soft_capped,
+)
 from alignment.model.packing import pack
+from alignment.model.short_rows import LONGEST_ROW, takes_short_rows
 
 
 def rows_of(lengths: list[tuple[int, list[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -75,11 +82,17 @@ def assert_equals_eager(
     tolerance: float = 1e-5,
     dtype=torch.float32,
 ):
-    """Outputs and gradients, to a tolerance relative to the largest number where that is above
-    one."""
+    """Outputs and gradients, to a tolerance relative to the largest number where that is above one.
+    Also in the parts for short rows, where these are taken."""
     packing = pack(rows)
     inputs = inputs_of(packing, *heads, sizes, sinks, dtype)
-    found = JoinedAttention.apply(*inputs, packing.parts, rule)
+    assert_parts_equal_eager(packing.parts, packing, rows, inputs, rule, tolerance)
+    if takes_short_rows(Inputs(*inputs[:3]), packing.lengths, rule):
+        assert_parts_equal_eager(packing.short_parts, packing, rows, inputs, rule, tolerance)
+
+
+def assert_parts_equal_eager(parts, packing, rows, inputs, rule: AttentionRule, tolerance: float):
+    found = JoinedAttention.apply(*inputs, parts, rule)
     expected = eager(*inputs, packing, rows, rule)
     weights, taken = torch.randn_like(expected), [tensor for tensor in inputs if tensor is not None]
     results = zip(
@@ -93,13 +106,16 @@ def assert_equals_eager(
         )
 
 
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    lengths=st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
-        min_size=1,
-        max_size=4,
-    ),
+    lengths=LENGTHS,
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
     sizes=st.sampled_from([(8, 8), (8, 5), (4, 6)]),
     window=st.sampled_from([None, 1, 2, 5, 100]),
@@ -118,9 +134,26 @@ def test_parts_make_what_whole_rows_make(lengths, heads, sizes, window, soft_cap
         )
 
 
+@pytest.mark.parametrize(
+    ("prompt", "rule", "is_taken"),
+    [
+        (LONGEST_ROW - 5, AttentionRule(1.0), True),
+        (LONGEST_ROW - 4, AttentionRule(1.0), False),
+        (9, AttentionRule(1.0, window=14), True),
+        (9, AttentionRule(1.0, window=13), False),
+        (9, AttentionRule(1.0, soft_cap=2.0), False),
+    ],
+)
+def test_short_rows_are_those_of_so_many_tokens_by_a_rule_of_torchs_kernel(prompt, rule, is_taken):
+    """The longest row is a prompt and a response of five tokens."""
+    packing = pack(rows_of([(prompt, [5, 2]), (3, [1])]))
+    inputs = Inputs(*(torch.zeros(1, 2, 8) for _ in range(3)))
+    assert takes_short_rows(inputs, packing.lengths, rule) == is_taken
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_double_precision_stays(window):
-    rows = rows_of([(40, [30, 60, 50]), (20, [10, 90])])
+    rows = rows_of([(40, [30, 60, 50]), (20, [10, 70])])
     assert_equals_eager(
         rows, (4, 2), (8, 8), AttentionRule(0.5, window), True, 1e-12, torch.float64
     )
