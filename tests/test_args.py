@@ -44,7 +44,9 @@ from alignment.config.words import OTHER_NAMES
 from alignment.core.advantages import ADVANTAGES
 from alignment.core.losses import LOSSES
 from alignment.policy.optimizers import OPTIMIZERS
+from alignment.policy.policy import POLICIES
 from alignment.rollouts.source import open_source
+from alignment.sampling.sampler import SAMPLERS
 from alignment.system.errors import UserError
 from alignment.system.registry import OTHER_VALUES
 
@@ -327,6 +329,8 @@ def test_what_other_libraries_values_are_told_to_be_exists():
         "loss_type": set(LOSSES),
         "advantage": set(ADVANTAGES),
         "optimizer": set(OPTIMIZERS),
+        "policy_parallelism": set(POLICIES),
+        "sampler": set(SAMPLERS),
     }
     for flag in ("dtype", "kl_estimator", "lr_schedule"):
         choices = flags_of_class(RLArgs)[flag].choices

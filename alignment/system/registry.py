@@ -116,6 +116,8 @@ def import_object(flag: str, path: str) -> object:
         return getattr(imported, attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         listed = ""
+        if module.endswith(".py"):
+            listed = f"; name the module without .py: {module.removesuffix('.py')}:{attribute}"
         if names:
             listed = f"{did_you_mean(attribute, names)}; {module} has {', '.join(names)}"
         raise UserError(

@@ -353,6 +353,8 @@ def test_what_is_wrong_is_said_with_its_place(name, text, flags, message, tmp_pa
             {"question_column": "q"},
             "^--task gsm8k has rows of its own: --question_column, .* go with file:",
         ),
+        ("file:", {}, "^--task file: names nothing: write file:FILE, or hf:NAME$"),
+        ("hf:", {}, "^--task hf: names nothing"),
         ("file:{folder}", {}, "is a folder: name a file in it"),
         ("file:{folder}/none.csv", {}, "none.csv does not exist"),
         (

@@ -60,6 +60,7 @@ def test_a_function_becomes_an_entry_where_the_registry_wraps():
         ),
         ("shep", "there is no such farm animal \\(did you mean sheep\\?\\); choose one of cow"),
         ("no_zoo:goat", "--farm_animal no_zoo:goat: cannot be imported \\(ModuleNotFoundError"),
+        ("no_zoo.py:goat", "; name the module without .py: no_zoo:goat$"),
         ("users_zoo:cat", "cannot be imported \\(AttributeError"),
         ("small_zoo:haave", "\\(did you mean halve\\?\\); small_zoo has halve, number$"),
         ("users_zoo:number", "cannot be imported \\(TypeError: it is of type int, not Animal"),

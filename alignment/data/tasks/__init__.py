@@ -317,6 +317,8 @@ def find_task(name: str, data: DataConfig = DataConfig()) -> Task:  # noqa: B008
     """The task `name` of `TASKS`, the user's package.module:name, or `data`'s file:FILE or hf:NAME;
     else raises `UserError`."""
     if name.startswith(("file:", "hf:")):
+        if name in ("file:", "hf:"):
+            raise UserError(f"--task {name} names nothing: write file:FILE, or hf:NAME")
         return Task(
             name,
             partial(own_data.problems, name, data),

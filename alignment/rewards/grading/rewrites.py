@@ -300,8 +300,9 @@ _RULES: list[tuple[str, Replacement]] = [
     # Commands with a sign, and signs in ASCII.
     (r"\\([A-Za-z]+)", _write_sign),
     (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degrees?(?![A-Za-z])", r" \\degree "),
-    # 1.5 x 10^3
+    # 1.5 x 10^3, 2 x 3 = 6, 10 x $4 = $40
     (r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*"),
+    (r"(?<=[0-9])\s+[xX]\s+(?=\\?\$?[0-9.]+\s*(?:[=*]|[xX]\s))", "*"),
     (r"(?<=[0-9]) ?\^ ?\{? ?(st|nd|rd|th) ?\}?", r"\1"),
     (r"(?<=[0-9])-(?=(?:st|nd|rd|th)(?![A-Za-z]))", ""),
     (r"<=|=<", "≤"),
