@@ -34,13 +34,13 @@ from alignment.core.records import Distribution
 from alignment.model import log_probs
 from alignment.model.packing import ATTENTION
 from alignment.model.shape import ModelShape
+from alignment.model.shards import own_part
 from alignment.planning.peaks import peak_bytes
 from alignment.planning.placement import Roles
 from alignment.planning.step_shape import StepShape
 from alignment.policy import lora, sharded
 from alignment.policy.policy import Objective, PolicyConfig
 from alignment.policy.sharded import Shard
-from alignment.policy.shards import own_part
 from alignment.system.terminal import make_table
 from benchmarks.fake_ranks import fake_ranks, open_shard
 from benchmarks.workloads import make_batch, negative_log_likelihood

@@ -4,6 +4,7 @@ the model's own code does."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from alignment.model.loading import (
 )
 from alignment.model.log_probs import get_response_log_probs
 from alignment.model.self_check import random_pieces
+from alignment.model.shards import own_part
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -31,8 +33,21 @@ of the model's own code in 16 bits."""
 LEAST_SHARE = 1e-3
 """Of the largest gradient's norm: the error of a smaller gradient is relative to so much."""
 
-Run = Callable[[Callable[[PreTrainedModel], torch.Tensor]], torch.Tensor]
-"""Calls a function of the model, as `MicroBatchedModel.run`."""
+
+class CheckedModel(Protocol):
+    """A model whose kernels are chosen, and what several processes that share it need for that."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    """Of matrix products."""
+
+    def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+        """As `MicroBatchedModel.run`."""
+        ...
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors."""
+        ...
 
 
 def _compile_parts(model: PreTrainedModel) -> None:
@@ -56,21 +71,21 @@ KERNELS: dict[str, Callable[[PreTrainedModel], None]] = {
 each is faster than those before it."""
 
 
-def use_kernels(model: PreTrainedModel, name: str, dtype: torch.dtype, run: Run) -> str:
-    """Have the kernels `name` of `KERNELS` compute a model whose products are in `dtype`; "auto":
-    on a GPU the last of these that computes what the model's own code does, and on a CPU eager.
-    Returns their name. Raises `UserError` for other kernels than auto's where they fail, or compute
+def use_kernels(checked: CheckedModel, name: str) -> str:
+    """Have the kernels `name` of `KERNELS` compute a model; "auto": on a GPU the last of these that
+    computes what the model's own code does, and on a CPU eager. Returns their name, which is that
+    of all ranks. Raises `UserError` for other kernels than auto's where they fail, or compute
     something else: the model is as before."""
     if name == "auto":
-        return _use_fastest(model, dtype, run)
+        return _use_fastest(checked)
     if name != "eager":
-        _use_checked(model, name, dtype, run)
+        _use_checked(checked, name)
     return name
 
 
-def _use_fastest(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> str:
+def _use_fastest(checked: CheckedModel) -> str:
     """`use_kernels` of "auto"."""
-    devices = devices_of(model)
+    devices = devices_of(checked.model)
     if devices[0].type != "cuda":
         return "eager"
     faster = [name for name in reversed(KERNELS) if name != "eager"]
@@ -78,7 +93,7 @@ def _use_fastest(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> str:
         faster.remove("liger")
     for name in faster:
         try:
-            _use_checked(model, name, dtype, run)
+            _use_checked(checked, name)
         except UserError as refusal:
             say_once(f"--kernels auto: not {name} ({refusal})")
         else:
@@ -86,18 +101,18 @@ def _use_fastest(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> str:
     return "eager"
 
 
-def _use_checked(model: PreTrainedModel, name: str, dtype: torch.dtype, run: Run) -> None:
+def _use_checked(checked: CheckedModel, name: str) -> None:
     """Apply an entry of `KERNELS`. Raises `UserError` where it fails, or changes what the model
     computes: the model is as before."""
-    dtypes = list(dict.fromkeys((torch.float32, dtype)))
-    own = [_responses(model, each, run) for each in dtypes]
-    if not own[0].is_finite:
+    dtypes = list(dict.fromkeys((torch.float32, checked.dtype)))
+    own = [_responses(checked, dtype) for dtype in dtypes]
+    if not own[0].is_finite(checked):
         return  # Damaged weights are the run's to notice.
-    family = model.config.model_type
-    with unchanged_where_it_fails(model):
+    family = checked.model.config.model_type
+    with unchanged_where_it_fails(checked.model):
         try:
-            KERNELS[name](model)
-            fused = [_responses(model, each, run) for each in dtypes]
+            KERNELS[name](checked.model)
+            fused = [_responses(checked, dtype) for dtype in dtypes]
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as failure:  # Of any kind: a compiler or a kernel that is not there.
@@ -106,9 +121,9 @@ def _use_checked(model: PreTrainedModel, name: str, dtype: torch.dtype, run: Run
                 f"--kernels {name}: {family}'s kernels fail: {reason}; choose --kernels eager"
             ) from failure
         for of_own, of_fused in zip(own, fused, strict=True):
-            error = of_fused.distance(own[0])
+            error = of_fused.distance(own[0], checked)
             # Not "above": an error that is no number is no better.
-            if not error <= TOLERANCE + ROUNDING * of_own.distance(own[0]):
+            if not error <= TOLERANCE + ROUNDING * of_own.distance(own[0], checked):
                 raise UserError(
                     f"--kernels {name}: {family}'s log-probs or gradients differ by {error:.2g}"
                     " from those of the model's own code; choose --kernels eager"
@@ -117,36 +132,45 @@ def _use_checked(model: PreTrainedModel, name: str, dtype: torch.dtype, run: Run
 
 @dataclass(frozen=True)
 class Responses:
-    """What a model computes of a few random rows."""
+    """What a model computes of a few random rows, which are the same on all ranks."""
 
     values: Sequence[torch.Tensor]
     """Log-probs and entropies."""
     gradients: Sequence[torch.Tensor]
-    """Of a random sum of log-probs by the embeddings, and by each weight of `trained_weights`."""
+    """Of a random sum of log-probs by the embeddings, and this rank's part of that by each weight
+    of `trained_weights`."""
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all are numbers."""
+    def is_finite(self, checked: CheckedModel) -> bool:
+        """Whether all are numbers, on all ranks."""
         tensors = [*self.values, *self.gradients]
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+        damaged = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
+        return float(checked.sum_over_ranks(torch.tensor(float(damaged)))) == 0
 
-    def distance(self, other: "Responses") -> float:
-        """The largest of: mean nats of log-probs and entropies, relative error of each gradient."""
-        errors = []
+    def distance(self, other: "Responses", checked: CheckedModel) -> float:
+        """The largest of: mean nats of log-probs and entropies, relative error of each gradient.
+        The same on all ranks."""
+        nats = []
         for own, its in zip(self.values, other.values, strict=True):
-            errors.append(float((own - its).abs().mean()))
-        norms = [float(gradient.norm()) for gradient in other.gradients]
-        for own, its, norm in zip(self.gradients, other.gradients, norms, strict=True):
-            # A gradient that is 0 but for rounding has no digits to compare.
-            scale = max(norm, LEAST_SHARE * max(norms), 1e-30)
-            errors.append(float((own - its).norm()) / scale)
-        # Not `max`, which may leave out an error that is no number.
-        return float(torch.tensor(errors).max())
+            nats.append((own - its).abs().mean().cpu())
+        squares = []
+        squares_of_errors = []
+        for own, its in zip(self.gradients, other.gradients, strict=True):
+            squares.append(its.square().sum().cpu())
+            squares_of_errors.append((own - its).square().sum().cpu())
+        mean_nats = checked.sum_over_ranks(torch.stack(nats)) / checked.sum_over_ranks(
+            torch.ones(1)
+        )
+        norms = checked.sum_over_ranks(torch.stack(squares)).sqrt()
+        errors = checked.sum_over_ranks(torch.stack(squares_of_errors)).sqrt()
+        # A gradient that is 0 but for rounding has no digits to compare.
+        scales = norms.clamp(min=max(LEAST_SHARE * float(norms.max()), 1e-30))
+        # Not Python's `max`, which may leave out an error that is no number.
+        return float(torch.cat([mean_nats, errors / scales]).max())
 
 
 def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """The weights of a model's first and last layer and those outside of layers, as far as they are
-    trained and whole. Where there are several kinds of layers, these two are seldom of one kind."""
+    trained. Where there are several kinds of layers, these two are seldom of one kind."""
     numbers = []
     for name, _ in model.named_parameters():
         number = layer_number(name)
@@ -155,10 +179,7 @@ def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     counted = {None, min(numbers, default=None), max(numbers, default=None)}
     weights = []
     for name, parameter in model.named_parameters():
-        is_counted = layer_number(name) in counted
-        # Those of a sharded model are put together from parts for a pass, and are others there.
-        is_whole = not hasattr(parameter, "to_local")
-        if is_counted and is_whole and parameter.requires_grad:
+        if layer_number(name) in counted and parameter.requires_grad:
             weights.append(parameter)
     return weights
 
@@ -172,8 +193,9 @@ def layer_number(name: str) -> int | None:
     return None
 
 
-def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Responses:
+def _responses(checked: CheckedModel, dtype: torch.dtype) -> Responses:
     """A model's `Responses`, with products in `dtype`; its weights keep no gradient."""
+    model = checked.model
     prompts = random_pieces(model, (5, 3))
     responses = random_pieces(model, (9, 6, 4))
     batch = collate([prompts[0], prompts[0], prompts[1]], responses, pad_token_id=0)
@@ -192,22 +214,23 @@ def _responses(model: PreTrainedModel, dtype: torch.dtype, run: Run) -> Response
     model.eval()
     try:
         with torch.enable_grad(), autocast(first_device(model), dtype):
-            values_2BT = run(forward)
+            values_2BT = checked.run(forward)
         # Not unpacked: backward would make zeros of entropies' gradient, and copy all.
         log_probs_BT = values_2BT[0]
         entropies_BT = values_2BT[1]
         generator = torch.Generator().manual_seed(1)
         weights_BT = torch.randn(log_probs_BT.shape, generator=generator).to(log_probs_BT.device)
-        inputs = [*embedded, *trained_weights(model)]
-        total = (weights_BT * log_probs_BT).sum()
-        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+        # A sharded weight, which is put together from parts for a pass, gets a gradient here alone.
+        (weights_BT * log_probs_BT).sum().backward()
+        gradients = []
+        for tensor in (*embedded, *trained_weights(model)):
+            # An embedding that is no head's, too, has none: what it gives stands among the inputs.
+            gradient = torch.zeros(()) if tensor.grad is None else tensor.grad
+            gradients.append(own_part(gradient).float())
     finally:
         hook.remove()
         model.train(was_training)
+        for parameter in model.parameters():
+            parameter.grad = None
     values = [value.detach().float().cpu() for value in (log_probs_BT, entropies_BT)]
-    zero = torch.zeros(())
-    of_inputs = []
-    for gradient in gradients:
-        # An embedding that is no head's, too, has none: what it gives stands among the inputs.
-        of_inputs.append(zero if gradient is None else gradient.float())
-    return Responses(values, of_inputs)
+    return Responses(values, gradients)

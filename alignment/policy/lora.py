@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.loading import load_model, load_weights
 from alignment.model.shape import adapted_layers
+from alignment.model.shards import whole
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.shards import whole
 from alignment.system.errors import UserError
 from alignment.system.files import guard_library_write
 

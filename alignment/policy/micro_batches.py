@@ -15,9 +15,9 @@ from alignment.model.device_map import partition_layers
 from alignment.model.huggingface import PreTrainedModel
 from alignment.model.loading import devices_of
 from alignment.model.shape import ModelShape
+from alignment.model.shards import own_part
 from alignment.policy.optimizers import OPTIMIZERS
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.shards import own_part
 from alignment.system.device_memory import free_bytes, release_memory
 
 MAX_TOKENS = 16384

@@ -108,6 +108,11 @@ class Shard(SingleDevicePolicy):
     def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
         return self.model.compute(forward)
 
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     def accumulate(
         self, batch: Batch, rows: Sequence[int], objective: Objective
     ) -> Iterator[MicroBatchResult]:

@@ -27,11 +27,11 @@ from alignment.model.packing import compile_layers, send
 from alignment.model.products import one_gradient
 from alignment.model.recomputation import recompute_layers, recompute_mlps
 from alignment.model.saving import save_model
+from alignment.model.shards import own_part, whole
 from alignment.policy import lora
 from alignment.policy.micro_batches import MicroBatchNeed, choose_micro_batch_tokens
 from alignment.policy.optimizers import OPTIMIZERS, AdamSettings
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
-from alignment.policy.shards import own_part, whole
 from alignment.system.files import guard_library_write
 from alignment.system.registry import import_object
 
@@ -132,12 +132,16 @@ class SingleDevicePolicy(MicroBatchedModel):
             if kernels == "auto" and self.gathers_weights:
                 # Kernels that fail their check would leave gathered weights behind.
                 kernels = "eager"
-            self.kernels = use_kernels(self.model, kernels, self.dtype, self.run)
+            self.kernels = use_kernels(self, kernels)
         if config.gradient_checkpointing:
             recompute_layers(self.model)
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `CheckedModel`."""
+        return tensor
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
         with lora.without_adapters(self.model):

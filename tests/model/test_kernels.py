@@ -3,10 +3,12 @@ a policy takes."""
 
 import dataclasses
 import functools
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.activations import ACT2FN
 
 from alignment.args import RLArgs, SFTArgs, from_preset
@@ -15,6 +17,7 @@ from alignment.builders.run_plan import keeps_old_policy
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.model import kernel_choice, kernels
+from alignment.model.frozen import MicroBatchedModel
 from alignment.model.kernel_choice import use_kernels
 from alignment.model.kernels import (
     GatedMLP,
@@ -33,6 +36,7 @@ from alignment.model.self_check import choose_path
 from alignment.planning.placement import Roles
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
+from benchmarks.fake_ranks import FakeRanks, open_shard
 from benchmarks.families import FAMILIES, family_model, gradients, rows_of, training_differences
 
 SOME_FAMILIES = ("qwen2", "qwen3_moe", "gemma2", "cohere")
@@ -45,12 +49,14 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(kernels, "FUSED", {})
 
 
-def run(model, forward):
-    return forward(model)
+class OneProcess(MicroBatchedModel):
+    """A model of one process, whose kernels are chosen."""
 
+    def __init__(self, model, dtype=torch.float32):
+        super().__init__(model, dtype, 64)
 
-def call(model):
-    return functools.partial(run, model)
+    def sum_over_ranks(self, tensor):
+        return tensor
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
@@ -218,7 +224,7 @@ def test_a_kernel_that_computes_something_else_is_refused_and_leaves_the_model(
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "gated", lambda activation, gate, up: 1.01 * activation(gate) * up)
     with pytest.raises(UserError, match="^--kernels compiled: qwen2's log-probs or gradients diff"):
-        use_kernels(model, "compiled", torch.float32, call(model))
+        use_kernels(OneProcess(model), "compiled")
     assert not has_fused_kernels(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -233,7 +239,7 @@ def test_a_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch):
     own = kernels.gated_gradients
     monkeypatch.setattr(kernels, "gated_gradients", gated_gradients)
     with pytest.raises(UserError, match="choose --kernels eager$"):
-        use_kernels(model, "compiled", torch.bfloat16, call(model))
+        use_kernels(OneProcess(model, torch.bfloat16), "compiled")
 
 
 @pytest.mark.parametrize("scale", [1.01, float("nan")])
@@ -266,14 +272,14 @@ def test_a_weights_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypat
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "cast_norm", cast_norm)
     with pytest.raises(UserError, match="log-probs or gradients differ by"):
-        use_kernels(model, "compiled", torch.float32, call(model))
+        use_kernels(OneProcess(model), "compiled")
 
 
 def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, capsys):
     model = family_model("qwen2")
-    assert use_kernels(model, "auto", torch.float32, call(model)) == "eager"
+    assert use_kernels(OneProcess(model), "auto") == "eager"
     monkeypatch.setattr(kernel_choice, "devices_of", lambda model: [torch.device("cuda")])
-    assert use_kernels(model, "auto", torch.float32, call(model)) == "compiled"
+    assert use_kernels(OneProcess(model), "auto") == "compiled"
 
     def fail(*arguments):
         raise RuntimeError("no compiler")
@@ -281,7 +287,7 @@ def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, ca
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "gated", fail)
     monkeypatch.setattr(kernel_choice, "find_spec", lambda package: None)
-    assert use_kernels(model, "auto", torch.float32, call(model)) == "eager"
+    assert use_kernels(OneProcess(model), "auto") == "eager"
     assert (
         "not compiled (--kernels compiled: qwen2's kernels fail: no comp" in capsys.readouterr().err
     )
@@ -291,8 +297,9 @@ def mean(rows, log_probs, mask):
     return (log_probs * mask).sum() / 14, {}
 
 
-def policy_gradient(folder, kind="single", **fields) -> torch.Tensor:
-    config = PolicyConfig(folder, ("cpu",), "float32", micro_batch_tokens=30, **fields)
+def policy_gradient(folder, kind="single", ranks=1, **fields) -> torch.Tensor:
+    config = PolicyConfig(folder, ("cpu",) * ranks, "float32", micro_batch_tokens=30, **fields)
+    threads = torch.get_num_threads()  # which ranks share
     policy = open_policy(kind, config)
     prompts = [(1, 2, 3)] * 2 + [(5, 6), (7,)]
     responses = [(4, 5, 6, 7), (8, 9), (1, 2, 3, 4, 5, 6), (8, 9, 10)]
@@ -301,7 +308,8 @@ def policy_gradient(folder, kind="single", **fields) -> torch.Tensor:
         list(policy.accumulate(batch, range(4), Objective(mean, entropy=False)))
         return policy.gradient()
     finally:
-        if kind == "sharded":
+        torch.set_num_threads(threads)
+        if kind in ("sharded", "replicated"):
             policy.ranks.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -318,6 +326,34 @@ def test_a_policy_with_compiled_functions_has_the_gradient_of_the_models_own(
     compiled = policy_gradient(str(tiny_folder), kind, kernels="compiled")
     torch.testing.assert_close(compiled, own, rtol=0, atol=1e-5 * float(own.abs().max()))
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_two_ranks_with_fused_functions_have_the_gradient_of_the_models_own(
+    kind, tiny_folder, uncompiled, monkeypatch
+):
+    """Their weights are put together for a pass, and gradients are summed after it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # of the other rank
+    own = policy_gradient(str(tiny_folder))
+    fused = policy_gradient(str(tiny_folder), kind, ranks=2, kernels="compiled")
+    torch.testing.assert_close(fused, own, rtol=0, atol=1e-5 * float(own.abs().max()))
+
+
+@pytest.mark.slow
+def test_a_sharded_weights_gradient_that_is_wrong_is_refused(tiny_folder, uncompiled, monkeypatch):
+    def weight_gradient(weight, left, right):
+        return 1.01 * (left @ right)
+
+    monkeypatch.setattr(kernels, "weight_gradient", weight_gradient)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there
+    config = PolicyConfig(str(tiny_folder), ("cpu",), "float32", kernels="compiled")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="log-probs or gradients differ by"):
+            open_shard(FakeRanks(1, 1), config, replicated=False)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", [RLArgs, SFTArgs])
