@@ -129,9 +129,9 @@ POLICIES = [
     *of_file(
         "model/frozen.py",
         (
-            "log-probs of rows in the order of their numbers",
+            "log-probs of a micro-batch's rows in reverse",
             "            values_KBT[:, [rows[i] for i in piece], : part_kbt.shape[2]] = part_kbt\n",
-            "            chosen = [rows[i] for i in sorted(piece)]\n"
+            "            chosen = [rows[i] for i in reversed(piece)]\n"
             "            values_KBT[:, chosen, : part_kbt.shape[2]] = part_kbt\n",
         ),
     ),

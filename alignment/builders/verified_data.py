@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import alignment.data.prompts
 from alignment.args import SFTArgs, VerifyArgs, as_command, configuration
@@ -12,12 +13,12 @@ from alignment.builders.evaluations import PreparedEvaluation, prepare_evaluatio
 from alignment.builders.held_out import OWN_ROWS, task_arguments
 from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config.settings import flag_values
-from alignment.core.records import Endless, Problem, Problems
+from alignment.core.records import Endless, Group, Problem, Problems
 from alignment.core.tokens import pad_token_id
 from alignment.data.prompts import chosen_prompt, read_system_prompt
 from alignment.data.tasks import answer_in_box
 from alignment.data.tasks.own_data import Demonstration, read_examples
-from alignment.evaluation.accuracy import figures, paired_difference
+from alignment.evaluation.accuracy import figures, paired_difference, summarise
 from alignment.model.loading import load_config, load_tokenizer
 from alignment.rewards.rules import (
     CONTROLS,
@@ -57,7 +58,13 @@ def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
     yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
     cosine = partial(PARTS["cosine_length"], settings=CosineLength())
     yield check_of_parts({**CONTROLS, **PARTS, "cosine_length": cosine})
-    yield from MadeUpEvaluation(figures, paired_difference).checks()
+    yield from MadeUpEvaluation(figures, paired_difference, summarised).checks()
+
+
+def summarised(groups: Sequence[Group]) -> tuple[Mapping[str, Any], Sequence[Group]]:
+    """An evaluation's record of some groups, graded by r1_zero, and the groups that it keeps."""
+    evaluation = summarise(groups, seconds=0.0)
+    return evaluation.record, evaluation.groups
 
 
 def checks_of_data(args: VerifyArgs, base: str) -> Iterator[Check]:

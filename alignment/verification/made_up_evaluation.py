@@ -11,6 +11,7 @@ from alignment.core.records import Completion, Group, Problem, Score
 from alignment.verification.check import Check
 from alignment.verification.reported import (
     effective_number,
+    faults_of_evaluation,
     is_near,
     mean,
     share_of_choices,
@@ -43,11 +44,12 @@ Figures = Callable[[Sequence[Group]], Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class MadeUpEvaluation:
-    """The program's functions: the figures of an evaluation's groups, graded by r1_zero; and the
-    difference of two models' groups."""
+    """The program's functions: the figures of an evaluation's groups, graded by r1_zero; the
+    difference of two models' groups; and an evaluation's record and its groups, with votes."""
 
     figures: Figures
     compare: Callable[[Sequence[Group], Sequence[Group]], Any]
+    summarise: Callable[[Sequence[Group]], tuple[Mapping[str, Any], Sequence[Group]]]
 
     def checks(self) -> Iterator[Check]:
         """Every check of what is reported of made-up answers."""
@@ -75,7 +77,8 @@ class MadeUpEvaluation:
             faults.append("std_error")
         if not are_near(of_mean["interval"], wilson_interval(rewards)):
             faults.append("interval")
-        return faults
+        record, with_votes = self.summarise(groups)
+        return faults + faults_of_evaluation(record, [rows_of(group) for group in with_votes])
 
     def other_differences(self) -> list[str]:
         """The names of a comparison's figures that are others (Newcombe 1998, Statistics in
@@ -107,6 +110,14 @@ class MadeUpEvaluation:
             "problems lost": [row["problem"] for row in compared.lost] == lost,
         }
         return [name for name, is_right in sound.items() if not is_right]
+
+
+def rows_of(group: Group) -> list[dict[str, Any]]:
+    """A group as a file of completions has it."""
+    rows = []
+    for completion, score in zip(group.completions, group.scores, strict=True):
+        rows.append({**vars(completion), "score": score})
+    return rows
 
 
 def are_near(values: Sequence[float], expected: Sequence[float]) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from alignment.builders.verified_data import summarised
 from alignment.core.records import Problem
 from alignment.evaluation.accuracy import figures, paired_difference
 from alignment.verification import reported
@@ -112,15 +113,22 @@ def test_an_update_without_an_advantage_computes_no_row():
 
 
 def test_what_is_reported_of_made_up_answers():
-    sound = MadeUpEvaluation(figures, paired_difference)
+    sound = MadeUpEvaluation(figures, paired_difference, summarised)
     assert sound.other_figures() == [] and sound.other_differences() == []
-    swapped = MadeUpEvaluation(figures, lambda a, b: paired_difference(b, a))
+    swapped = MadeUpEvaluation(figures, lambda a, b: paired_difference(b, a), summarised)
     assert "difference" in swapped.other_differences()
 
     def as_written(groups):
         return figures(groups) | {"maj@4": {"value": 0.5}}
 
-    assert MadeUpEvaluation(as_written, paired_difference).other_figures() == ["maj@4"]
+    assert MadeUpEvaluation(as_written, paired_difference, summarised).other_figures() == ["maj@4"]
+
+    def of_one_category(groups):
+        record, kept = summarised(groups)
+        return {**record, "categories": {"format only": 24}}, kept
+
+    other = MadeUpEvaluation(figures, paired_difference, of_one_category)
+    assert other.other_figures() == ["categories"]
 
 
 def test_numbers_that_are_rounded_to_16_bits():
