@@ -48,7 +48,7 @@ from alignment.verification.whole_update import PlainModel, Weights, cut_family,
 # the plain computation is slow, hence few responses of a prompt, and few tokens of each
 MOST_SAMPLES = 4
 MOST_TOKENS = 64
-MICRO_BATCH = 64  # tokens, so that an update has several micro-batches
+MICRO_BATCH = 128  # tokens, so that an update has several micro-batches, some of several rows
 ROWS_OF_PIECE = 16  # of logits, so that a micro-batch has several pieces
 LEAST_DECAY = 0.5  # of weights, so that it is a part of a step that shows
 # Of the host's memory for a parameter: weights before and after, gradient, two moments and what
