@@ -27,14 +27,14 @@ SMALL += [
     "16",
     "--max_problems",
     "4",
-    "--num_problems",
-    "64",  # of 23,677, all of which every start would encode
     "--num_steps",
     str(STEPS),
     "--eval_interval",
     "2",
 ]
 SMALL += ["--save_interval", "1", "--run_name", NAME]
+# For a process of its own: of 23,677 problems, all of which every start would encode.
+FEW_PROBLEMS = ["--num_problems", "64"]
 
 
 class Launcher:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from alignment.system.files import read_jsonl
-from tests.e2e.conftest import NAME, SMALL
+from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +25,7 @@ def command(warm: Path, *flags: str) -> list[str]:
         "-m",
         "alignment.train_rl",
         *SMALL,
+        *FEW_PROBLEMS,
         *PROMPTS,
         "--output_dir",
         ".",

@@ -18,7 +18,7 @@ from alignment.model.loading import load_model
 from alignment.policy.single_device import read_parts
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
-from tests.e2e.conftest import NAME, SMALL, STEPS
+from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +37,7 @@ def command(warm: Path, *flags: str) -> list[str]:
         "-m",
         "alignment.train_rl",
         *SMALL,
+        *FEW_PROBLEMS,
         "--output_dir",
         ".",
         "--sft_base",
