@@ -28,7 +28,7 @@ def two_heads(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two(model_path, tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as store:
         host = ProcessHost("there", 60.0, store.getsockname())
@@ -41,7 +41,9 @@ def two(model_path, tokenizer):
     host.close()
 
 
-def test_two_engines_draw_the_tokens_of_one(two, restarting):
+def test_two_engines_draw_the_tokens_of_one_and_take_new_weights(two, restarting, monkeypatch):
+    """Both take new weights, and one that does not is named: its weights are others from then on,
+    so that one test has all of it."""
     for sampling in (SAMPLING, dataclasses.replace(SAMPLING, seed=8, temperature=0.7, top_p=0.9)):
         pairs = list(
             zip(
@@ -56,6 +58,33 @@ def test_two_engines_draw_the_tokens_of_one(two, restarting):
             assert (
                 torch.tensor(drawn.log_probs) - torch.tensor(expected.log_probs)
             ).abs().max() < 1e-3
+
+    moved, later, first = (
+        tiny_llama(seed=1),
+        tiny_llama(seed=2),
+        two._engines["engine 1 of 2 on cpu"]._client._source,
+    )
+    load_proven(two, moved.named_parameters(), 3)
+    for completion in flat(two.sample(PROMPTS, SAMPLING)):
+        assert completion.policy_version == 3
+        assert (
+            torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)
+        ).abs().max() < 1e-3
+
+    def old_ones_for_the_first(source):
+        new = list(right(source))
+        return iter(
+            [(name, tensor.detach()) for name, tensor in moved.named_parameters()]
+            if source is first
+            else new
+        )
+
+    right = type(first).__iter__
+    monkeypatch.setattr(type(first), "__iter__", old_ones_for_the_first)
+    with pytest.raises(
+        RunStopped, match="^engine 1 of 2 on cpu: after step 4 the sampler holds other weights"
+    ):
+        load_proven(two, later.named_parameters(), 4)
 
 
 def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights(
@@ -90,32 +119,3 @@ def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights
     finally:
         one.close()
         two.close()
-
-
-def test_both_take_new_weights_and_one_that_does_not_is_named(two, monkeypatch):
-    moved, later, first = (
-        tiny_llama(seed=1),
-        tiny_llama(seed=2),
-        two._engines["engine 1 of 2 on cpu"]._client._source,
-    )
-    load_proven(two, moved.named_parameters(), 3)
-    for completion in flat(two.sample(PROMPTS, SAMPLING)):
-        assert completion.policy_version == 3
-        assert (
-            torch.tensor(completion.log_probs) - expected_log_probs(moved, completion)
-        ).abs().max() < 1e-3
-
-    def old_ones_for_the_first(source):
-        new = list(right(source))
-        return iter(
-            [(name, tensor.detach()) for name, tensor in moved.named_parameters()]
-            if source is first
-            else new
-        )
-
-    right = type(first).__iter__
-    monkeypatch.setattr(type(first), "__iter__", old_ones_for_the_first)
-    with pytest.raises(
-        RunStopped, match="^engine 1 of 2 on cpu: after step 4 the sampler holds other weights"
-    ):
-        load_proven(two, later.named_parameters(), 4)
