@@ -97,7 +97,8 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     settings_of_preset: Mapping[str, Any] = {}
     if issubclass(cls, Args):
         # The preset decides the other flags' defaults.
-        preset = from_preset(cls, *(given_words(words, "preset")[:1] or [Args.preset]))
+        given_presets = given_words(words, "preset")
+        preset = from_preset(cls, given_presets[0] if given_presets else Args.preset)
         settings_of_preset = dict(preset.own_settings)
         options["default"] = dataclasses.replace(preset, own_settings=())
     if {"-h", "--help"} & set(words):

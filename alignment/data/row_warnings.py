@@ -34,12 +34,35 @@ CONTROL_AND_WORD = re.compile(r"([\a\b\t\n\v\f\r])([A-Za-z]+)")
 TWO_BACKSLASHES_AND_WORD = re.compile(r"(?<!\\)\\\\([A-Za-z]+)")
 # What published data has as the ground truth of a question without an answer.
 PLACEHOLDERS = frozenset(
-    [
-        *("proof", "proof omitted", "see proof", "to prove", "see solution", "see explanation"),
-        *("omitted", "notfound", "not found", "n/a", "na", "nan", "null", "nil", "unknown"),
-        *("not applicable", "not available", "tbd", "todo", "?", "??", "-", "--"),
-        *("证明", "证明见解析", "见解析", "略"),
-    ]
+    {
+        "proof",
+        "proof omitted",
+        "see proof",
+        "to prove",
+        "see solution",
+        "see explanation",
+        "omitted",
+        "notfound",
+        "not found",
+        "n/a",
+        "na",
+        "nan",
+        "null",
+        "nil",
+        "unknown",
+        "not applicable",
+        "not available",
+        "tbd",
+        "todo",
+        "?",
+        "??",
+        "-",
+        "--",
+        "证明",
+        "证明见解析",
+        "见解析",
+        "略",
+    }
 )
 
 

@@ -106,7 +106,7 @@ def read_rank(text: str, levels: int = 0) -> Answer | None:
     its number, with what is ranked as its unit."""
     text = re.sub("^[Tt]he ", "", text)
     if chinese := _CHINESE_RANK.fullmatch(text):
-        rank = Fraction(chinese[1]) if chinese[1].isdigit() else chinese_number(chinese[1])
+        rank = _number_before_chinese(chinese[1])
         return None if rank is None else Quantity(rank, f"th {chinese[2]}".removesuffix("th "))
     if alone := re.fullmatch("([0-9]{1,9})(?:st|nd|rd|th)", text):
         return Quantity(Fraction(int(alone[1])))
@@ -190,13 +190,18 @@ def _chinese_decimal(units: str, decimals: str) -> Fraction | None:
     return whole + Fraction(int("".join(map(str, digits))), 10 ** len(digits))
 
 
+def _number_before_chinese(text: str) -> Fraction | None:
+    """The number of 5 or 五; None for other texts."""
+    return Fraction(text) if text.isdigit() else chinese_number(text)
+
+
 _CHINESE_HALF = re.compile("([0-9]{1,9}|[一二两三四五六七八九十百]*)个?半个?([\u4e00-\u9fff]{0,2})")
 
 
 def _chinese_quantity(text: str) -> Quantity | None:
     """The quantity of 十二, 十二个, 三分之一 or 两个半小时; None for other texts."""
     if half := _CHINESE_HALF.fullmatch(text):
-        whole = Fraction(half[1]) if half[1].isdigit() else chinese_number(half[1])
+        whole = _number_before_chinese(half[1])
         if text == "一半" or whole is None:
             whole = Fraction(0)
         if not half[2] or half[2] in _UNIT_NAMES:
@@ -444,8 +449,9 @@ def quantity_in_words(text: str, levels: int = 0) -> Quantity | None:
     if (chinese := _chinese_quantity(text)) is not None:
         return chinese
     if part := re.fullmatch("([0-9]{1,9}) ([a-z]{3,})", text):
-        bottom = TABLES["denominators"].get(part[2].removesuffix("s"))
-        if bottom and bottom > 2 and part[2].removesuffix("s") != "quarter":  # a coin
+        noun = part[2].removesuffix("s")
+        bottom = TABLES["denominators"].get(noun)
+        if bottom and bottom > 2 and noun != "quarter":  # a coin
             return Quantity(Fraction(int(part[1]), bottom))
     if half := re.fullmatch(r"([0-9]{1,9}) and ([a-z]+(?:[ -][a-z]+)?)(?: ([A-Za-z].*))?", text):
         return _mixed_in_words(half)
