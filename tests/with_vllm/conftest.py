@@ -127,7 +127,8 @@ def restarting(start_sampler):
 
 
 @pytest.fixture
-def sampler(restarting):
-    """The shared engine itself, with the weights of `policy`. A test that changes them puts them
-    back."""
-    return restarting._engines["engine"]
+def sampler(restarting, policy):
+    """The shared engine itself, with the weights of `policy`, whatever the test before gave it."""
+    engine = restarting._engines["engine"]
+    engine.load_weights(policy.named_parameters(), version=0)
+    return engine

@@ -41,14 +41,14 @@ def two(model_path, tokenizer):
     host.close()
 
 
-def test_two_engines_draw_the_tokens_of_one_and_take_new_weights(two, restarting, monkeypatch):
+def test_two_engines_draw_the_tokens_of_one_and_take_new_weights(two, sampler, monkeypatch):
     """Both take new weights, and one that does not is named: its weights are others from then on,
     so that one test has all of it."""
     for sampling in (SAMPLING, dataclasses.replace(SAMPLING, seed=8, temperature=0.7, top_p=0.9)):
         pairs = list(
             zip(
                 flat(two.sample(PROMPTS, sampling)),
-                flat(restarting.sample(PROMPTS, sampling)),
+                flat(sampler.sample(PROMPTS, sampling)),
                 strict=True,
             )
         )

@@ -162,17 +162,13 @@ def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(sampler, pol
     other = tiny_llama(seed=1)
     prompts = [LONG_PROMPT, PROMPTS[0]]
     sampler.sample(prompts, OPEN_END)
-    try:
-        sampler.load_weights(
-            ((name, weight) for name, weight in other.named_parameters()), version=5
-        )
-        for completion in flat(sampler.sample(prompts, OPEN_END)):
-            assert completion.policy_version == 5
-            assert (
-                torch.tensor(completion.log_probs) - expected_log_probs(other, completion)
-            ).abs().max() < 1e-3
-    finally:
-        sampler.load_weights(policy.named_parameters(), version=0)
+    sampler.load_weights(((name, weight) for name, weight in other.named_parameters()), version=5)
+    for completion in flat(sampler.sample(prompts, OPEN_END)):
+        assert completion.policy_version == 5
+        assert (
+            torch.tensor(completion.log_probs) - expected_log_probs(other, completion)
+        ).abs().max() < 1e-3
+    sampler.load_weights(policy.named_parameters(), version=0)
     for completion in flat(sampler.sample(prompts, OPEN_END)):
         assert completion.policy_version == 0
         assert (
@@ -260,15 +256,11 @@ def test_weights_that_do_not_arrive_are_noticed_at_once(fault, sampler, policy, 
 
     load_proven(sampler, policy.named_parameters(), 1)
     monkeypatch.setattr(PolicySource, "__iter__", iterate_wrongly)
-    try:
-        with pytest.raises(
-            RunStopped,
-            match="after step 2 the sampler holds other weights than the trainer: .* differ",
-        ):
-            load_proven(sampler, moved.named_parameters(), 2)
-    finally:
-        monkeypatch.undo()
-        load_proven(sampler, policy.named_parameters(), 0)
+    with pytest.raises(
+        RunStopped,
+        match="after step 2 the sampler holds other weights than the trainer: .* differ",
+    ):
+        load_proven(sampler, moved.named_parameters(), 2)
 
 
 def test_adapters_reach_the_engine_and_leave_it(sampler, policy, model_path):
