@@ -94,11 +94,16 @@ def train_in_fork(number: int, base: Path, folder: Path) -> int:
 
 def train_once(number: int, base: Path, folder: Path) -> int:
     """Train a run in this process. Returns 0, or 1 where it fails."""
+    import torch
+
     from alignment.args import RLArgs, parse
     from alignment.builders.checks import check_rl
     from alignment.system.terminal import make_console
     from alignment.train_rl import train
 
+    # In a fork the first call replaces torch's pool of threads, without a lock: two threads of the
+    # run that came first together would stop it with "Invalid thread pool!".
+    torch.set_num_threads(1)
     names = ["--sft_base", str(base), "--output_dir", str(folder), "--run_name", str(number)]
     sys.argv = ["train_rl", *flags_of_run(number), *names]
     try:

@@ -15,6 +15,7 @@ from benchmarks.plant import (
 )
 from benchmarks.plants_of_edges import PLANTS_OF_EDGES
 from benchmarks.plants_of_options import PLANTS_OF_OPTIONS
+from benchmarks.plants_of_repeats import PLANTS_OF_REPEATS
 from benchmarks.plants_of_results import PLANTS_OF_RESULTS
 from benchmarks.plants_of_rooms import PLANTS_OF_ROOMS
 from benchmarks.plants_of_runs import PLANTS_OF_RUNS
@@ -580,4 +581,5 @@ PLANTS = [
     *PLANTS_OF_OPTIONS,
     *PLANTS_OF_EDGES,
     *PLANTS_OF_ROOMS,
+    *PLANTS_OF_REPEATS,
 ]

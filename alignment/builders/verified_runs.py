@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from alignment.core.records import Rollout
 from alignment.model.loading import load_tokenizer
 from alignment.rewards.rules import RULES
 from alignment.runs.run_folder import (
+    LOGS,
     TRAINER,
     checkpoint_folder,
     last_whole_step,
@@ -48,6 +50,7 @@ from alignment.verification.whole_update import PlainModel, Weights
 TIMINGS = ("seconds", "tokens_per_second", "peak_bytes")
 SHORT_RUN = 3  # steps
 PROMPTS = 3
+EVALUATED = 12  # problems, so that their answers say much of the temperature
 LEAST_RATE = 1e-4  # of a short run, so that new weights show in its samples
 MOST_MISMATCH = 1e9  # of a short run in nats, so that it is judged here
 
@@ -71,7 +74,7 @@ def short_run(args: VerifyArgs, plan: RunPlan, folder: str) -> RLArgs:
         "max_sampler_mismatch": MOST_MISMATCH,
         "save_interval": 1,
         "eval_interval": SHORT_RUN,
-        "max_problems": 2 * PROMPTS,
+        "max_problems": EVALUATED,
         "eval_samples": min(args.eval_samples, short.group_size),
         "eval_tasks": (),
         "eval_greedy": args.eval_temperature != 0,
@@ -243,6 +246,7 @@ def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
     ):
         _run(rl)
         _run(again, killed_when=has_begun_next_step)
+        log_as_killed_later(Path(rl.output_dir) / rl.run_name, killed, k + 1)
         before = read_state(killed, k + 1)
         rollouts = load_rollouts(checkpoint_folder(killed, k))
         _run(dataclasses.replace(again, resume=True))
@@ -251,6 +255,20 @@ def train_and_resume(rl: RLArgs, killed: Path, console: Console) -> list[str]:
         raise RunStopped(f"the run wrote no state of step {k + 1}")
     sampled_before = any(sampled.step == k + 1 for sampled in rollouts)
     return other_state(before, after, sampled_before)
+
+
+def log_as_killed_later(straight: Path, killed: Path, step: int) -> None:
+    """Write to a killed run's folder what another run of the same arguments has logged of a step,
+    where it lacks that: the kill might have come after the step, and before its checkpoint."""
+    for name in LOGS:
+        steps = {record["step"] for record in read_jsonl(killed / name)}
+        if step in steps:
+            continue
+        records = [record for record in read_jsonl(straight / name) if record["step"] == step]
+        with (killed / name).open("a") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in records)
+    for file in (straight / "completions").glob(f"*_{step:06d}.jsonl"):
+        shutil.copy(file, killed / "completions")
 
 
 def other_state(

@@ -5,12 +5,11 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -21,9 +20,9 @@ from alignment.builders.samplers import make_sampler
 from alignment.builders.training import find_teacher, open_old_policy
 from alignment.builders.verified_data import warm_start_of
 from alignment.config.settings import flag_values, replaced
-from alignment.model import log_probs
 from alignment.model.frozen import FrozenModel
 from alignment.model.loading import load_config, load_tokenizer, make_deterministic
+from alignment.model.log_probs import few_logits_at_a_time
 from alignment.model.shape import ModelShape
 from alignment.policy.policy import Policy
 from alignment.rollouts.config import UpdateConfig
@@ -49,7 +48,7 @@ from alignment.verification.whole_update import PlainModel, Weights, cut_family,
 MOST_SAMPLES = 4
 MOST_TOKENS = 64
 MICRO_BATCH = 128  # tokens, so that an update has several micro-batches, some of several rows
-ROWS_OF_PIECE = 16  # of logits, so that a micro-batch has several pieces
+ROWS_OF_PIECE = 16  # of logits, so that a micro-batch has several pieces, as large ones have
 LEAST_DECAY = 0.5  # of weights, so that it is a part of a step that shows
 # Of the host's memory for a parameter: weights before and after, gradient, two moments and what
 # they become, in float64.
@@ -100,7 +99,7 @@ def training_checks(args: VerifyArgs, plan: RunPlan) -> Iterator[Check]:
         engine_plan = plan_engine(args_of_engine, plan.roles, base, devices)
         with (
             closing(make_sampler(engine_plan, tokenizer, policy)) as sampler,
-            few_logits_in_memory(policy.config.vocab_size),
+            few_logits_at_a_time(ROWS_OF_PIECE * policy.config.vocab_size),
         ):
             updates = None
             if not is_too_large:
@@ -148,19 +147,6 @@ def checks_of_adapters(
     what = f"random adapters, {engine}: nats from policy"
     yield Check(what, NATS[policy.dtype], verified.synced)
     policy.use_adapters("trained")
-
-
-@contextmanager
-def few_logits_in_memory(vocabulary: int) -> Iterator[None]:
-    """Within the block this process computes logits in pieces of few rows, as a run does whose
-    micro-batches or vocabulary are larger."""
-    number = ROWS_OF_PIECE * vocabulary
-    with (
-        patch.object(log_probs, "LOGITS_IN_MEMORY", number),
-        patch.object(log_probs, "FUSED_LOGITS_IN_MEMORY", number),
-        patch.dict(log_probs.LOGITS_IN_CACHE, {"cpu": number // 2}),
-    ):
-        yield
 
 
 def other_adapters(args: VerifyArgs, policy: Policy, plain: PlainModel, tokenizer) -> list[str]:

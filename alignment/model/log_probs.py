@@ -1,6 +1,8 @@
 """Log-probabilities of sampled tokens, and entropy, without logits of every position in memory at
 once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,6 +38,21 @@ LOGITS_IN_CACHE = {"cpu": 2**20}
 
 EntropyKind = Literal["none", "detached", "differentiable"]
 """Whether entropies are computed, and whether they have a gradient."""
+
+
+@contextmanager
+def few_logits_at_a_time(number: int) -> Iterator[None]:
+    """Within the block this process computes `number` logits at a time at most, and goes over half
+    of them at a time: as many pieces of few rows as a larger batch or vocabulary takes."""
+    global LOGITS_IN_MEMORY, FUSED_LOGITS_IN_MEMORY
+    before = (LOGITS_IN_MEMORY, FUSED_LOGITS_IN_MEMORY, LOGITS_IN_CACHE["cpu"])
+    LOGITS_IN_MEMORY = number
+    FUSED_LOGITS_IN_MEMORY = number
+    LOGITS_IN_CACHE["cpu"] = number // 2
+    try:
+        yield
+    finally:
+        LOGITS_IN_MEMORY, FUSED_LOGITS_IN_MEMORY, LOGITS_IN_CACHE["cpu"] = before
 
 
 def compute_entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ from alignment.sampling.sampler import Sampler
 from alignment.system.errors import RunStopped
 from alignment.training.preparation import prepare_update
 from alignment.training.update import (
+    mini_batches,
     rollout_objective,
     rows_with_gradient,
     sampler_mismatch,
@@ -318,7 +319,9 @@ def difference_of_counted_advantages(settings: Iterable[PaperSetting], seed: int
         counted = [draw.random() < COUNTED for _ in range(number)]
         rewards_B1 = torch.tensor(rewards, dtype=torch.float64)[:, None]
         counted_B1 = torch.tensor(counted)[:, None]
-        inputs = advantage_inputs(rewards_B1, counted_B1, setting.advantage, lengths)
+        # All groups ask one problem: of none the advantages depend on another's of the same step.
+        problems = ["asked again"] * number
+        inputs = advantage_inputs(rewards_B1, counted_B1, setting.advantage, lengths, problems)
         computed_PG, _ = compute_advantages(inputs, None)
         flags = {**vars(setting.advantage), "advantage": setting.estimator}
         estimator = setting.advantage.estimator
@@ -434,6 +437,15 @@ def lengthened(prompt: str, tokenizer, most_tokens: int) -> str:
     while not fits(text):
         text = text[1 + len(text) // 50 :]
     return text
+
+
+@dataclass(frozen=True)
+class TriedUpdates:
+    """What became of a step's updates."""
+
+    changes_weights: bool
+    report: Mapping[str, float | None]
+    """Empty where they were stopped."""
 
 
 @dataclass(frozen=True)
@@ -582,8 +594,14 @@ class Verified:
         yield Check(
             "gradient that is not finite: updates that go on",
             0.0,
-            lambda: self.trains_on_infinite(rollout),
+            lambda: self.faults_of_infinite(rollout),
         )
+        if self.config.loss.token_selection == "clip_cov":
+            yield Check(
+                "selected tokens: draws that are not by chance",
+                0.0,
+                lambda: self.fixed_selections(rollout),
+            )
         yield Check(
             f"sampler {ANOTHER_POLICY:g} nats off: updates that go on",
             0.0,
@@ -691,13 +709,45 @@ class Verified:
         self.policy.clip_gradient(self.config.norm_limit)
         self.policy.step(learning_rate)
 
-    def trains_on_infinite(self, rollout: Rollout) -> bool:
-        """Whether updates by advantages that are no numbers change a weight."""
+    def fixed_selections(self, rollout: Rollout) -> list[str]:
+        """What is wrong with the tokens that "clip_cov" draws where all are eligible, in two
+        updates: a half of them each time, and not the same ones."""
+        loss = dataclasses.replace(
+            self.config.loss,
+            selected_share=0.5,
+            covariance_low=-math.inf,
+            covariance_high=math.inf,
+        )
+        config = dataclasses.replace(self.config, loss=loss, entropy_target=0.0)
+        rows = range(len(rollout.lengths))
+        tokens = sum(rollout.lengths)
+        faults = []
+        selections = []
+        for number in (1, 2):
+            prepared = prepare_update(self.policy, rollout, rows, config, number).rollout
+            assert prepared.selected_BT is not None
+            selections.append(prepared.selected_BT)
+            if prepared.selected_BT.sum() != tokens // 2:
+                faults.append("another share")
+        if torch.equal(*selections):
+            faults.append("the same tokens in the next update")
+        return faults
+
+    def faults_of_infinite(self, rollout: Rollout) -> list[str]:
+        """What is wrong with updates by advantages that are no numbers: they change a weight, or
+        are not reported as skipped."""
         advantages_B1 = torch.full_like(rollout.raw_rewards_B1, math.nan)
         changes: dict[str, Any] = {"raw_rewards_B1": advantages_B1, "advantages_B1": advantages_B1}
         if rollout.token_advantages_BT is not None:
             changes["token_advantages_BT"] = torch.full_like(rollout.token_advantages_BT, math.nan)
-        return self._trains_on(dataclasses.replace(rollout, **changes), math.inf)
+        tried = self._try_updates(dataclasses.replace(rollout, **changes), math.inf)
+        faults = []
+        if tried.changes_weights:
+            faults.append("a change of weights")
+        updates = len(mini_batches(rollout, self.config, step=1))
+        if tried.report.get("bad_updates") != updates or tried.report.get("updates") != 0:
+            faults.append(f"a report of other than {updates} skipped updates")
+        return faults
 
     def trains_on_another_policy(self, rollout: Rollout) -> bool:
         """Whether updates on responses of which the sampler gives other log-probs change a
@@ -705,22 +755,23 @@ class Verified:
         shift_BT = ANOTHER_POLICY * rollout.batch.response_mask
         shifted_BT = rollout.sampler_log_probs_BT - shift_BT
         another = dataclasses.replace(rollout, sampler_log_probs_BT=shifted_BT)
-        return self._trains_on(another, ANOTHER_POLICY / 2)
+        return self._try_updates(another, ANOTHER_POLICY / 2).changes_weights
 
-    def _trains_on(self, rollout: Rollout, most_mismatch: float) -> bool:
-        """Whether a step's updates on a rollout change a weight. Tokens are not selected, which
-        would need values that are numbers."""
+    def _try_updates(self, rollout: Rollout, most_mismatch: float) -> TriedUpdates:
+        """Make a step's updates on a rollout. Tokens are not selected, which would need values that
+        are numbers."""
         loss = dataclasses.replace(self.config.loss, token_selection="none")
         config = dataclasses.replace(
             self.config, loss=loss, entropy_target=0.0, max_sampler_mismatch=most_mismatch
         )
         before = copy_weights(self.policy)
+        report: Mapping[str, float | None] = {}
         try:
-            update(self.policy, rollout, config, step=1)
+            report = update(self.policy, rollout, config, step=1).report
         except RunStopped:
             self.policy.drop_gradient()
         # NaN is more than 0 in no comparison.
-        return not distance(self.policy, before) <= 0
+        return TriedUpdates(not distance(self.policy, before) <= 0, report)
 
     def sent(self, rollout: Rollout, wanted: float) -> float:
         """0 once the sampler has the weights of updates that move log-probs by `wanted` nats at

@@ -15,6 +15,7 @@ from alignment.rollouts.config import RolloutConfig, problems_of_step, refill_pr
 from alignment.verification.check import Check
 
 STEPS = 50  # of which the problems are compared, where these have no end
+PASSES = 2  # of other ones
 RESUMED_AT = (1, 7, 20)  # steps after which a run is resumed
 # Two orders by chance of so many problems are the same once in 13! = 6 * 10^9 times.
 SHUFFLED = 13
@@ -116,22 +117,28 @@ class RunData:
         return problems_of_step(problems, config.prompts_per_rollout, config.data_seed, step)
 
     def repeated_or_skipped(self) -> int:
-        """How many training problems the first pass leaves out, because it repeats others; of
+        """How many training problems the first passes leave out, because they repeat others; of
         endless ones, how many steps ask what the step before does."""
         if isinstance(self.trained, Endless):
             asked = [self.of_step(self.trained, step) for step in range(1, STEPS + 1)]
             pairs = zip(asked[1:], asked, strict=False)
             return sum(problems == before for problems, before in pairs)
         size = len(self.trained)
-        steps = math.ceil(size / self.config.prompts_per_rollout)
-        asked_in_pass: list[Problem] = []
+        steps = math.ceil(PASSES * size / self.config.prompts_per_rollout)
+        problems: list[Problem] = []
         for step in range(1, steps + 1):
-            asked_in_pass += self.of_step(self.trained, step)
-        return (Counter(self.trained) - Counter(asked_in_pass[:size])).total()
+            problems += self.of_step(self.trained, step)
+        left_out = 0
+        # A step may take the last problems of a pass and the first of the next one.
+        for start in range(0, PASSES * size, size):
+            of_pass = Counter(problems[start : start + size])
+            left_out += (Counter(self.trained) - of_pass).total()
+        return left_out
 
     def fixed_orders(self) -> list[str]:
         """Which orders of problems are the same that must not be: that of the split and the first
-        pass's, those of two passes, those of two values of --data_seed, and those of refills."""
+        pass's, those of two passes, those of two values of --data_seed, and those of refills. None
+        of these asks a problem twice."""
         problems = self.trained
         size = STEPS
         if not isinstance(problems, Endless):
@@ -154,6 +161,11 @@ class RunData:
         asked = {tuple(problem.id for problem in of_refill) for of_refill in refills}
         if len(asked) < len(refills):
             faults.append("that of another refill")
+        if not isinstance(problems, Endless):
+            # Rows of a file may be equal.
+            spare = Counter(problems)
+            if any(Counter(of_refill) - spare for of_refill in refills):
+                faults.append("a problem twice in a refill")
         return faults
 
     def wrong_truths(self) -> int:

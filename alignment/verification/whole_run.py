@@ -7,8 +7,10 @@ are trained once more in float64 (whole_update.py)."""
 
 import functools
 import hashlib
+import itertools
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from alignment.core.records import Problem
@@ -33,6 +36,7 @@ from alignment.verification.reported import (
     mean_mismatch,
     tolerance_of,
 )
+from alignment.verification.sharpness import MOST_SHARPER, sure_change_of_power
 from alignment.verification.splits import words_of
 from alignment.verification.whole_update import (
     ROUNDING,
@@ -59,6 +63,12 @@ ROUNDING_WITH_TEACHER = 0.02
 RULES_OF_TURNS = ("boxed", "flexible")
 # What a model's config says of how it was saved, not of what it computes.
 NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+WHOLE_DISTRIBUTION: Mapping[str, Any] = {
+    "log_probs_of": "sampled",
+    "sampling_temperature": 1.0,
+    "sampling_top_p": 1.0,
+    "sampling_top_k": 0,
+}
 GREEDY = "greedy"  # prefix of the figures of --eval_greedy
 MiniBatches = Callable[[int, Sequence[int], Sequence[int]], list[list[int]]]
 """(step, lengths of all rows, trained rows) -> the rows of each update."""
@@ -141,6 +151,12 @@ class TrainedRun:
             self.nats,
             lambda: trained().evaluation_nats,
         )
+        if self.setting["eval_temperature"] != 0:  # Greedy answers are not drawn.
+            yield Check(
+                f"{words}, evaluations: sharper or flatter than plain",
+                MOST_SHARPER,
+                self._change_of_evaluations_power,
+            )
         if self.setting["eval_greedy"]:
             # Of tokens that are equally likely in 16 bits any is the likeliest.
             yield Check(
@@ -202,6 +218,9 @@ class TrainedRun:
         greedy_nats = 0.0
         if self.setting["eval_greedy"]:
             greedy_nats = self._greedy_nats(last)
+            greedy_rows = self.rows(f"eval_{GREEDY}", self.steps)
+            # Beside greedy tokens stand the model's own log-probs.
+            evaluation_nats.append(self._nats(greedy_rows, last, WHOLE_DISTRIBUTION))
         return Trained(
             max(nats),
             max(evaluation_nats),
@@ -291,7 +310,7 @@ class TrainedRun:
             value = self.setting[f"eval_{name}"]
             own[f"sampling_{name}"] = self.setting[f"sampling_{name}"] if value is None else value
         if own["sampling_temperature"] == 0:
-            own |= {"sampling_temperature": 1.0, "sampling_top_p": 1.0, "sampling_top_k": 0}
+            own |= WHOLE_DISTRIBUTION
         return own
 
     def _start_state(self) -> TrainedState:
@@ -341,31 +360,44 @@ class TrainedRun:
 
     def _nats(self, rows: Sequence[Row], weights: Weights, setting: Mapping) -> float:
         """The mean distance, a token, of the log-probs of some rows from those of these weights."""
-        total = 0.0
-        tokens = 0
+        distances = [distance_T.abs() for distance_T, _ in self._distances(rows, weights, setting)]
+        return torch.cat(distances).mean().item()
+
+    def _distances(
+        self, rows: Sequence[Row], weights: Weights, setting: Mapping
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """By how much each row's log-probs [T] are above those of these weights, and by how much
+        these are above the mean log-prob of all tokens there."""
         for row in rows:
             with torch.no_grad():
                 values = self.plain.token_values(weights, self._response(row), setting)
             sampled_T = values.log_probs.new_tensor(row["log_probs"])
-            total += (values.log_probs - sampled_T).abs().sum().item()
-            tokens += len(sampled_T)
-        return total / tokens
+            yield sampled_T - values.log_probs, values.log_probs + values.truncated_entropies
+
+    def _change_of_evaluations_power(self) -> float:
+        """By how much the power of the distribution that evaluations are drawn from differs from 1
+        at least: of the weights before the first step, and of the saved ones."""
+        setting = self._of_evaluations
+        saved = self._saved_weights()
+        weights = {name: saved[name].to(tensor) for name, tensor in self.plain.base.items()}
+        pairs = list(self._distances(self.rows("eval", 0), self.plain.base, setting))
+        pairs += self._distances(self.rows("eval", self.steps), weights, setting)
+        off_BT = pad_sequence([distance_T for distance_T, _ in pairs], batch_first=True)
+        slopes_BT = pad_sequence([slopes_T for _, slopes_T in pairs], batch_first=True)
+        return sure_change_of_power(off_BT, slopes_BT)
 
     def _greedy_nats(self, weights: Weights) -> float:
         """The mean of -log p of the tokens of the last greedy evaluation, where only the token
         itself and the likeliest one have a chance."""
         rows = self.rows(f"eval_{GREEDY}", self.steps)
-        setting = {"log_probs_of": "sampled", "sampling_temperature": 1.0}
-        setting |= {"sampling_top_p": 1.0, "sampling_top_k": 1}
+        setting = {**WHOLE_DISTRIBUTION, "sampling_top_k": 1}
         of_likeliest = [{**row, "log_probs": [0.0] * len(row["token_ids"])} for row in rows]
         return self._nats(of_likeliest, weights, setting)
 
     def _distance(self, learner: Learner) -> float:
         """The distance of the saved weights from the learner's, as a share of their change: of the
         model that is loaded from the folder, and of adapters."""
-        saved = {}
-        for file in sorted((self.folder / "final").glob("*.safetensors")):
-            saved |= load_file(file)
+        saved = self._saved_weights()
         if not self.setting["lora_rank"]:
             roundings = 2 * learner.updates
             return share_of_change(saved, learner.weights, self.start, roundings)
@@ -373,6 +405,13 @@ class TrainedRun:
         of_adapters = share_of_change(adapters, learner.weights, self.start, 2 * learner.updates)
         merged = share_of_change(saved, learner.whole_weights, self.plain.base, roundings=2)
         return max(of_adapters, merged)
+
+    def _saved_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the saved model, with what adapters add to them."""
+        saved = {}
+        for file in sorted((self.folder / "final").glob("*.safetensors")):
+            saved |= load_file(file)
+        return saved
 
     def record(self, step: int) -> Row:
         """What metrics.jsonl says of a step."""
@@ -382,7 +421,8 @@ class TrainedRun:
     def other_figures(self) -> list[str]:
         """What is reported that is not so: of steps' completions, and in summary.json."""
         faults: list[str] = []
-        for record in read_jsonl(self.folder / "metrics.jsonl"):
+        records = read_jsonl(self.folder / "metrics.jsonl")
+        for record in records:
             step = record["step"]
             rows = self.rows("rollout", step)
             expected = figures_of_rows(rows, self.setting)
@@ -390,6 +430,10 @@ class TrainedRun:
             interval = self.setting["reference_reset_interval"]
             if interval:
                 expected["reference_step"] = (step - 1) // interval * interval
+            # A padded row has a place less than tokens, since its last token is only ever a label.
+            longest = max(len(row["prompt_ids"]) + len(row["token_ids"]) for row in rows)
+            padded = len(rows) * (longest - 1) * self.setting["epochs_per_rollout"]
+            expected["update_token_share"] = record["update_tokens"] / padded
             if "staleness" in record:
                 expected["staleness"] = step - 1 - rows[0]["policy_version"]
             for name, value in expected.items():
@@ -402,6 +446,9 @@ class TrainedRun:
                 faults.append(f"{name} in summary.json")
         if summary["steps"] != self.steps:
             faults.append("steps in summary.json")
+        warnings = Counter(itertools.chain.from_iterable(row["warnings"] for row in records))
+        if summary["warnings"] != warnings:
+            faults.append("warnings in summary.json")
         return faults
 
     def faults_of_side_files(self) -> list[str]:

@@ -116,6 +116,31 @@ def test_refills_that_ask_the_same_problems(monkeypatch):
     assert failed(**changes) == {ORDERS}
 
 
+def test_a_step_over_the_end_of_a_pass_in_that_pass_s_order(monkeypatch):
+    """Of 20 problems, three a step, the 7th step takes the last two of the first pass."""
+
+    def of_first_place(problems, number, data_seed, step):
+        first = (step - 1) * number
+        order = rollouts._order_of_pass(data_seed, first // len(problems), len(problems))
+        return [problems[order[place % len(problems)]] for place in range(first, first + number)]
+
+    monkeypatch.setattr("alignment.verification.splits.problems_of_step", of_first_place)
+    changes = {"train_rows": MANY, "trained": MANY, "open_anew": lambda: MANY}
+    assert PASS in failed(**changes)
+
+
+def test_a_refill_that_asks_a_problem_twice(monkeypatch):
+    changes = {"train_rows": MANY, "trained": MANY, "open_anew": lambda: MANY}
+    real = rollouts.refill_problems
+
+    def with_a_repetition(*rest):
+        first, second, *others = real(*rest)
+        return [first, first, *others]
+
+    monkeypatch.setattr("alignment.verification.splits.refill_problems", with_a_repetition)
+    assert failed(**changes) == {ORDERS}
+
+
 def test_a_wrong_truth_of_a_sum():
     assert value_of_sum("2 + 3 * 4 - 1") == 13
     assert value_of_sum("6 * 2 * 2 - 20") == 4

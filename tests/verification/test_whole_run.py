@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from alignment.system.files import write_jsonl
+from alignment.verification.sharpness import MOST_SHARPER
 from alignment.verification.whole_run import TrainedRun, faults_of_adapter_config, letters_of
+from alignment.verification.whole_update import values_of_logits
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **options: "".join(map(chr, ids)))
 
@@ -61,3 +65,39 @@ def test_adapters_whose_config_is_not_that_of_the_training():
     assert faults_of_adapter_config(saved, setting) == []
     assert faults_of_adapter_config({**saved, "lora_alpha": 16}, setting) == ["lora_alpha"]
     assert faults_of_adapter_config({**saved, "use_rslora": True}, setting) == ["use_rslora"]
+
+
+def logits_of(prompt) -> torch.Tensor:
+    """The logits of 20 tokens behind a prompt of one token, which decides them."""
+    generator = torch.Generator().manual_seed(prompt[0])
+    return 2 * torch.randn(20, 32, generator=generator)
+
+
+def drawn_at(temperature: float, step: int) -> list[dict]:
+    """The rows of an evaluation of 12 problems, drawn at a temperature from logits in 16 bits."""
+    generator = torch.Generator().manual_seed(step)
+    rows = []
+    for number in range(12):
+        log_probs_TV = (logits_of([number]).bfloat16().float() / temperature).log_softmax(-1)
+        tokens_T1 = torch.multinomial(log_probs_TV.exp(), 1, generator=generator)
+        drawn = {"token_ids": tokens_T1[:, 0].tolist(), "finish_reason": "stop"}
+        drawn["log_probs"] = log_probs_TV.gather(1, tokens_T1)[:, 0].tolist()
+        rows.append({**row(chr(number), ""), **drawn, "score": {"reward": 0.0}})
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.1, 0.9])
+def test_evaluations_at_another_temperature_in_16_bits(temperature, tmp_path):
+    def token_values(weights, response, setting):
+        return values_of_logits(logits_of(response.prompt), torch.tensor(response.tokens), setting)
+
+    setting = dict.fromkeys(("eval_temperature", "eval_top_p", "eval_top_k"))
+    setting |= {"sampling_temperature": 1.0, "sampling_top_p": 1.0, "sampling_top_k": 0}
+    setting |= {"overlong_buffer": 0, "max_new_tokens": 20, "skip_unfinished": False}
+    run = run_of([], tmp_path, **setting)
+    object.__setattr__(run, "plain", SimpleNamespace(base={}, token_values=token_values))
+    (tmp_path / "completions").mkdir()
+    for step in (0, 1):
+        write_jsonl(tmp_path / f"completions/eval_{step:06d}.jsonl", drawn_at(temperature, step))
+    is_seen = run._change_of_evaluations_power() > MOST_SHARPER
+    assert is_seen == (temperature != 1)
