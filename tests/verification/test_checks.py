@@ -346,6 +346,30 @@ def test_an_update_that_ignores_the_learning_rate(healthy, monkeypatch):
     assert failed(healthy) == {RATE_0}
 
 
+def test_skipped_updates_that_no_step_reports(healthy, monkeypatch):
+    rollout = healthy.made_up(healthy.sample()[:2])
+    assert healthy.faults_of_infinite(rollout) == []
+
+    def without_count(update, *arguments, **options):
+        result = update(*arguments, **options)
+        return dataclasses.replace(result, report=result.report | {"bad_updates": 0})
+
+    plant(monkeypatch, checks, "update", without_count)
+    assert healthy.faults_of_infinite(rollout) == ["a report of other than 2 skipped updates"]
+
+
+def test_tokens_that_are_drawn_alike_in_each_update(tiny_folder, monkeypatch):
+    checked = verified(tiny_folder, token_selection="clip_cov")
+    rollout = checked.made_up(checked.sample()[:2])
+    assert checked.fixed_selections(rollout) == []
+
+    def as_in_the_first_update(prepare, policy, rollout, rows, config, number):
+        return prepare(policy, rollout, rows, config, 1)
+
+    plant(monkeypatch, checks, "prepare_update", as_in_the_first_update)
+    assert checked.fixed_selections(rollout) == ["the same tokens in the next update"]
+
+
 def test_memory_and_seconds_beside_what_plan_said():
     """The worst device took 12 of 10 GB; the worst phase, which may take 2 to 4 s, took 16: a busy
     machine's, and no failure."""

@@ -16,12 +16,12 @@ from alignment import verify
 from alignment.args import RLArgs, from_preset
 from alignment.builders import training, verified_data, verified_runs, verified_updates
 from alignment.builders.checks import check_rl
-from alignment.builders.verified_runs import differing_parts, other_state
+from alignment.builders.verified_runs import differing_parts, log_as_killed_later, other_state
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.rollouts import source
 from alignment.rollouts.config import RolloutConfig
 from alignment.runs.state import digest_of_tensors, read_state
-from alignment.system.files import read_json, read_jsonl, write_json
+from alignment.system.files import read_json, read_jsonl, write_json, write_jsonl
 from alignment.train_rl import train
 from alignment.verification import checks
 from alignment.verification.checks import Check, promises_bits
@@ -266,3 +266,19 @@ def test_what_is_not_promised_passes_and_is_named(capsys):
     assert free["passed"] is None and free["measured"] == 2
     assert lines[1].endswith("measured other weights, metrics")
     assert none["passed"] is None and none["measured"] == 0 and lines[2].endswith("measured")
+
+
+def test_a_killed_run_gets_what_another_has_logged_of_its_next_step(tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for run, steps in ((straight, 3), (killed, 1)):
+        (run / "completions").mkdir(parents=True)
+        write_jsonl(run / "metrics.jsonl", [{"step": step} for step in range(1, steps + 1)])
+        write_jsonl(run / "evals.jsonl", [{"step": 0}])
+        for step in range(1, steps + 1):
+            (run / f"completions/rollout_{step:06d}.jsonl").touch()
+    for _ in range(2):  # The second time it lacks nothing.
+        log_as_killed_later(straight, killed, 2)
+        assert [row["step"] for row in read_jsonl(killed / "metrics.jsonl")] == [1, 2]
+        assert [row["step"] for row in read_jsonl(killed / "evals.jsonl")] == [0]
+        files = sorted(file.name for file in (killed / "completions").iterdir())
+        assert files == ["rollout_000001.jsonl", "rollout_000002.jsonl"]
