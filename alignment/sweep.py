@@ -231,6 +231,8 @@ def refuse_unmeasured_arms(arms: Mapping[str, RLArgs], measure: str, match: str)
                 f"--measure {measure}: {name} samples {samples} answers a question in evaluations;"
                 f" give --eval_samples {number:.0f}"
             )
+        if kind == "greedy" and not arm.eval_greedy:
+            raise UserError(f"--measure greedy: {name} has no greedy answers; give --eval_greedy")
 
 
 def try_users_code(arms: Collection[RLArgs]) -> None:

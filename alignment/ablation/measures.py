@@ -13,6 +13,7 @@ from scipy.special import comb
 
 from alignment.ablation.study import MEASURE_KINDS, Measure, Run, read_measure
 from alignment.system.errors import UserError
+from alignment.system.files import read_jsonl
 
 LAST_STEPS = 10  # of training, over which entropy is averaged
 
@@ -188,6 +189,23 @@ def _tokens_to(run: Run, given: RunMeasures) -> np.ndarray:
     return share_until(amounts_E, run.scores.rewards_EQ, target, given.tokens)
 
 
+def greedy_rewards(run: Run) -> np.ndarray:
+    """The rewards [Q] of the run's greedy answers in its last evaluation (--eval_greedy). Raises
+    `UserError` where it has none."""
+    name = f"eval_greedy_{run.evals[-1]['step']:06d}.jsonl"
+    lines = read_jsonl(run.path / "completions" / name)
+    if not lines:
+        raise UserError(
+            f"--measure greedy: {run.path} has no greedy answers; train with --eval_greedy"
+        )
+    rewards = {line["problem"]: float(line["score"]["reward"]) for line in lines}
+    return np.array([rewards[question] for question in run.scores.questions])
+
+
+def _greedy(run: Run, given: RunMeasures) -> np.ndarray:
+    return greedy_rewards(run)
+
+
 def _entropy(run: Run, given: RunMeasures) -> np.ndarray:
     return np.full(len(run.scores.questions), last_mean(run, "entropy"))
 
@@ -195,6 +213,7 @@ def _entropy(run: Run, given: RunMeasures) -> np.ndarray:
 OF_RUNS: dict[str, Callable[[Run, RunMeasures], np.ndarray]] = {
     "best": _best,
     "tokens_to": _tokens_to,
+    "greedy": _greedy,
     "entropy": _entropy,
 }
 """A measure's kind -> the values [Q] of a run, of those measures that are of no single

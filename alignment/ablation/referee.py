@@ -127,9 +127,12 @@ def _base_models(study: Study) -> list[tuple[Path, str, str]]:
 def _compute(study: Study) -> Answer:
     question = "Did the arms take equal compute, and how much in all?"
     tokens = []
+    minutes = []
     for runs in study.arms.values():
         if runs:
-            tokens.append(amounts_of(list(runs.values()))["tokens"] / len(runs))
+            of_arm = amounts_of(list(runs.values()))
+            tokens.append(of_arm["tokens"] / len(runs))
+            minutes.append(of_arm["seconds"] / 60 / len(runs))
     amounts = amounts_of(study.runs)
     words = f"{_amount_words(amounts)} for verdicts"
     if study.tuning is not None:
@@ -139,8 +142,11 @@ def _compute(study: Study) -> Answer:
     spread = max(tokens) - min(tokens)
     if spread <= EQUAL_COMPUTE * max(tokens):
         return Answer(question, "yes", f"all arms sampled as many tokens; {words}")
-    span = f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens a run"
-    return Answer(question, "partly", f"{span} by arm, after equal steps; {words}")
+    span = (
+        f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens and {min(minutes):.3g} to"
+        f" {max(minutes):.3g} minutes of steps a run, by arm"
+    )
+    return Answer(question, "partly", f"{span}; {words}")
 
 
 def _amount_words(amounts: Mapping[str, float]) -> str:

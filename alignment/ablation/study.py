@@ -95,6 +95,9 @@ MEASURE_KINDS: dict[str, Measure] = {
         "the share of the sampled tokens that all runs have taken, until the accuracy is first"
         " reached ({}); 1 where it is not",
     ),
+    "greedy": Measure(
+        "final accuracy of greedy answers", "the accuracy of the last evaluation's greedy answers"
+    ),
     "entropy": Measure("entropy", "the entropy of the last 10 steps, in nats a token"),
 }
 """What verdicts may be on (--measure), by the part of its name before @."""
@@ -124,7 +127,7 @@ def read_measure(measure: str) -> NamedMeasure:
             is_named = is_named and number >= 1 and number == int(number)
     if not is_named:
         raise UserError(
-            f"--measure {measure}: give accuracy, avg@N, pass@K, maj@N, area, best,"
+            f"--measure {measure}: give accuracy, avg@N, pass@K, maj@N, greedy, area, best,"
             " tokens_to@ACCURACY or entropy"
         )
     return NamedMeasure(kind, number)

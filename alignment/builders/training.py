@@ -263,7 +263,10 @@ def open_rollouts(
     on_sampled: Callable[[SampledStep], None],
 ) -> SyncRollouts:
     """The rollouts of a run: sampled between the updates or, ahead of them, by a thread that calls
-    `on_sampled` with each."""
+    `on_sampled` with each; with --train_on solutions, by the worked solutions."""
+    if source.solutions is not None:
+        source.solutions.load_weights((), run.last_step)
+        return SyncRollouts(source, source.solutions, run.clock)
     if plan.samples_between_updates:
         return SyncRollouts(source, sampler, run.clock)
     pool = cast(SamplerPool, sampler)  # As `open_sampler` opens engines outside this process.

@@ -395,6 +395,24 @@ class RLArgs(
         require(self, "reference_reset_optimizer", is_valid, wanted)
         is_valid = self.eval_split == "test" or self.validation_share > 0
         require(self, "eval_split", is_valid, "test without a --validation_share")
+        self._check_train_on()
+
+    def _check_train_on(self) -> None:
+        """Raise `UserError` for --train_on solutions with what only samples have: rewards that
+        differ within a group, and log-probs of a sampler."""
+        takes_solutions = (
+            self.loss.weight == "raw_rewards"
+            and self.group_size == 1
+            and self.rollouts == "sync"
+            and self.sampler_correction == "none"
+            and not (self.sampler_url or self.beta)
+        )
+        wanted = (
+            "samples, or go with --loss_type no_baseline --group_size 1: a problem has one worked"
+            " solution, which no sampler drew (--rollouts sync, --beta 0, --sampler_correction none"
+            " and no --sampler_url)"
+        )
+        require(self, "train_on", self.train_on == "samples" or takes_solutions, wanted)
 
     def _check_selection(self) -> None:
         """Raise `UserError` for a --token_selection that can have no effect, or lacks what it

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alignment.config.flag import flag
+from alignment.rollouts.config import TrainOn
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class RolloutSizeFlags:
     """Responses sampled for each prompt."""
     prompts_per_rollout: int = flag(32, group="rollouts", above=0)
     """Prompts sampled at each step; a rollout has prompts x group size responses."""
+    train_on: TrainOn = flag("samples", group="rollouts")
+    """What updates learn from: the policy's samples, or the task's worked solutions of the same
+    problems, which is SFT with RL's steps and evaluations."""
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ class SweepOptions:
     """With --tune, share of the test questions that it chooses by; verdicts are on the others."""
 
     measure: str = flag("accuracy", group="sweep")
-    """What verdicts are on: accuracy, avg@N, pass@K, maj@N, area, best (evaluation),
-    tokens_to@ACCURACY or entropy."""
+    """What verdicts are on: accuracy, avg@N, pass@K, maj@N, greedy (with --eval_greedy), area, best
+    (evaluation), tokens_to@ACCURACY or entropy."""
 
     own_settings: Annotated[
         tuple[tuple[str, tuple[Any, ...]], ...], tyro.conf.Fixed, tyro.conf.Suppress

@@ -16,6 +16,9 @@ from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.data.tasks.own_data import DataConfig
 from alignment.system.errors import UserError
 
+TrainOn = Literal["samples", "solutions"]
+"""What updates learn from: the policy's samples, or worked solutions."""
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -48,6 +51,7 @@ class RolloutConfig:
     pass_rates: str = ""  # File of measured pass rates; "": none
     pass_rate_band: str = "0-1"  # Those of the problems that are trained on
     stop: tuple[str, ...] = ()  # Strings that end a response, as --stop; (): the task's own
+    train_on: TrainOn = "samples"
 
     def sampling_of_step(self, stop: tuple[str, ...], step: int, refill: int = 0) -> SamplingConfig:
         """The sampling settings of a step's completions, with a seed for this step and refill (0:
@@ -113,6 +117,7 @@ class UpdateConfig:
     reference_reset_interval: int = 0
     max_refills: int = 0
     log_probs_of: Literal["sampled", "full"] = "sampled"
+    train_on: TrainOn = "samples"
 
     @property
     def loss_distribution(self) -> Distribution:

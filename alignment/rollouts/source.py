@@ -50,6 +50,7 @@ from alignment.rollouts.config import (
     training_problems,
     with_short_solutions,
 )
+from alignment.rollouts.solutions import SolutionSampler, solved_problems, worked_solutions
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler, put_to_sleep
@@ -73,6 +74,7 @@ class RolloutSource:
     reward: Reward
     task: Task
     config: RolloutConfig
+    solutions: SolutionSampler | None = None  # What samples, with --train_on solutions.
 
     def sample_step(self, step: int, sampler: Sampler) -> SampledStep:
         """Sample and score a step's groups with the weights that the sampler has."""
@@ -128,9 +130,15 @@ def open_source(config: RolloutConfig, tokenizer) -> RolloutSource:
         read_system_prompt(config.system_prompt),
         read_examples(config.few_shot),
     )
+    solutions = None
+    if config.train_on == "solutions":
+        worked = worked_solutions(task, config, tokenizer)
+        problems = solved_problems(problems, worked)
+        responses = {problem.prompt: response for problem, response in worked}
+        solutions = SolutionSampler(responses, tokenizer)
     problems = training_problems(problems, config.max_prompt_tokens, config.num_problems, tokenizer)
     reward = find_reward(config.reward, task.rules, config.reward_timeout, config.reward_settings)
-    return RolloutSource(problems, reward, task, config)
+    return RolloutSource(problems, reward, task, config, solutions)
 
 
 def refilled_groups(
@@ -220,6 +228,8 @@ def rollout_report(
         "finished": mean(completion.finish_reason == "stop" for completion in completions),
         "responses": len(scores),
     }
+    if config.train_on == "solutions":
+        del report["frac_reward_zero_std"]  # Of a single solution, it would warn of nothing.
     if config.overlong_buffer:
         penalties = (length_penalty(completion, config) for completion in completions)
         report["overlong_penalty"] = mean(penalties)

@@ -331,9 +331,9 @@ class Run:
         """The warning "by_heart" of the first step's record, if any, beside the first
         evaluation."""
         evaluations = read_jsonl(self.path / "evals.jsonl")
-        if not evaluations:
-            return {}
         arguments: Mapping[str, Any] = self.config.arguments
+        if not evaluations or arguments.get("train_on") == "solutions":
+            return {}
         solved = solved_at_start(
             record, evaluations[0], arguments["reward"], arguments["group_size"]
         )

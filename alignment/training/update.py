@@ -109,7 +109,7 @@ def update(
             continue
         if step <= TESTED_STEPS:
             clipped_norms.append(policy.clip_gradient(math.inf))  # It changes nothing.
-        if results and not stepped:
+        if results and not stepped and config.train_on == "samples":
             # Momentum has moved the weights in updates before it, so that they count as stale.
             behind = steps_old + bool(norms)
             comparison |= compare_with_sampler(policy, results, rollout, config, behind)
@@ -177,7 +177,8 @@ def first_warnings(
     broken = first_kl_warning(computed, config, dtype, step)
     # Neither may the rows have been chosen by their rewards, nor the sampler's weights be others.
     are_all = trains_every_row(config) and bool(rollout.counted_B1.all())
-    if are_all and not config.max_refills and not steps_old:
+    is_sampled = config.train_on == "samples"
+    if are_all and is_sampled and not config.max_refills and not steps_old:
         broken |= sampled_entropy_warning(computed, rollout)
     return broken
 

@@ -129,7 +129,7 @@ def test_tokens_to_a_target_lie_on_straight_lines():
     "name", ["pass", "pass@0", "pass@x", "pass@1.5", "tokens_to@2", "area@3", "maj", "maj@0", ""]
 )
 def test_unknown_measures_are_refused(name):
-    with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, pass@K, maj@N, area"):
+    with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, .*, greedy, area"):
         read_measure(name)
     assert read_measure("tokens_to@0.5") == ("tokens_to", 0.5)
 
@@ -186,6 +186,26 @@ def test_a_verdict_is_on_votes(runs):
         read_study(runs, match="tokens", measure="best")
 
 
+def test_a_verdict_is_on_greedy_answers(runs):
+    """Those of the last evaluation, of each question by its name: in "a" all but q1 are right."""
+    study = read_study(runs, measure="greedy")
+    with pytest.raises(UserError, match="^--measure greedy: .* train with --eval_greedy$"):
+        final_scores(study)
+    names = study.runs[0].scores.questions
+    for run in study.runs:
+        last = run.evals[-1]["step"]
+        is_a = run.args["loss_type"] == "a"
+        lines = []
+        for question in reversed(run.scores.questions):
+            right = is_a and question != names[1]
+            lines.append({"problem": question, "score": {"reward": float(right)}})
+        write_jsonl(run.path / "completions" / f"eval_greedy_{last:06d}.jsonl", lines)
+    scores = final_scores(study)
+    assert scores["loss_type a"][0].tolist() == [1, 0, 1, 1]
+    assert scores["loss_type b"][0].tolist() == [0, 0, 0, 0]
+    assert outcome(study).title == "final accuracy of greedy answers"
+
+
 @pytest.mark.parametrize(
     ("measure", "a", "title"),
     [
@@ -230,6 +250,8 @@ def test_a_sweep_refuses_a_measure_that_its_evaluations_lack(tmp_path):
     given = [*flags, "--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1"]
     with pytest.raises(UserError, match="pass@4: .* samples 1 answers .*--eval_samples 4"):
         sweep.make_design(parse(SweepArgs, [*given, "--measure", "pass@4"]))
+    with pytest.raises(UserError, match="^--measure greedy: .* no greedy answers; .* --eval_gr"):
+        sweep.make_design(parse(SweepArgs, [*given, "--measure", "greedy"]))
     design = sweep.make_design(
         parse(SweepArgs, [*given, "--measure", "pass@4", "--eval_samples", "8"])
     )
