@@ -427,7 +427,7 @@ def step_shape(
         frozen=sum([args.keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
-        kernels=counted_kernels(args, roles, args.policy_parallelism),
+        kernels=counted_kernels(args, roles),
     )
 
 

@@ -127,7 +127,7 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) 
     )
 
 
-def counted_kernels(args: RLArgs, roles: Roles, kind: str) -> str:
+def counted_kernels(args: RLArgs, roles: Roles) -> str:
     """The value of --kernels by which a policy's bytes and seconds are counted: that which auto
     chooses where the check of kernels accepts it. Adapters are computed by modules of their own,
     and --compile keeps what the family's own code does: both count as eager."""
@@ -137,8 +137,7 @@ def counted_kernels(args: RLArgs, roles: Roles, kind: str) -> str:
         return "liger"
     if args.kernels != "auto":
         return args.kernels
-    on_gpu = roles.policy[0].startswith("cuda")
-    return "compiled" if on_gpu and not policy_kind(kind).ranked else "eager"
+    return "compiled" if roles.policy[0].startswith("cuda") else "eager"
 
 
 def keeps_old_policy(args: RLArgs, roles: Roles, kind: str) -> bool:

@@ -1,15 +1,15 @@
 """Which kernels compute the work between a model's matrix products, and whether they compute what
 the model's own code does."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 
 from alignment.core.tokens import collate
-from alignment.model.huggingface import PreTrainedModel
+from alignment.model.huggingface import AutoModelForCausalLM, PreTrainedModel
 from alignment.model.kernels import fuse_layers, use_fused_kernels
 from alignment.model.loading import (
     autocast,
@@ -19,8 +19,8 @@ from alignment.model.loading import (
     use_liger_kernel,
 )
 from alignment.model.log_probs import get_response_log_probs
+from alignment.model.packing import OWN_ATTENTION, take_plain_path, takes_plain_path
 from alignment.model.self_check import random_pieces
-from alignment.model.shards import own_part
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -33,21 +33,10 @@ of the model's own code in 16 bits."""
 LEAST_SHARE = 1e-3
 """Of the largest gradient's norm: the error of a smaller gradient is relative to so much."""
 
-
-class CheckedModel(Protocol):
-    """A model whose kernels are chosen, and what several processes that share it need for that."""
-
-    model: PreTrainedModel
-    dtype: torch.dtype
-    """Of matrix products."""
-
-    def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
-        """As `MicroBatchedModel.run`."""
-        ...
-
-    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors."""
-        ...
+LAYERS_OF_SMALL_MODEL = 2
+SPREAD_OF_SMALL_MODEL = 0.02
+"""Standard deviation of what is added to the weights that a family starts from, of which norms are
+1 and biases 0."""
 
 
 def _compile_parts(model: PreTrainedModel) -> None:
@@ -71,48 +60,48 @@ KERNELS: dict[str, Callable[[PreTrainedModel], None]] = {
 each is faster than those before it."""
 
 
-def use_kernels(checked: CheckedModel, name: str) -> str:
-    """Have the kernels `name` of `KERNELS` compute a model; "auto": on a GPU the last of these that
-    computes what the model's own code does, and on a CPU eager. Returns their name, which is that
-    of all ranks. Raises `UserError` for other kernels than auto's where they fail, or compute
-    something else: the model is as before."""
-    if name == "auto":
-        return _use_fastest(checked)
-    if name != "eager":
-        _use_checked(checked, name)
-    return name
-
-
-def _use_fastest(checked: CheckedModel) -> str:
-    """`use_kernels` of "auto"."""
-    devices = devices_of(checked.model)
+def kernels_to_try(name: str, devices: Sequence[torch.device]) -> list[str]:
+    """The entries of `KERNELS` that `name` stands for on some devices, in the order in which they
+    are tried; "auto": on a CPU eager alone, on a GPU the fastest first."""
+    if name != "auto":
+        return [name]
     if devices[0].type != "cuda":
-        return "eager"
-    faster = [name for name in reversed(KERNELS) if name != "eager"]
+        return ["eager"]
+    names = list(reversed(KERNELS))
     if len(devices) > 1 or find_spec("liger_kernel") is None:
-        faster.remove("liger")
-    for name in faster:
+        names.remove("liger")
+    return names
+
+
+def use_kernels(model: PreTrainedModel, name: str, dtype: torch.dtype) -> str:
+    """Have the first of `kernels_to_try` that computes what the model's own code does compute a
+    model whose products are in `dtype`. Returns its name. Raises `UserError` for other kernels than
+    auto's where they fail, or compute something else: the model is as before."""
+    *faster, last = kernels_to_try(name, devices_of(model))
+    for choice in faster:
         try:
-            _use_checked(checked, name)
+            _use_checked(model, choice, dtype)
         except UserError as refusal:
-            say_once(f"--kernels auto: not {name} ({refusal})")
+            say_once(f"--kernels auto: not {choice} ({refusal})")
         else:
-            return name
-    return "eager"
+            return choice
+    if last != "eager":
+        _use_checked(model, last, dtype)
+    return last
 
 
-def _use_checked(checked: CheckedModel, name: str) -> None:
+def _use_checked(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
     """Apply an entry of `KERNELS`. Raises `UserError` where it fails, or changes what the model
     computes: the model is as before."""
-    dtypes = list(dict.fromkeys((torch.float32, checked.dtype)))
-    own = [_responses(checked, dtype) for dtype in dtypes]
-    if not own[0].is_finite(checked):
+    dtypes = list(dict.fromkeys((torch.float32, dtype)))
+    own = [_responses(model, each) for each in dtypes]
+    if not own[0].is_finite:
         return  # Damaged weights are the run's to notice.
-    family = checked.model.config.model_type
-    with unchanged_where_it_fails(checked.model):
+    family = model.config.model_type
+    with unchanged_where_it_fails(model):
         try:
-            KERNELS[name](checked.model)
-            fused = [_responses(checked, dtype) for dtype in dtypes]
+            KERNELS[name](model)
+            fused = [_responses(model, each) for each in dtypes]
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as failure:  # Of any kind: a compiler or a kernel that is not there.
@@ -121,9 +110,9 @@ def _use_checked(checked: CheckedModel, name: str) -> None:
                 f"--kernels {name}: {family}'s kernels fail: {reason}; choose --kernels eager"
             ) from failure
         for of_own, of_fused in zip(own, fused, strict=True):
-            error = of_fused.distance(own[0], checked)
+            error = of_fused.distance(own[0])
             # Not "above": an error that is no number is no better.
-            if not error <= TOLERANCE + ROUNDING * of_own.distance(own[0], checked):
+            if not error <= TOLERANCE + ROUNDING * of_own.distance(own[0]):
                 raise UserError(
                     f"--kernels {name}: {family}'s log-probs or gradients differ by {error:.2g}"
                     " from those of the model's own code; choose --kernels eager"
@@ -132,40 +121,31 @@ def _use_checked(checked: CheckedModel, name: str) -> None:
 
 @dataclass(frozen=True)
 class Responses:
-    """What a model computes of a few random rows, which are the same on all ranks."""
+    """What a model computes of a few random rows."""
 
     values: Sequence[torch.Tensor]
     """Log-probs and entropies."""
     gradients: Sequence[torch.Tensor]
-    """Of a random sum of log-probs by the embeddings, and this rank's part of that by each weight
-    of `trained_weights`."""
+    """Of a random sum of log-probs by the embeddings, and by each weight of `trained_weights`."""
 
-    def is_finite(self, checked: CheckedModel) -> bool:
-        """Whether all are numbers, on all ranks."""
+    @property
+    def is_finite(self) -> bool:
+        """Whether all are numbers."""
         tensors = [*self.values, *self.gradients]
-        damaged = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
-        return float(checked.sum_over_ranks(torch.tensor(float(damaged)))) == 0
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
-    def distance(self, other: "Responses", checked: CheckedModel) -> float:
-        """The largest of: mean nats of log-probs and entropies, relative error of each gradient.
-        The same on all ranks."""
-        nats = []
+    def distance(self, other: "Responses") -> float:
+        """The largest of: mean nats of log-probs and entropies, relative error of each gradient."""
+        errors = []
         for own, its in zip(self.values, other.values, strict=True):
-            nats.append((own - its).abs().mean().cpu())
-        squares = []
-        squares_of_errors = []
-        for own, its in zip(self.gradients, other.gradients, strict=True):
-            squares.append(its.square().sum().cpu())
-            squares_of_errors.append((own - its).square().sum().cpu())
-        mean_nats = checked.sum_over_ranks(torch.stack(nats)) / checked.sum_over_ranks(
-            torch.ones(1)
-        )
-        norms = checked.sum_over_ranks(torch.stack(squares)).sqrt()
-        errors = checked.sum_over_ranks(torch.stack(squares_of_errors)).sqrt()
-        # A gradient that is 0 but for rounding has no digits to compare.
-        scales = norms.clamp(min=max(LEAST_SHARE * float(norms.max()), 1e-30))
-        # Not Python's `max`, which may leave out an error that is no number.
-        return float(torch.cat([mean_nats, errors / scales]).max())
+            errors.append(float((own - its).abs().mean()))
+        norms = [float(gradient.norm()) for gradient in other.gradients]
+        for own, its, norm in zip(self.gradients, other.gradients, norms, strict=True):
+            # A gradient that is 0 but for rounding has no digits to compare.
+            scale = max(norm, LEAST_SHARE * max(norms), 1e-30)
+            errors.append(float((own - its).norm()) / scale)
+        # Not `max`, which may leave out an error that is no number.
+        return float(torch.tensor(errors).max())
 
 
 def trained_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -193,9 +173,8 @@ def layer_number(name: str) -> int | None:
     return None
 
 
-def _responses(checked: CheckedModel, dtype: torch.dtype) -> Responses:
+def _responses(model: PreTrainedModel, dtype: torch.dtype) -> Responses:
     """A model's `Responses`, with products in `dtype`; its weights keep no gradient."""
-    model = checked.model
     prompts = random_pieces(model, (5, 3))
     responses = random_pieces(model, (9, 6, 4))
     batch = collate([prompts[0], prompts[0], prompts[1]], responses, pad_token_id=0)
@@ -205,32 +184,48 @@ def _responses(checked: CheckedModel, dtype: torch.dtype) -> Responses:
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    def forward(model: PreTrainedModel) -> torch.Tensor:
-        outputs = get_response_log_probs(model, **vars(batch), return_token_entropy=True)
-        return torch.stack([outputs["log_probs"], outputs["token_entropy"]])
-
     was_training = model.training
     hook = model.get_input_embeddings().register_forward_hook(keep)
     model.eval()
     try:
         with torch.enable_grad(), autocast(first_device(model), dtype):
-            values_2BT = checked.run(forward)
-        # Not unpacked: backward would make zeros of entropies' gradient, and copy all.
-        log_probs_BT = values_2BT[0]
-        entropies_BT = values_2BT[1]
+            outputs = get_response_log_probs(model, **vars(batch), return_token_entropy=True)
+        log_probs_BT = outputs["log_probs"]
         generator = torch.Generator().manual_seed(1)
         weights_BT = torch.randn(log_probs_BT.shape, generator=generator).to(log_probs_BT.device)
-        # A sharded weight, which is put together from parts for a pass, gets a gradient here alone.
-        (weights_BT * log_probs_BT).sum().backward()
-        gradients = []
-        for tensor in (*embedded, *trained_weights(model)):
-            # An embedding that is no head's, too, has none: what it gives stands among the inputs.
-            gradient = torch.zeros(()) if tensor.grad is None else tensor.grad
-            gradients.append(own_part(gradient).float())
+        inputs = [*embedded, *trained_weights(model)]
+        total = (weights_BT * log_probs_BT).sum()
+        gradients = torch.autograd.grad(total, inputs, allow_unused=True)
     finally:
         hook.remove()
         model.train(was_training)
-        for parameter in model.parameters():
-            parameter.grad = None
-    values = [value.detach().float().cpu() for value in (log_probs_BT, entropies_BT)]
-    return Responses(values, gradients)
+    values = [value.detach().float().cpu() for value in (log_probs_BT, outputs["token_entropy"])]
+    zero = torch.zeros(())
+    of_inputs = []
+    for gradient in gradients:
+        # An embedding that is no head's, too, has none: what it gives stands among the inputs.
+        of_inputs.append(zero if gradient is None else gradient.float())
+    return Responses(values, of_inputs)
+
+
+def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A model of a model's family and widths, of `LAYERS_OF_SMALL_MODEL` layers and with random
+    weights in fp32, whole on a device, which computes by the same path."""
+    config = copy.deepcopy(model.config)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        config.layer_types = layer_types[:LAYERS_OF_SMALL_MODEL]
+    config.num_hidden_layers = min(LAYERS_OF_SMALL_MODEL, config.num_hidden_layers)
+    attention = OWN_ATTENTION if takes_plain_path(model) else config._attn_implementation
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generators), torch.no_grad():
+        torch.manual_seed(0)
+        with device:
+            small = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+        for parameter in small.parameters():
+            parameter += SPREAD_OF_SMALL_MODEL * torch.randn_like(parameter)
+    if takes_plain_path(model):
+        take_plain_path(small)
+    return small

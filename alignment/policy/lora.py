@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alignment.model.huggingface import PreTrainedModel
+from alignment.model.kernel_choice import small_model
 from alignment.model.loading import load_model, load_weights
 from alignment.model.shape import adapted_layers
 from alignment.model.shards import whole
@@ -31,6 +32,16 @@ def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTra
     if config.lora_rank and config.checkpoint:
         _load_adapters(model, Path(config.checkpoint))
     return model
+
+
+def small_trained_model(
+    model: PreTrainedModel, config: PolicyConfig, device: torch.device
+) -> PreTrainedModel:
+    """`small_model` of a policy's model, with adapters where the policy has some."""
+    small = small_model(model, device)
+    if config.lora_rank:
+        _add_adapters(small, config)
+    return small
 
 
 def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:

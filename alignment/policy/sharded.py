@@ -25,12 +25,16 @@ from torch.utils._pytree import tree_map_only
 from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
 from alignment.model.huggingface import PreTrainedModel, decoder_layers
+from alignment.model.kernel_choice import KERNELS, kernels_to_try, use_kernels
 from alignment.model.saving import save_model
 from alignment.policy import lora
 from alignment.policy.micro_batches import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
+from alignment.system.errors import UserError
+from alignment.system.processes import START_SECONDS
 from alignment.system.ranks import Ranks, lead
+from alignment.system.terminal import say_once
 
 
 def _count_parameters(module: torch.nn.Module) -> int:
@@ -108,10 +112,34 @@ class Shard(SingleDevicePolicy):
     def run(self, forward: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
         return self.model.compute(forward)
 
-    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
+    def _use_kernels(self, name: str) -> str:
+        """Those that `use_kernels` accepts on every rank, or else eager ones, for a small model
+        that each rank has to itself: a kernel that fails in a pass of the policy would leave
+        weights gathered, and other ranks waiting. Raises `UserError` on all ranks where kernels
+        that are named fail on one."""
+        device = torch.device(self.policy_config.devices[0])
+        if kernels_to_try(name, [device]) == ["eager"]:
+            return "eager"
+        # Kernels that compile take longer than those that fail.
+        group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_SECONDS))
+        refusal = ""
+        chosen = "eager"
+        try:
+            small = lora.small_trained_model(self.model, self.policy_config, device)
+            chosen = use_kernels(small, name, self.dtype)
+        except Exception as error:  # Of any kind: other ranks wait for this one's choice.
+            refusal = str(error)
+        places = [torch.tensor(-1) for _ in range(self.ranks.count)]
+        dist.all_gather(places, torch.tensor(list(KERNELS).index(chosen)), group=group)
+        if any(place != places[0] for place in places):
+            refusal = refusal or f"--kernels {name}: other ranks' kernels differ or fail"
+        if refusal and name != "auto":
+            raise UserError(refusal)
+        if refusal:
+            say_once(f"{refusal}; eager ones compute")
+            return "eager"
+        KERNELS[chosen](self.model)
+        return chosen
 
     def accumulate(
         self, batch: Batch, rows: Sequence[int], objective: Objective

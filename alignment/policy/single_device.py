@@ -122,26 +122,22 @@ class SingleDevicePolicy(MicroBatchedModel):
         )
         if config.compile:
             compile_layers(self.model)
-        # This comes after the optimiser has taken the parameters: the check of the kernels runs the
-        # model, after which a sharded model's parameters are gathered ones.
+        # This comes after the optimiser has taken the parameters: Liger's check runs the model,
+        # after which a sharded model's parameters are gathered ones.
         if config.use_liger_kernel:
             use_liger_kernel(self.model)
         self.kernels = "eager"
         if not config.compile and not config.use_liger_kernel:
-            kernels = config.kernels
-            if kernels == "auto" and self.gathers_weights:
-                # Kernels that fail their check would leave gathered weights behind.
-                kernels = "eager"
-            self.kernels = use_kernels(self, kernels)
+            self.kernels = self._use_kernels(config.kernels)
         if config.gradient_checkpointing:
             recompute_layers(self.model)
 
     def _load(self) -> PreTrainedModel:
         return lora.load_trained_model(self.policy_config, self.policy_config.devices)
 
-    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `CheckedModel`."""
-        return tensor
+    def _use_kernels(self, name: str) -> str:
+        """See `use_kernels`."""
+        return use_kernels(self.model, name, self.dtype)
 
     def base_log_probs(self, batch: Batch, distribution: Distribution) -> torch.Tensor:
         with lora.without_adapters(self.model):

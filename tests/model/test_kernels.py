@@ -17,7 +17,6 @@ from alignment.builders.run_plan import keeps_old_policy
 from alignment.core.records import Distribution
 from alignment.core.tokens import collate
 from alignment.model import kernel_choice, kernels
-from alignment.model.frozen import MicroBatchedModel
 from alignment.model.kernel_choice import use_kernels
 from alignment.model.kernels import (
     GatedMLP,
@@ -47,16 +46,6 @@ def uncompiled(monkeypatch):
     """Functions that would be compiled are called as they are."""
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     monkeypatch.setattr(kernels, "FUSED", {})
-
-
-class OneProcess(MicroBatchedModel):
-    """A model of one process, whose kernels are chosen."""
-
-    def __init__(self, model, dtype=torch.float32):
-        super().__init__(model, dtype, 64)
-
-    def sum_over_ranks(self, tensor):
-        return tensor
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
@@ -224,7 +213,7 @@ def test_a_kernel_that_computes_something_else_is_refused_and_leaves_the_model(
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "gated", lambda activation, gate, up: 1.01 * activation(gate) * up)
     with pytest.raises(UserError, match="^--kernels compiled: qwen2's log-probs or gradients diff"):
-        use_kernels(OneProcess(model), "compiled")
+        use_kernels(model, "compiled", torch.float32)
     assert not has_fused_kernels(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -239,7 +228,7 @@ def test_a_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypatch):
     own = kernels.gated_gradients
     monkeypatch.setattr(kernels, "gated_gradients", gated_gradients)
     with pytest.raises(UserError, match="choose --kernels eager$"):
-        use_kernels(OneProcess(model, torch.bfloat16), "compiled")
+        use_kernels(model, "compiled", torch.bfloat16)
 
 
 @pytest.mark.parametrize("scale", [1.01, float("nan")])
@@ -272,14 +261,14 @@ def test_a_weights_gradient_alone_that_is_wrong_is_refused(uncompiled, monkeypat
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "cast_norm", cast_norm)
     with pytest.raises(UserError, match="log-probs or gradients differ by"):
-        use_kernels(OneProcess(model), "compiled")
+        use_kernels(model, "compiled", torch.float32)
 
 
 def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, capsys):
     model = family_model("qwen2")
-    assert use_kernels(OneProcess(model), "auto") == "eager"
+    assert use_kernels(model, "auto", torch.float32) == "eager"
     monkeypatch.setattr(kernel_choice, "devices_of", lambda model: [torch.device("cuda")])
-    assert use_kernels(OneProcess(model), "auto") == "compiled"
+    assert use_kernels(model, "auto", torch.float32) == "compiled"
 
     def fail(*arguments):
         raise RuntimeError("no compiler")
@@ -287,7 +276,7 @@ def test_auto_on_a_gpu_takes_the_fastest_that_passes(uncompiled, monkeypatch, ca
     model = family_model("qwen2")
     monkeypatch.setattr(kernels, "gated", fail)
     monkeypatch.setattr(kernel_choice, "find_spec", lambda package: None)
-    assert use_kernels(OneProcess(model), "auto") == "eager"
+    assert use_kernels(model, "auto", torch.float32) == "eager"
     assert (
         "not compiled (--kernels compiled: qwen2's kernels fail: no comp" in capsys.readouterr().err
     )

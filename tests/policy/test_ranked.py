@@ -2,6 +2,7 @@
 run as a command.)"""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -127,6 +128,30 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
             shard.micro_batch_tokens = 0
             shard.choose_micro_batch_tokens(longest=10)
             assert shard.micro_batch_tokens == tokens
+
+
+@pytest.mark.slow
+def test_ranks_take_the_same_kernels_where_those_of_one_fail(tiny_folder, tmp_path):
+    """And go on with the gradient of the model's own code; none waits for another."""
+    command = [sys.executable, str(Path(__file__).with_name("kernels_of_ranks.py"))]
+    arguments = [str(tiny_folder), str(tmp_path / "meeting")]
+    processes = []
+    for rank in ("0", "1"):
+        processes.append(
+            subprocess.Popen([*command, rank, *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+        )
+    norms = []
+    for rank, process in enumerate(processes):
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        own, auto, named, *where_one_fails = json.loads(printed)
+        assert [own["kernels"], auto["kernels"], named["kernels"]] == ["eager", *["compiled"] * 2]
+        left, refused = where_one_fails
+        assert left["kernels"] == "eager"
+        reason = "other ranks' kernels" if rank == 0 else "no compiler"
+        assert reason in refused["refusal"]
+        norms += [auto["norm"], named["norm"], left["norm"]]
+    assert norms == pytest.approx([own["norm"]] * 6, rel=1e-5)
 
 
 @pytest.mark.slow
