@@ -179,12 +179,13 @@ MAKE_ATTEND = {PACKED: make_packed, MASK: make_masked}
 
 
 def random_inputs(layout: Layout) -> list[torch.Tensor]:
-    """Queries, keys and values [1, heads, length, size]."""
+    """Queries, keys and values [1, heads, length, size], as a model's projections write them: a
+    token's numbers lie one after another."""
     generator = torch.Generator().manual_seed(0)
     inputs = []
     for heads in (HEADS, KEY_HEADS, KEY_HEADS):
-        shape = (1, heads, layout.length, SIZE)
-        inputs.append(torch.randn(shape, generator=generator).requires_grad_())
+        by_token = torch.randn(1, layout.length, heads, SIZE, generator=generator)
+        inputs.append(by_token.transpose(1, 2).requires_grad_())
     return inputs
 
 

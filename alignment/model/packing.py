@@ -21,7 +21,7 @@ from alignment.model.huggingface import (
     decoder_layers,
 )
 from alignment.model.kernels import compiled
-from alignment.model.short_rows import short_parts, takes_short_rows
+from alignment.model.short_rows import ShortRowAttention, ShortRows, takes_short_rows
 
 
 @dataclass
@@ -56,10 +56,9 @@ class Packing:
         inputs = Inputs(q_NHD, k_NHD, v_NHD)
         if takes_flash(inputs, self.lengths, rule):
             return FlashAttention.apply(*inputs, packing.flash, rule.scaling)[None]
-        parts = packing.parts
         if takes_short_rows(inputs, self.lengths, rule):
-            parts = packing.short_parts
-        return JoinedAttention.apply(*inputs, rule.sinks, parts, rule)[None]
+            return ShortRowAttention.apply(*inputs, packing.short_rows, rule.scaling)[None]
+        return JoinedAttention.apply(*inputs, rule.sinks, packing.parts, rule)[None]
 
     @cached_property
     def flash(self) -> FlashLayout:
@@ -67,12 +66,17 @@ class Packing:
         return FlashLayout.of(self.lengths, self.input_ids_1N.device, self.is_fused)
 
     @cached_property
-    def short_parts(self) -> list[Part]:
-        """The same in fewer parts, for short rows on a CPU, made once for all layers."""
-        if len(self.parts) == 1:
-            return self.parts
-        prefixes, suffixes, *_ = self.parts
-        return short_parts(prefixes, suffixes, self.lengths)
+    def short_rows(self) -> list[ShortRows]:
+        """The same for short rows on a CPU, made once for all layers."""
+        prefixes, *others = self.parts
+        rows = [ShortRows(prefixes.queries_XQ, None)]
+        if others:
+            numbers = []
+            for number, own in enumerate(self.lengths.suffixes):
+                numbers += [number] * len(own)
+            longest = max(self.lengths.prefixes[number] for number in numbers)
+            rows.append(ShortRows(others[0].queries_XQ, prefixes.queries_XQ[numbers, :longest]))
+        return rows
 
     def to(self, device: torch.device | str) -> "Packing":
         """The same on another device, copied there once however many layers ask."""

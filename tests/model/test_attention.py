@@ -20,7 +20,7 @@ from alignment.model.attention import (
     soft_capped,
 )
 from alignment.model.packing import pack
-from alignment.model.short_rows import LONGEST_ROW, takes_short_rows
+from alignment.model.short_rows import LONGEST_ROW, ShortRowAttention, takes_short_rows
 
 
 def rows_of(lengths: list[tuple[int, list[int]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -83,16 +83,17 @@ def assert_equals_eager(
     dtype=torch.float32,
 ):
     """Outputs and gradients, to a tolerance relative to the largest number where that is above one.
-    Also in the parts for short rows, where these are taken."""
+    Also as short rows, where they are taken so."""
     packing = pack(rows)
     inputs = inputs_of(packing, *heads, sizes, sinks, dtype)
-    assert_parts_equal_eager(packing.parts, packing, rows, inputs, rule, tolerance)
-    if takes_short_rows(Inputs(*inputs[:3]), packing.lengths, rule):
-        assert_parts_equal_eager(packing.short_parts, packing, rows, inputs, rule, tolerance)
+    found = JoinedAttention.apply(*inputs, packing.parts, rule)
+    assert_output_equals_eager(found, packing, rows, inputs, rule, tolerance)
+    if not sinks and takes_short_rows(Inputs(*inputs[:3]), packing.lengths, rule):
+        found = ShortRowAttention.apply(*inputs[:3], packing.short_rows, rule.scaling)
+        assert_output_equals_eager(found, packing, rows, inputs, rule, tolerance)
 
 
-def assert_parts_equal_eager(parts, packing, rows, inputs, rule: AttentionRule, tolerance: float):
-    found = JoinedAttention.apply(*inputs, parts, rule)
+def assert_output_equals_eager(found, packing, rows, inputs, rule: AttentionRule, tolerance: float):
     expected = eager(*inputs, packing, rows, rule)
     weights, taken = torch.randn_like(expected), [tensor for tensor in inputs if tensor is not None]
     results = zip(
@@ -142,6 +143,7 @@ def test_parts_make_what_whole_rows_make(lengths, heads, sizes, window, soft_cap
         (9, AttentionRule(1.0, window=14), True),
         (9, AttentionRule(1.0, window=13), False),
         (9, AttentionRule(1.0, soft_cap=2.0), False),
+        (9, AttentionRule(1.0, sinks=torch.zeros(2)), False),
     ],
 )
 def test_short_rows_are_those_of_so_many_tokens_by_a_rule_of_torchs_kernel(prompt, rule, is_taken):
@@ -151,11 +153,11 @@ def test_short_rows_are_those_of_so_many_tokens_by_a_rule_of_torchs_kernel(promp
     assert takes_short_rows(inputs, packing.lengths, rule) == is_taken
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_double_precision_stays(window):
+@pytest.mark.parametrize(("window", "sinks"), [(None, True), (None, False), (70, True)])
+def test_double_precision_stays(window, sinks):
     rows = rows_of([(40, [30, 60, 50]), (20, [10, 70])])
     assert_equals_eager(
-        rows, (4, 2), (8, 8), AttentionRule(0.5, window), True, 1e-12, torch.float64
+        rows, (4, 2), (8, 8), AttentionRule(0.5, window), sinks, 1e-12, torch.float64
     )
 
 
