@@ -3,7 +3,7 @@ with the square of a part's length. Exact, with gradients, for windows, soft cap
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -50,13 +50,10 @@ class Part(NamedTuple):
 
     queries_XQ: torch.Tensor
     keys_XK: torch.Tensor
-    """Padded only where they are the queries, or where there is a mask."""
+    """Padded only where they are the queries."""
     before: int
     """Positions from the first key to the first query; 0: the keys are the queries, and see those
-    up to themselves, or there is a mask."""
-    mask_X1QK: torch.Tensor | None = None
-    """0 where a query sees a key, else -inf; for torch's kernel on CPUs alone. The queries of such
-    a part are in no other."""
+    up to themselves."""
 
 
 class Inputs(NamedTuple):
@@ -195,7 +192,7 @@ def _attend(inputs: Inputs, part: Part, rule: AttentionRule) -> tuple[torch.Tens
     causal = part.before == 0
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, **_seen_on_cpu(part, q.dtype), scale=rule.scaling
+            q, k, v, 0.0, causal, scale=rule.scaling
         )
     # no bias, with the log-sum-exp, no dropout
     out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
@@ -230,18 +227,9 @@ def _attend_backward(
     if inputs.q.is_cuda:
         return _backward_on_gpu(joint, inputs, part.before, rule)
     gradient, out, log_sum = joint
-    seen = _seen_on_cpu(part, inputs.q.dtype)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, *inputs, out, log_sum, 0.0, **seen, scale=rule.scaling
+        gradient, *inputs, out, log_sum, 0.0, part.before == 0, scale=rule.scaling
     )
-
-
-def _seen_on_cpu(part: Part, dtype: torch.dtype) -> dict[str, Any]:
-    """Who sees whom in a part, for torch's kernel on CPUs and queries in `dtype`, in which it reads
-    a mask."""
-    if part.mask_X1QK is None:
-        return {"is_causal": part.before == 0}
-    return {"is_causal": False, "attn_mask": part.mask_X1QK.to(dtype)}
 
 
 def _backward_on_gpu(

@@ -85,7 +85,7 @@ class Packing:
             return self
         if device not in self.copies:
             parts = []
-            for queries, keys, before, _ in self.parts:
+            for queries, keys, before in self.parts:
                 parts.append(Part(send(queries, device), send(keys, device), before))
             self.copies[device] = replace(
                 self,
