@@ -71,10 +71,11 @@ class ShortRows:
     @cached_property
     def mask_X1QK(self) -> torch.Tensor | None:
         """0 where a query sees a key, else -inf; None where it sees all keys up to itself."""
-        if self.prefixes_XP is None:
+        prefix_XP = self.prefixes_XP
+        if prefix_XP is None:
             return None
         rows, queries = self.queries_XQ.shape
-        is_prefix_XQP = (self.prefixes_XP >= 0)[:, None].expand(-1, queries, -1)
+        is_prefix_XQP = (prefix_XP >= 0)[:, None].expand(-1, queries, -1)
         # What a place beyond a row's end sees is dropped; it must see something.
         is_earlier_QQ = torch.ones(queries, queries, dtype=torch.bool).tril()
         is_seen_XQK = torch.cat([is_prefix_XQP, is_earlier_QQ.expand(rows, -1, -1)], dim=2)
