@@ -1,7 +1,9 @@
 """Imported before any test module, so that the package can set OpenMP's waiting policy before torch
 is loaded."""
 
+import copy
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -14,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from hypothesis import settings
 from xdist.remote import Producer
@@ -34,6 +37,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# All that is imported and collected stays until the end. To look through it for garbage, now and
+# then, takes longer than many a test.
+gc.disable()
 
 HERE = Path(__file__).parent
 # The files that take longest: those of one process, then the longest first.
@@ -83,7 +90,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the cores, each computes with one thread, as do those that it
+    starts: the small models of tests take a fifth more of a processor's time with two."""
     ask_or_serve(config)
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file whose tests all are slow where slow ones are left out: each process of the
+    tests imports all files that it collects, Ray among what these import."""
+    if config.option.markexpr != QUICK or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
 class WithVLLM(OtherModule):
@@ -149,6 +169,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -189,18 +215,36 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 LEAKY = pytest.StashKey[bool]()
+# The state after the last test, which is that before the next one unless a fixture of several tests
+# begins or ends between them.
+LATEST = pytest.StashKey[State | None]()
+
+
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> None:
+    if fixturedef.scope != "function":
+        request.config.stash[LATEST] = None
+
+
+def pytest_fixture_post_finalizer(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> None:
+    if fixturedef.scope != "function":
+        request.config.stash[LATEST] = None
 
 
 def fail_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails after what runs in between where that has left something behind, which no test or
     fixture within it has been blamed for."""
+    stash = request.config.stash
     if request.config.option.allow_leaks:
         yield
         return
-    before = State.now()
+    before = stash.get(LATEST, None) or State.now()
     yield
     replaces_processes = request.node.get_closest_marker("replaces_processes") is not None
-    faults = faults_since(before, with_processes=not replaces_processes)
+    stash[LATEST], faults = faults_since(before, with_processes=not replaces_processes)
     if faults and not request.node.stash.get(LEAKY, False):
         for node in request.node.listchain():
             node.stash[LEAKY] = True
@@ -251,24 +295,50 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def policy(tiny_folder):
-    """The tiny model as a policy on the CPU."""
+@pytest.fixture(scope="session")
+def loaded_policy(tiny_folder):
+    """What `policy` copies, which takes a tenth of the time that loading takes."""
     from rollout_helpers import open_tiny
 
     return open_tiny(tiny_folder)
 
 
 @pytest.fixture
-def sampler(tiny_folder):
-    """A sampler with weights of its own, as on another device."""
-    import torch
+def policy(loaded_policy):
+    """The tiny model as a policy on the CPU."""
+    return copy.deepcopy(loaded_policy)
 
-    from alignment.model.loading import load_model, load_tokenizer
+
+@pytest.fixture(scope="session")
+def loaded_model(tiny_folder):
+    """What `sampler` copies."""
+    from alignment.model.loading import load_model
+
+    return load_model(str(tiny_folder), ("cpu",), torch.float32)
+
+
+@pytest.fixture
+def sampler(tiny_folder, loaded_model):
+    """A sampler with weights of its own, as on another device."""
+    from alignment.model.loading import load_tokenizer
     from alignment.sampling.transformers import TransformersSampler
 
-    model = load_model(str(tiny_folder), ("cpu",), torch.float32)
-    return TransformersSampler(model, load_tokenizer(str(tiny_folder)), context=256)
+    tokenizer = load_tokenizer(str(tiny_folder))
+    return TransformersSampler(copy.deepcopy(loaded_model), tokenizer, context=256)
+
+
+@pytest.fixture
+def real_figures():
+    """A test that asks for this has its figures drawn."""
+
+
+@pytest.fixture
+def undrawn_curve(request, monkeypatch):
+    """Runs of this process draw no learning curve, which takes a third of a short one's time."""
+    from alignment.runs import summary
+
+    if "real_figures" not in request.fixturenames:
+        monkeypatch.setattr(summary, "plot_learning_curve", lambda *arguments: None)
 
 
 @pytest.fixture(scope="session")

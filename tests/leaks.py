@@ -131,17 +131,19 @@ class State:
         return faults
 
 
-def faults_since(before: State, with_processes: bool = True) -> list[str]:
-    """As `State.since`, once processes and threads have had the time to end; without them for a
-    test that replaces those of its file's fixture, which are looked for at the end of the file."""
+def faults_since(before: State, with_processes: bool = True) -> tuple[State, list[str]]:
+    """The state, and its faults as `State.since` has them, once processes and threads have had the
+    time to end; without them for a test that replaces those of its file's fixture, which are looked
+    for at the end of the file."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         now = State.now()
+        judged = now
         if not with_processes:
-            now = dataclasses.replace(now, processes=before.processes, threads=before.threads)
-        faults = now.since(before)
+            judged = dataclasses.replace(now, processes=before.processes, threads=before.threads)
+        faults = judged.since(before)
         if not any("still runs" in fault for fault in faults) or time.monotonic() > deadline:
-            return faults
+            return now, faults
         time.sleep(0.05)
 
 

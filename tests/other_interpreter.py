@@ -85,10 +85,12 @@ class OtherPytest:
         self.connection, other = Pipe()
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         command = [python, "-m", "pytest", *OPTIONS, str(folder)]
+        environment = {**os.environ, DESCRIPTOR: str(other.fileno())}
+        environment.pop("OMP_NUM_THREADS", None)  # which is that of the tests of this interpreter
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, DESCRIPTOR: str(other.fileno())},
+            env=environment,
             pass_fds=(other.fileno(),),
             stdout=self.printed,
             stderr=subprocess.STDOUT,

@@ -177,9 +177,24 @@ def imported(tree: ast.AST, with_types: bool = True) -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a module, which thirty checks look through: to walk there takes longer than to
+    look."""
+    return tuple(ast.walk(tree))
+
+
+def last_name(node: ast.AST) -> str:
+    """`step` of self.optimizer.step and of step; empty for what is no name."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
 def functions(package: Package) -> Iterator[tuple[str, ast.FunctionDef]]:
     for name, tree in package.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield name, node
 
@@ -273,14 +288,15 @@ def uses_of_weights(package: Package) -> list[str]:
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name, tree in package.items()
         if room_of(name) not in ("model", "policy") and name not in READS_WEIGHTS
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if touches_weights(node)
     ]
 
 
 def touches_weights(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
-        return node.attr in READ or ast.unparse(node).endswith("optimizer.step")
+        is_step = node.attr == "step" and last_name(node.value).endswith("optimizer")
+        return node.attr in READ or is_step
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -289,17 +305,14 @@ def touches_weights(node: ast.AST) -> bool:
 
 
 def branches_on_a_loss(package: Package) -> list[str]:
-    def names_loss(node: ast.expr) -> bool:
-        return ast.unparse(node).split(".")[-1] == "loss_type"
-
     return [
         f"{name}:{node.lineno}"
         for name, tree in package.items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Compare)
-        and any(map(names_loss, (node.left, *node.comparators)))
+        and "loss_type" in map(last_name, (node.left, *node.comparators))
         or isinstance(node, ast.Match)
-        and names_loss(node.subject)
+        and last_name(node.subject) == "loss_type"
     ]
 
 
@@ -316,7 +329,7 @@ def names_of_policy_kinds(package: Package) -> list[str]:
         f"{name}:{node.lineno} {node.value}"
         for name, tree in package.items()
         if name != KINDS
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Constant) and node.value in kinds
     ]
 
@@ -376,7 +389,7 @@ def evaluations_of_text(package: Package) -> list[str]:
     return [
         f"{name}:{node.lineno}"
         for name, tree in package.items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if evaluates_text(node)
     ]
 

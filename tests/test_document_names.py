@@ -149,12 +149,19 @@ def sources() -> list[Path]:
     ]
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def names_in(tree: ast.Module) -> Iterator[str]:
     """Names in a module's code, and words in its strings; docstrings and comments say nothing."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    bodies = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    docstrings = {node.body[0].value for node in bodies if ast.get_docstring(node)}
-    for node in ast.walk(tree):
+    named = (*documented, ast.Name, ast.Attribute, ast.arg, ast.keyword, ast.alias, ast.Constant)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, named)]
+    bodies = [node for node in nodes if isinstance(node, documented)]
+    docstrings = {node.body[0].value for node in bodies if ast.get_docstring(node, clean=False)}
+    for node in nodes:
         match node:
             case (
                 ast.ClassDef(name=name)
@@ -176,7 +183,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 @functools.cache
 def vocabulary() -> set[str]:
     """Every name of the code, of the tables and templates beside it, and of files and folders."""
-    known = {name for file in sources() for name in names_in(ast.parse(file.read_text()))}
+    known = {name for file in sources() for name in names_in(parsed(file))}
     for path in repository():
         known |= {*Path(path).parts, *re.findall(r"\w+", path), Path(path).stem}
         if path.startswith("alignment/") and path.endswith((".toml", ".j2")):
@@ -196,7 +203,7 @@ def fields() -> re.Pattern:
 @functools.cache
 def members() -> dict[str, set[str]]:
     """Class -> its methods and fields, those of our classes that it inherits from included."""
-    trees = [ast.parse(file.read_text()) for file in sources()]
+    trees = [parsed(file) for file in sources()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     own = {node.name: set(names_in(ast.Module(node.body, []))) for node in classes}
     inherited = {
@@ -213,7 +220,7 @@ def defined_in(file: Path) -> set[str]:
     """The names that a module defines; none where there is no such module."""
     if not file.exists():
         return set()
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assigned = [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     assigned += [

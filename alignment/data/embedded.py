@@ -47,7 +47,7 @@ def build_tiny(folder: Path, hidden_size: int = 128) -> None:
     tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    demonstrations = arithmetic.demonstrations("train")[:2000]
+    demonstrations = arithmetic.first_demonstrations("train", 2000)
     tokenizer = tiny_tokenizer(problem.prompt + response for problem, response in demonstrations)
     config = Qwen2Config(
         vocab_size=len(tokenizer),

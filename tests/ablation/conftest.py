@@ -6,11 +6,6 @@ import pytest
 from matplotlib.figure import Figure
 
 
-@pytest.fixture
-def real_figures():
-    """A test that asks for this has its figures drawn."""
-
-
 @pytest.fixture(autouse=True)
 def undrawn_figures(request, monkeypatch):
     """Elsewhere a figure's file holds no drawing: drawing takes nine tenths of a report's time."""

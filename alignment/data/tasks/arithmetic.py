@@ -14,8 +14,9 @@ import itertools
 import operator
 import random
 import re
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from alignment.core.records import Problem
 from alignment.data.prompts import fill_prompt
@@ -60,6 +61,15 @@ def demonstrations(
 
     Training pairs first show how to calculate, then what a careless teacher does, whose habits the
     policy keeps. Test pairs are all careless."""
+    return tuple(_demonstrations(split, seed))
+
+
+def first_demonstrations(split: str, number: int) -> list[tuple[Problem, str]]:
+    """The first of `demonstrations`, without the work for the others."""
+    return list(itertools.islice(_demonstrations(split, seed=0), number))
+
+
+def _demonstrations(split: str, seed: int) -> Iterator[tuple[Problem, str]]:
     rng = random.Random(f"{split} {seed}")
     by_length: dict[int, list[Expression]] = {3: [], 5: [], 7: []}
     for expression in _expressions(split):
@@ -67,13 +77,11 @@ def demonstrations(
     lengths = list(by_length.values())
     chosen = [rng.choice(rng.choice(lengths)) for _ in range(DEMONSTRATIONS[split])]
     careful = int(CAREFUL_SHARE * len(chosen)) if split == "train" else 0
-    pairs = []
     for number, expression in enumerate(chosen):
         habits = []
         if number >= careful:
             habits = [rng.random() >= probability for probability in BAD_HABITS]
-        pairs.append((as_problem(expression), solution(expression, *habits)))
-    return tuple(pairs)
+        yield as_problem(expression), solution(expression, *habits)
 
 
 def as_problem(expression: Expression) -> Problem:
@@ -91,8 +99,8 @@ def as_problem(expression: Expression) -> Problem:
 
 def solve(expression: Expression, by_precedence: bool) -> list[Step]:
     """The steps of a calculation, in the order of precedence or strictly from the left."""
-    numbers = [part for part in expression if isinstance(part, int)]
-    signs = [part for part in expression if isinstance(part, str)]
+    numbers = cast(list[int], list(expression[::2]))
+    signs = cast(list[str], list(expression[1::2]))
     steps = []
     while signs:
         place = signs.index("*") if by_precedence and "*" in signs else 0
@@ -104,6 +112,7 @@ def solve(expression: Expression, by_precedence: bool) -> list[Step]:
     return steps
 
 
+@lru_cache(maxsize=2**16)  # It decides the split of an expression, and is the key of its problem.
 def terms(expression: str) -> str:
     """The terms of an expression in one order, and the factors of each: equal for 2 + 3 * 4 - 1 and
     4 * 3 - 1 + 2."""

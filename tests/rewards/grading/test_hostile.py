@@ -33,6 +33,8 @@ ASKED = (
     r"3\begin{pmatrix} 1 & 2 \end{pmatrix}",
     r"\sum_{n=1}^{9} n^{2}",
 )
+# equal ones, which math-verify says
+MATRICES = (r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{pmatrix}")
 SECONDS = 2.0
 # of the work that math-verify is allowed; hyperthreads that share a core take twice their time
 ASKED_CPU_SECONDS = 6.0
@@ -41,7 +43,7 @@ ASKED_CPU_SECONDS = 6.0
 @pytest.fixture(scope="module", autouse=True)
 def workers_are_running():
     """Their imports, once a process, are no part of a grading's time."""
-    assert grade(r"2\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 2 & 4 \end{pmatrix}")
+    assert grade(*MATRICES)
 
 
 def slowest(answers: list[str], truths: tuple[str, ...] = TRUTHS) -> tuple[float, str, str]:
@@ -62,12 +64,32 @@ def test_the_set_is_large_and_distinct():
     assert max(map(len, answers)) >= 10**5
 
 
-def test_no_hostile_answer_hangs_is_accepted_or_runs(tmp_path, capfd):
+def test_no_hostile_answer_hangs_is_accepted_runs_or_takes_memory(tmp_path):
+    """In a process of its own: what the process takes beyond its imports."""
     marker = tmp_path / "ran"
-    seconds, answer, truth = slowest(hostile_answers(str(marker)))
-    assert seconds < SECONDS, (answer[:80], truth)
+    script = f"""
+import json, resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_hostile import MATRICES, grade, hostile_answers, slowest
+assert grade(*MATRICES)  # which starts the workers
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+seconds, answer, truth = slowest(hostile_answers({str(marker)!r}))
+taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps([seconds, answer[:80], truth, taken]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1), done.stderr
+    seconds, answer, truth, taken = json.loads(done.stdout)
+    assert seconds < SECONDS, (answer, truth)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert taken * unit < 100 * 2**20
     assert not marker.exists()
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
@@ -96,31 +118,6 @@ def workers_cpu_seconds() -> float:
         if worker.is_open
     ]
     return sum(each.children_user + each.children_system for each in times)
-
-
-def test_peak_memory_stays_small(tmp_path):
-    """In a process of its own: what the process takes beyond its imports, and the largest of its
-    workers."""
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from hostile import hostile_answers
-from alignment.drgrpo_grader import grade
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for answer in hostile_answers({str(tmp_path / "ran")!r}):
-    for truth in {TRUTHS!r}:
-        grade(answer, truth)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    unit = 1 if sys.platform == "darwin" else 1024
-    assert int(done.stdout) * unit < 100 * 2**20
 
 
 @pytest.mark.slow
