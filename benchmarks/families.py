@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from alignment.core.records import Batch, SamplingConfig
 from alignment.core.text import ResponseReader
 from alignment.core.tokens import collate
+from alignment.model.kernels import fuse_layers, use_fused_kernels
 from alignment.model.log_probs import get_response_log_probs
 from alignment.model.packing import ATTENTION, OWN_ATTENTION, attention_named
 from alignment.model.self_check import own_log_probs
@@ -193,6 +194,29 @@ def training_differences(model: PreTrainedModel) -> TrainingDifferences:
         log_probs=float((ours_N - own_N).detach().abs().max()),
         gradient=float(difference.abs().max() / expected.abs().max()),
     )
+
+
+def bfloat16_error(family: str, is_fused: bool, seed: int) -> float:
+    """How far the gradient of a random sum of log-probs, with products in bfloat16, is from that in
+    float64, relative to its norm; `is_fused`: by fused kernels."""
+    flat = []
+    for is_exact in (True, False):
+        model = family_model(family, std=0.05)
+        # The kernel for all experts at once has no float64.
+        model.config._experts_implementation = "eager"
+        if is_exact:
+            model = model.double()
+        elif is_fused:
+            fuse_layers(model)
+            use_fused_kernels(model)
+        torch.manual_seed(seed)
+        batch = rows_of([(11, 12), (3, 9), (5, 8)], repeats=3)
+        weights = torch.randn(batch.labels.shape)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
+            log_probs = get_response_log_probs(model, **vars(batch))["log_probs"]
+        flat.append(gradients(model, (weights.to(log_probs) * log_probs).sum()).double())
+    exact, rounded = flat
+    return float((rounded - exact).norm() / exact.norm())
 
 
 class NoTokenizer:

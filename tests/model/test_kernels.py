@@ -29,14 +29,21 @@ from alignment.model.kernels import (
     logit_gradient,
     use_fused_kernels,
 )
-from alignment.model.log_probs import get_response_log_probs, head_log_probs
+from alignment.model.log_probs import head_log_probs
 from alignment.model.products import cast_weight, one_gradient
 from alignment.model.self_check import choose_path
 from alignment.planning.placement import Roles
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
 from benchmarks.fake_ranks import FakeRanks, open_shard
-from benchmarks.families import FAMILIES, family_model, gradients, rows_of, training_differences
+from benchmarks.families import (
+    FAMILIES,
+    bfloat16_error,
+    family_model,
+    gradients,
+    rows_of,
+    training_differences,
+)
 
 SOME_FAMILIES = ("qwen2", "qwen3_moe", "gemma2", "cohere")
 
@@ -145,27 +152,6 @@ def test_fused_layers_of_every_family(uncompiled, subtests):
     for family in sorted(FAMILIES.keys() - set(SOME_FAMILIES)):
         with subtests.test(family):
             check_family(family)
-
-
-def bfloat16_error(family: str, is_fused: bool, seed: int) -> float:
-    """How far the gradient of a random sum of log-probs, with products in bfloat16, is from that in
-    float64, relative to its norm."""
-    flat = []
-    for is_exact in (True, False):
-        model = family_model(family, std=0.05)
-        if is_exact:
-            model = model.double()
-        elif is_fused:
-            fuse_layers(model)
-            use_fused_kernels(model)
-        torch.manual_seed(seed)
-        batch = rows_of([(11, 12), (3, 9), (5, 8)], repeats=3)
-        weights = torch.randn(batch.labels.shape)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
-            log_probs = get_response_log_probs(model, **vars(batch))["log_probs"]
-        flat.append(gradients(model, (weights.to(log_probs) * log_probs).sum()).double())
-    exact, rounded = flat
-    return float((rounded - exact).norm() / exact.norm())
 
 
 @pytest.mark.slow
