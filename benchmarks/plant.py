@@ -28,6 +28,11 @@ def of_file(file: str, *plants: tuple) -> list[Plant]:
     return [Plant(name, file, right, wrong, *rest) for name, right, wrong, *rest in plants]
 
 
+# Why nothing sees some faults of packed rows.
+FOUND_AT_LOAD = (
+    "when a model is loaded, its packed rows are compared with its own forward pass; where they"
+    " differ, the program says so and pads rows instead, so that nothing wrong is computed"
+)
 # Several updates of one rollout, so that ratios differ from 1.
 SEVERAL_UPDATES = ("--epochs_per_rollout", "2")
 WITH_REFERENCE = ("--beta", "0.1")

@@ -2,6 +2,7 @@
 could have, between the sampler and the weights. `benchmarks.faults` plants them."""
 
 from benchmarks.plant import (
+    FOUND_AT_LOAD,
     SEVERAL_UPDATES,
     WITH_ADAPTERS,
     WITH_BONUS,
@@ -20,10 +21,6 @@ from benchmarks.plants_of_results import PLANTS_OF_RESULTS
 from benchmarks.plants_of_rooms import PLANTS_OF_ROOMS
 from benchmarks.plants_of_runs import PLANTS_OF_RUNS
 
-FOUND_AT_LOAD = (
-    "when a model is loaded, its packed rows are compared with its own forward pass; where they"
-    " differ, the program says so and pads rows instead, so that nothing wrong is computed"
-)
 NOTHING_ADDED = (
     "the tokenizer of the tiny model puts nothing before a text, so that nothing is doubled; of one"
     " that does, tests/verification/test_drawn_samples.py shows that the line of prompts sees it"

@@ -5,6 +5,7 @@ import json
 
 from benchmarks.plant import (
     AHEAD,
+    FOUND_AT_LOAD,
     SEVERAL_MINI_BATCHES,
     SEVERAL_UPDATES,
     SHARDED,
@@ -47,6 +48,8 @@ PIECES = [
             "responses that see the padding of shorter prompts",
             "is_prefix_XQP = (prefix_XP >= 0)",
             "is_prefix_XQP = (prefix_XP >= -1)",
+            (),
+            FOUND_AT_LOAD,
         ),
     ),
     *of_file(
