@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 from hypothesis import settings
 from xdist.remote import Producer
@@ -92,6 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Where several processes share the cores, each computes with one thread, as do those that it
     starts: the small models of tests take a fifth more of a processor's time with two."""
+    import torch  # only now that the package has set how its threads wait
+
     ask_or_serve(config)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
@@ -312,6 +313,8 @@ def policy(loaded_policy):
 @pytest.fixture(scope="session")
 def loaded_model(tiny_folder):
     """What `sampler` copies."""
+    import torch
+
     from alignment.model.loading import load_model
 
     return load_model(str(tiny_folder), ("cpu",), torch.float32)
