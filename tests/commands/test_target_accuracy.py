@@ -15,7 +15,7 @@ def always_right(response, ground_truth):
 
 
 @pytest.fixture
-def train(tiny_folder, tmp_path, monkeypatch):
+def train(tiny_folder, tmp_path, monkeypatch, undrawn_curve):
     """Trains for at most six steps, with an evaluation after every second that finds all right."""
     (tmp_path / "easy_rule.py").write_text(RULE)
     monkeypatch.syspath_prepend(str(tmp_path))

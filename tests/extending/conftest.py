@@ -55,7 +55,7 @@ def rl_flags(tiny_folder, tmp_path):
 
 
 @pytest.fixture
-def train(rl_flags, monkeypatch):
+def train(rl_flags, monkeypatch, undrawn_curve):
     """Runs train_rl with further flags; returns its folder."""
 
     def training(*flags: str) -> Path:
@@ -106,7 +106,7 @@ class Ended:
 
 
 @pytest.fixture
-def sweep_in_this_process(rl_flags, monkeypatch, tmp_path):
+def sweep_in_this_process(rl_flags, monkeypatch, tmp_path, undrawn_curve):
     """Runs the command `alignment.sweep` with further flags, whose runs it trains in this process;
     returns its folder."""
 

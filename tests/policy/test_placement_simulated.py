@@ -56,6 +56,11 @@ pytestmark = [
 ]
 
 QWEN_1_5B, LLAMA_1B, QWEN3_06B = qwen2_1_5b(), llama_1b(), qwen3_0_6b()
+# The same with fewer of their layers, which are all alike.
+SHORT = copy.deepcopy(QWEN3_06B)
+SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
+TEN_LAYERS = copy.deepcopy(QWEN_1_5B)
+TEN_LAYERS.num_hidden_layers, TEN_LAYERS.layer_types = 10, TEN_LAYERS.layer_types[:10]
 
 
 class SimulatedStream:
@@ -208,11 +213,11 @@ def test_the_policy_runs_on_the_devices_without_another_role(num_gpus: int):
 def test_each_other_role_of_eight_gpus_runs_on_its_own_device():
     roles = assign_roles(8)
     for device in (*roles.sample, roles.reference, roles.eval):
-        check(QWEN3_06B, (device,))
+        check(SHORT, (device,))
 
 
 def test_policy_on_chosen_gpus_in_a_chosen_order():
-    check(QWEN_1_5B, assign_roles(8, policy_devices=("cuda:6", "cuda:2", "cuda:4")).policy)
+    check(TEN_LAYERS, assign_roles(8, policy_devices=("cuda:6", "cuda:2", "cuda:4")).policy)
 
 
 @pytest.mark.slow
@@ -234,25 +239,25 @@ def test_every_family_runs_over_simulated_gpus(family: str):
 
 
 def test_accelerate_takes_gpu_numbers_and_device_strings_alike():
-    by_name = partition_layers(ModelShape.from_config(QWEN3_06B), ("cuda:0", "cuda:1", "cuda:2"))
+    by_name = partition_layers(ModelShape.from_config(SHORT), ("cuda:0", "cuda:1", "cuda:2"))
     by_number = {name: int(device.removeprefix("cuda:")) for name, device in by_name.items()}
     with FakeTensorMode():
-        _, seen = forward(fake_model(QWEN3_06B, by_number), by_number, moves=accelerate_moves)
+        _, seen = forward(fake_model(SHORT, by_number), by_number, moves=accelerate_moves)
     assert seen == by_name
 
 
 def test_without_moves_an_activation_meets_weights_elsewhere():
-    device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
+    device_map = partition_layers(ModelShape.from_config(TEN_LAYERS), ("cuda:0", "cuda:1"))
     with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:"):
-        forward(fake_model(QWEN_1_5B, device_map), device_map, moves=no_moves)
+        forward(fake_model(TEN_LAYERS, device_map), device_map, moves=no_moves)
 
 
-@pytest.mark.parametrize("planted", ["model.layers.27", "model.norm"])
+@pytest.mark.parametrize("planted", ["model.layers.9", "model.norm"])
 def test_one_module_on_the_wrong_device_is_caught(planted: str):
     """The check can fail: the moves are in place, one module's weights are not where they lead."""
-    device_map = partition_layers(ModelShape.from_config(QWEN_1_5B), ("cuda:0", "cuda:1"))
+    device_map = partition_layers(ModelShape.from_config(TEN_LAYERS), ("cuda:0", "cuda:1"))
     with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError, match="cuda:5"):
-        forward(fake_model(QWEN_1_5B, device_map), device_map, plant=(planted, "cuda:5"))
+        forward(fake_model(TEN_LAYERS, device_map), device_map, plant=(planted, "cuda:5"))
 
 
 class Traffic(TorchDispatchMode):
@@ -405,11 +410,7 @@ def test_a_copy_between_gpus_holds_up_none_of_them():
     ]
 
 
-SHORT = copy.deepcopy(QWEN3_06B)
-SHORT.num_hidden_layers, SHORT.layer_types = 5, SHORT.layer_types[:5]
 FIVE_CPUS = tuple(f"cpu:{index}" for index in range(1, 6))
-TEN_LAYERS = copy.deepcopy(QWEN_1_5B)
-TEN_LAYERS.num_hidden_layers, TEN_LAYERS.layer_types = 10, TEN_LAYERS.layer_types[:10]
 
 
 @pytest.mark.slow

@@ -116,18 +116,12 @@ class Oracle:
         self.initial = self.rows(self.values()[0])
 
     def values(self) -> torch.Tensor:
-        """Log-probs and entropies [2, N] of the response tokens, by a pass of each row alone."""
+        """Log-probs and entropies [2, N] of the response tokens, by a pass of all rows. No token
+        sees the padding, which stands behind them."""
         batch = self.rollout.batch
-        pairs = []
-        for ids, labels, mask in zip(
-            batch.input_ids, batch.labels, batch.response_mask, strict=True
-        ):
-            last = int(mask.nonzero().max()) + 1
-            logits = self.model(ids[None, :last]).logits[0][mask[:last]]
-            log_p = logits.log_softmax(-1)
-            of_labels = log_p.gather(-1, labels[mask][:, None])[:, 0]
-            pairs.append(torch.stack([of_labels, -(log_p.exp() * log_p).sum(-1)]))
-        return torch.cat(pairs, dim=1)
+        log_p_NV = self.model(batch.input_ids).logits[batch.response_mask].log_softmax(-1)
+        of_labels_N = log_p_NV.gather(-1, batch.labels[batch.response_mask][:, None])[:, 0]
+        return torch.stack([of_labels_N, -(log_p_NV.exp() * log_p_NV).sum(-1)])
 
     def rows(self, values: torch.Tensor) -> list[list[float]]:
         lengths = self.rollout.lengths
