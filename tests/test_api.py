@@ -358,7 +358,7 @@ def test_a_call_is_recorded_as_the_command_that_would_do_the_same():
 
 
 @pytest.fixture
-def small(tiny_folder, tmp_path):
+def small(tiny_folder, tmp_path, undrawn_curve):
     """Arguments of a run of two steps, in the folder `tmp_path`."""
     return RLArgs(
         sft_base=str(tiny_folder),

@@ -12,6 +12,7 @@ ended.
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import os
@@ -172,6 +173,9 @@ def main() -> None:
     for split in ("train", "test"):
         TASKS["arithmetic"].problems(split, "")
     run_once(sys.argv[1:])
+    # No fork looks through all that is imported for garbage, and so copies it.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
