@@ -69,13 +69,16 @@ class Packing:
     def short_rows(self) -> list[ShortRows]:
         """The same for short rows on a CPU, made once for all layers."""
         prefixes, *others = self.parts
-        rows = [ShortRows(prefixes.queries_XQ, None)]
+        rows = [ShortRows(prefixes.queries_XQ, None, sum(self.lengths.prefixes))]
         if others:
             numbers = []
+            tokens = 0
             for number, own in enumerate(self.lengths.suffixes):
                 numbers += [number] * len(own)
+                tokens += sum(own)
             longest = max(self.lengths.prefixes[number] for number in numbers)
-            rows.append(ShortRows(others[0].queries_XQ, prefixes.queries_XQ[numbers, :longest]))
+            before_XP = prefixes.queries_XQ[numbers, :longest]
+            rows.append(ShortRows(others[0].queries_XQ, before_XP, tokens))
         return rows
 
     def to(self, device: torch.device | str) -> "Packing":

@@ -45,6 +45,8 @@ class ShortRows:
     prefixes_XP: torch.Tensor | None
     """Places of the prefix that stands before each row's own tokens, right-padded with -1. None
     where these are prefixes themselves."""
+    tokens: int
+    """Of all rows of queries, without padding."""
 
     @cached_property
     def places(self) -> torch.Tensor:
@@ -61,7 +63,8 @@ class ShortRows:
     @cached_property
     def tokens_N(self) -> torch.Tensor:
         """Which of [X * Q] are tokens, in the order of the sequence."""
-        return (self.queries_XQ.flatten() >= 0).nonzero().squeeze(1)
+        is_token_N = self.queries_XQ.flatten() >= 0
+        return is_token_N.nonzero_static(size=self.tokens).squeeze(1)
 
     @cached_property
     def is_padding_X1Q(self) -> torch.Tensor:
@@ -77,9 +80,11 @@ class ShortRows:
         rows, queries = self.queries_XQ.shape
         is_prefix_XQP = (prefix_XP >= 0)[:, None].expand(-1, queries, -1)
         # What a place beyond a row's end sees is dropped; it must see something.
-        is_earlier_QQ = torch.ones(queries, queries, dtype=torch.bool).tril()
+        device = prefix_XP.device
+        is_earlier_QQ = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
         is_seen_XQK = torch.cat([is_prefix_XQP, is_earlier_QQ.expand(rows, -1, -1)], dim=2)
-        mask_XQK = torch.zeros(is_seen_XQK.shape).masked_fill_(~is_seen_XQK, -torch.inf)
+        mask_XQK = torch.zeros(is_seen_XQK.shape, device=device)
+        mask_XQK.masked_fill_(~is_seen_XQK, -torch.inf)
         return mask_XQK[:, None]
 
     def seen(self, dtype: torch.dtype) -> dict[str, Any]:
