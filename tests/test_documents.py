@@ -223,7 +223,8 @@ def test_the_table_of_rooms_and_its_drawing_say_what_the_code_imports():
 RECORDED = """--reward random,format --beta 0.04 --sampler_correction token_truncate --max_refills 1
     --entropy_target 0.5 --token_selection top_entropy
     --overlong_buffer 4 --prompts_per_rollout 2 --group_size 4 --train_mini_batch_size 4
-    --max_new_tokens 16 --max_problems 4 --eval_interval 1 --num_steps 2 --run_name run"""
+    --max_new_tokens 16 --max_problems 4 --eval_interval 1 --num_steps 2 --num_problems 64
+    --run_name run"""
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,12 @@ from tests.command_line import exit_code
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(autouse=True)
+def quick_ends(undrawn_curve):
+    """A run's end takes no longer than its steps."""
+
+
 MAIN = {
     "evaluate": evaluate.main,
     "gradients": gradients.main,
@@ -157,7 +163,7 @@ def test_evaluate(warm, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip"])
 def test_train_rl_writes_the_run_folder(
-    loss_type, warm, tmp_path, monkeypatch, capsys, made_up_reward
+    loss_type, warm, tmp_path, monkeypatch, capsys, made_up_reward, real_figures
 ):
     flags = [
         "--loss_type",

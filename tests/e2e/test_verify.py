@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alignment.system.files import read_json
-from tests.e2e.conftest import NAME, SMALL
+from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +33,7 @@ def verify(folder: Path, warm: Path, *flags: str) -> tuple[int, str, dict[str, d
         "-m",
         "alignment.verify",
         *SMALL,
+        *FEW_PROBLEMS,
         "--output_dir",
         ".",
         "--sft_base",
