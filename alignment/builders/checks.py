@@ -452,5 +452,6 @@ def run_config(args: RLArgs) -> RunConfig:
         arguments=arguments,
         changeable=changeable,
         setting=REPRODUCIBILITY_SETTING,
+        has_baseline=args.loss.weight != "raw_rewards",
         defaults=defaults | {"reward": args.default_reward},
     )

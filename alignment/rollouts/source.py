@@ -228,8 +228,6 @@ def rollout_report(
         "finished": mean(completion.finish_reason == "stop" for completion in completions),
         "responses": len(scores),
     }
-    if config.train_on == "solutions":
-        del report["frac_reward_zero_std"]  # Of a single solution, it would warn of nothing.
     if config.overlong_buffer:
         penalties = (length_penalty(completion, config) for completion in completions)
         report["overlong_penalty"] = mean(penalties)

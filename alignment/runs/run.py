@@ -64,6 +64,9 @@ class RunConfig:
     reference_reset_interval: int = 0  # Steps between resets of the reference; 0: never.
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
     target_accuracy: float = 0.0  # The run ends after an evaluation that has it; 0: none.
+    has_baseline: bool = (
+        True  # Whether a group's rewards are compared, so that equal ones are lost.
+    )
 
 
 class Restartable(Protocol):
@@ -223,6 +226,7 @@ class Run:
             config.max_new_tokens,
             config.max_bad_steps,
             config.max_grader_failures,
+            config.has_baseline,
         )
         self.clock.meter = meter
         # The warm start counts with the steps, because it is made once and serves many runs.

@@ -5,7 +5,12 @@ import pytest
 from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, health_warnings
 from alignment.system.errors import RunStopped
 
-LIMITS = {"max_new_tokens": 48, "max_bad_steps": 2, "max_grader_failures": 0.05}
+LIMITS = {
+    "max_new_tokens": 48,
+    "max_bad_steps": 2,
+    "max_grader_failures": 0.05,
+    "has_baseline": True,
+}
 FINE = {
     "entropy": 1.0,
     "frac_reward_zero_std": 0.5,
@@ -27,8 +32,8 @@ def steps(*changes: dict) -> list[dict]:
     ]
 
 
-def warnings_of(records: list[dict]) -> dict[str, str]:
-    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], LIMITS["max_new_tokens"])
+def warnings_of(records: list[dict], has_baseline: bool = True) -> dict[str, str]:
+    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], 48, has_baseline)
 
 
 def stop_if_hopeless(records: list[dict]) -> None:
@@ -101,6 +106,13 @@ def test_a_warning_has_the_numbers():
             " --max_new_tokens 48"
         ),
     }
+
+
+def test_without_a_baseline_groups_of_equal_rewards_teach():
+    """Of --loss_type no_baseline, whose groups may have a single response."""
+    records = steps(*[{"frac_reward_zero_std": 1.0}] * 3)
+    assert warnings_of(records, has_baseline=False) == {}
+    assert list(warnings_of(records)) == ["equal_rewards"]
 
 
 def test_only_bad_steps_in_a_row_stop_a_run():
