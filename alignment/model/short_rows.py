@@ -107,8 +107,8 @@ class ShortRows:
 
 class ShortRowAttention(torch.autograd.Function):
     """(q [N, H, D], k [N, J, D], v [N, J, D], prefixes and suffixes as `ShortRows`, scaling) -> [N,
-    H, D]. Kept for backward: the rows that the kernel read and wrote, which would take as long to
-    gather again as to compute with, and one number a query and head."""
+    H, D]. Kept for backward: keys, values, the rows of queries and outputs, and one number a query
+    and head. Rows of keys and values are gathered again, since each has its prefix once more."""
 
     @staticmethod
     def forward(ctx, q_NHD, k_NJD, v_NJD, layout: Sequence[ShortRows], scaling: float):
@@ -125,25 +125,27 @@ class ShortRowAttention(torch.autograd.Function):
             )
             rows.put(out, out_NHD[start:end])
             # Where the denominator is infinite, weights are 0.
-            kept += [q, k, v, out, log_sum.masked_fill_(rows.is_padding_X1Q, torch.inf)]
+            kept += [q, out, log_sum.masked_fill_(rows.is_padding_X1Q, torch.inf)]
             start = end
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(k_NJD, v_NJD, *kept)
         ctx.layout = layout
         ctx.scaling = scaling
         return out_NHD
 
     @staticmethod
     def backward(ctx, gradient_NHD):
-        kept = ctx.saved_tensors
+        k_NJD, v_NJD, *kept = ctx.saved_tensors
         precise = torch.promote_types(gradient_NHD.dtype, torch.float32)
         tokens = len(gradient_NHD)
         sums = []
-        for rows in kept[:3]:
-            sums.append(rows.new_empty(tokens, rows.shape[1], rows.shape[3], dtype=precise))
+        for heads, size in (kept[0].shape[1::2], k_NJD.shape[1:], v_NJD.shape[1:]):
+            sums.append(gradient_NHD.new_empty(tokens, heads, size, dtype=precise))
         start = 0
         for number, rows in enumerate(ctx.layout):
             end = start + len(rows.tokens_N)
-            q, k, v, out, log_sum = kept[5 * number : 5 * number + 5]
+            q, out, log_sum = kept[3 * number : 3 * number + 3]
+            k = rows.take(k_NJD, rows.key_places)
+            v = rows.take(v_NJD, rows.key_places)
             gradient = rows.take(gradient_NHD, rows.places)
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient, q, k, v, out, log_sum, 0.0, **rows.seen(q.dtype), scale=ctx.scaling

@@ -215,7 +215,7 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
     """The run that was on it is continued on the other node, and ends as the undisturbed one
     does."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "16"]
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "32"]
     design = make_design(arguments(warm, Path("on_a_cluster"), *flags))
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
@@ -250,7 +250,7 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
     for state in states:
         assert [
             r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")
-        ] == list(range(1, 17))
+        ] == list(range(1, 33))
 
     plain = make_design(arguments(warm, Path("undisturbed"), *flags))
     executor = LocalExecutor(cpus=1)

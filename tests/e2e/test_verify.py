@@ -57,7 +57,7 @@ def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
         "0",
     )
     failures = [check for check in checks.values() if check["passed"] is False]
-    assert code == 0 and len(checks) == 79 and not failures, said
+    assert code == 0 and len(checks) == 80 and not failures, said
 
 
 def test_a_resume_that_skips_a_prompt(warm, tmp_path):

@@ -281,7 +281,7 @@ def test_what_is_computed_twice_is_kept_of_one_layer_alone():
 def test_a_real_run_takes_no_more_than_was_predicted(setting, tmp_path):
     """And not much less, had the process as many pages of libraries as predicted: how many are
     resident differs from machine to machine, by 0.1 GB here."""
-    flags = f"{SETTINGS[setting]} --prompts_per_rollout 32 --num_problems 64"
+    flags = f"{SETTINGS[setting]} --prompts_per_rollout 32"
     for place, of in run(flags, tmp_path).items():
         peak = largest(of, place)
         assert {"evaluation", "sampling", "update", "sync", "checkpoint"} <= set(of)
