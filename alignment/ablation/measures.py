@@ -189,7 +189,7 @@ def _tokens_to(run: Run, given: RunMeasures) -> np.ndarray:
     return share_until(amounts_E, run.scores.rewards_EQ, target, given.tokens)
 
 
-def greedy_rewards(run: Run) -> np.ndarray:
+def _greedy(run: Run, given: RunMeasures) -> np.ndarray:
     """The rewards [Q] of the run's greedy answers in its last evaluation (--eval_greedy). Raises
     `UserError` where it has none."""
     name = f"eval_greedy_{run.evals[-1]['step']:06d}.jsonl"
@@ -200,10 +200,6 @@ def greedy_rewards(run: Run) -> np.ndarray:
         )
     rewards = {line["problem"]: float(line["score"]["reward"]) for line in lines}
     return np.array([rewards[question] for question in run.scores.questions])
-
-
-def _greedy(run: Run, given: RunMeasures) -> np.ndarray:
-    return greedy_rewards(run)
 
 
 def _entropy(run: Run, given: RunMeasures) -> np.ndarray:

@@ -116,7 +116,7 @@ class ShortRowAttention(torch.autograd.Function):
         kept = []
         start = 0
         for rows in layout:
-            end = start + len(rows.tokens_N)
+            end = start + rows.tokens
             q = rows.take(q_NHD, rows.places)
             k = rows.take(k_NJD, rows.key_places)
             v = rows.take(v_NJD, rows.key_places)
@@ -136,13 +136,13 @@ class ShortRowAttention(torch.autograd.Function):
     def backward(ctx, gradient_NHD):
         k_NJD, v_NJD, *kept = ctx.saved_tensors
         precise = torch.promote_types(gradient_NHD.dtype, torch.float32)
-        tokens = len(gradient_NHD)
         sums = []
-        for heads, size in (kept[0].shape[1::2], k_NJD.shape[1:], v_NJD.shape[1:]):
-            sums.append(gradient_NHD.new_empty(tokens, heads, size, dtype=precise))
+        # Queries are as many, and as wide, as outputs (`takes_short_rows`).
+        for shape in (gradient_NHD.shape, k_NJD.shape, v_NJD.shape):
+            sums.append(gradient_NHD.new_empty(shape, dtype=precise))
         start = 0
         for number, rows in enumerate(ctx.layout):
-            end = start + len(rows.tokens_N)
+            end = start + rows.tokens
             q, out, log_sum = kept[3 * number : 3 * number + 3]
             k = rows.take(k_NJD, rows.key_places)
             v = rows.take(v_NJD, rows.key_places)

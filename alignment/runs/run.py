@@ -64,9 +64,8 @@ class RunConfig:
     reference_reset_interval: int = 0  # Steps between resets of the reference; 0: never.
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
     target_accuracy: float = 0.0  # The run ends after an evaluation that has it; 0: none.
-    has_baseline: bool = (
-        True  # Whether a group's rewards are compared, so that equal ones are lost.
-    )
+    has_baseline: bool = True
+    """Whether advantages compare a group's rewards, so that equal ones teach nothing."""
 
 
 class Restartable(Protocol):
