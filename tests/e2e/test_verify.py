@@ -63,7 +63,7 @@ def test_two_processes_that_share_the_weights_pass(warm, tmp_path):
 def test_a_resume_that_skips_a_prompt(warm, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKIP_A_PROMPT)
     code, said, checks = verify(tmp_path, warm, "--kill_after", "1", "--json", "lines.json")
-    assert code == 1 and "2 of 83 checks failed" in said and len(checks) == 83, said
+    assert code == 1 and f"2 of {len(checks)} checks failed" in said, said
     assert "reproducible: not verified" in said
     assert not list(tmp_path.glob(".verify_*"))  # the runs are deleted
     lines = read_json(tmp_path / "lines.json")["lines"]
