@@ -199,9 +199,9 @@ GROUPS = [
     *of_file(
         "data/tasks/countdown.py",
         (
-            "truths of Countdown with another target",
-            'f"{target} = {listed}"',
-            'f"{target + 1} = {listed}"',
+            "questions of Countdown with another target",
+            'question = f"{listed} -> {target}"',
+            'question = f"{listed} -> {target + 1}"',
             ("--task", "countdown_small"),
         ),
     ),

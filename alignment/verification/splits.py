@@ -22,6 +22,7 @@ SHUFFLED = 13
 # By how many standard deviations a share by chance may be off.
 MOST_DEVIATIONS = 6
 ARITHMETIC = re.compile(r"What is (\d+(?: [-+*] \d+)*)\?")
+COUNTDOWN = re.compile(r"(\d+(?: \d+)*) -> (\d+)")
 
 
 def words_of(text: str) -> str:
@@ -72,7 +73,7 @@ class RunData:
         yield Check("data: problems that a pass repeats or skips", 0.0, self.repeated_or_skipped)
         yield Check("data: steps of other problems after resume", 0.0, self.other_steps)
         yield Check("data: orders that are not by chance", 0.0, self.fixed_orders)
-        yield Check("data: wrong truths of sums", 0.0, self.wrong_truths)
+        yield Check("data: wrong truths of sums and Countdown", 0.0, self.wrong_truths)
 
     def _reason(self, words: str) -> str:
         """Why a line that needs a list of training problems is not checked."""
@@ -169,12 +170,11 @@ class RunData:
         return faults
 
     def wrong_truths(self) -> int:
-        """How many questions "What is 2 + 3 * 4?" have another truth than the sum's value."""
+        """How many problems have another truth than that of their question."""
         wrong = 0
         for problem in itertools.chain(self.asked_in_training(), self.evaluated):
-            match = ARITHMETIC.fullmatch(problem.question)
-            if match is not None:
-                wrong += problem.ground_truth != str(value_of_sum(match[1]))
+            truth = truth_of(problem.question)
+            wrong += truth is not None and problem.ground_truth != truth
         return wrong
 
     def other_steps(self) -> int:
@@ -183,6 +183,19 @@ class RunData:
         anew = self.open_anew()
         steps = [done + 1 for done in RESUMED_AT]
         return sum(self.of_step(anew, step) != self.of_step(self.trained, step) for step in steps)
+
+
+def truth_of(question: str) -> str | None:
+    """The truth of a question by its words alone: of "What is 2 + 3 * 4?" the sum's value, of
+    Countdown's "1 8 8 -> 17" the target and the numbers; None of any other."""
+    asked = ARITHMETIC.fullmatch(question)
+    if asked is not None:
+        return str(value_of_sum(asked[1]))
+    asked = COUNTDOWN.fullmatch(question)
+    if asked is not None:
+        numbers, target = asked.groups()
+        return f"{target} = {numbers}"
+    return None
 
 
 @dataclass(frozen=True)

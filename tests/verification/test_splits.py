@@ -22,7 +22,7 @@ ELSEWHERE = "data: trained beside the training split"
 PASS = "data: problems that a pass repeats or skips"
 RESUMED = "data: steps of other problems after resume"
 ORDERS = "data: orders that are not by chance"
-SUMS = "data: wrong truths of sums"
+TRUTHS = "data: wrong truths of sums and Countdown"
 
 
 def problem(number: int, split: str = "train") -> Problem:
@@ -152,7 +152,14 @@ def test_a_wrong_truth_of_a_sum():
     assert failed(**changes) == set()
     rows = [replace(rows[0], ground_truth="20"), rows[1]]
     changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
-    assert failed(**changes) == {SUMS}
+    assert failed(**changes) == {TRUTHS}
+
+
+@pytest.mark.parametrize("truth", ["17 = 1 8 8", "18 = 1 8 8", "17 = 1 8"])
+def test_a_wrong_truth_of_countdown(truth):
+    rows = [Problem("a", "1 8 8 -> 17", "", truth)]
+    changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
+    assert failed(**changes) == ({TRUTHS} if truth != "17 = 1 8 8" else set())
 
 
 HELD_OUT = [problem(number, "test") for number in range(100)]
