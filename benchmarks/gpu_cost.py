@@ -2,6 +2,7 @@
 
     uv run -m benchmarks.gpu_cost --work update
     uv run -m benchmarks.gpu_cost --work log_probs --micro_batch_tokens 8192
+    uv run -m benchmarks.gpu_cost --kernels compiled --uncompiled cast_norm
     uv run -m benchmarks.gpu_cost --figures
 
 The product's own code computes on fake tensors of the true shape (`benchmarks.gpu_trace`), by
@@ -18,6 +19,7 @@ has run it.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,7 +50,7 @@ from alignment.policy.single_device import SingleDevicePolicy
 from alignment.sampling.transformers import _SharedDecoding, draw
 from alignment.system.terminal import make_table
 from alignment.training.update import rollout_objective, rows_with_gradient
-from benchmarks.gpu_fused import compiled_functions, liger_kernels
+from benchmarks.gpu_fused import COMPILED, compiled_functions, liger_kernels
 from benchmarks.gpu_trace import (
     CARD,
     CLASSES,
@@ -121,6 +123,8 @@ class Setting:
     """Of the model; None: its own."""
     recomputed_mlps: float = 0.0
     """The share of the layers of which the MLP's inside is computed again in backward."""
+    uncompiled: Sequence[str] = ()
+    """Functions of `COMPILED` whose operators are kernels of their own."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def apply_kernels(setting: Setting, model, trace, stack: ExitStack) -> None:
     if setting.kernels == "compiled":
         fuse_layers(model)
     if setting.kernels != "eager":
-        stack.enter_context(compiled_functions(trace))
+        stack.enter_context(compiled_functions(trace, setting.uncompiled))
         use_fused_kernels(model)
     if setting.recomputed_mlps:
         layers = model.config.num_hidden_layers
@@ -561,6 +565,7 @@ def main(
     prompt: int = 150,
     response: int = 1024,
     recomputed_mlps: float = 0.0,
+    uncompiled: tuple[str, ...] = (),
     peak: bool = False,
     figures: bool = False,
     fit: bool = False,
@@ -580,6 +585,7 @@ def main(
         response: Tokens of the longest response.
         recomputed_mlps: Share of the layers of which the MLP's inside is computed again; 0 or 1
             without --peak.
+        uncompiled: Compiled functions, of `gpu_fused.COMPILED`, that are counted as eager ones.
         peak: Print what an update holds at most instead.
         figures: Model the six measured figures instead.
         fit: Print the coefficients that the measured figures give instead.
@@ -587,6 +593,10 @@ def main(
     console = Console(width=150)
     if fit:
         return print_fit(globals()["fit"]())
+    unknown = sorted(set(uncompiled) - set(COMPILED))
+    if unknown:
+        names = ", ".join(COMPILED)
+        sys.exit(f"--uncompiled {unknown[0]}: no function has this name; there are {names}")
     rates = measured_rates()
     if figures:
         return console.print(table_of_figures(rates))
@@ -602,6 +612,7 @@ def main(
         prompt,
         response,
         recomputed_mlps=recomputed_mlps,
+        uncompiled=uncompiled,
     )
     if peak:
         return console.print(table_of_peak(trace_peak(setting)))

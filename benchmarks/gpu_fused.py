@@ -208,10 +208,14 @@ class Structure:
 
 
 @contextmanager
-def compiled_functions(trace: Trace) -> Iterator[None]:
-    """A block in which functions that would be compiled are counted by `COMPILED`."""
+def compiled_functions(trace: Trace, uncompiled: Sequence[str] = ()) -> Iterator[None]:
+    """A block in which functions that would be compiled are counted by `COMPILED`, but those of
+    the names `uncompiled`, each of whose operators is a kernel of its own."""
 
     def compiled(function: Callable) -> Callable:
+        if function.__name__ in uncompiled:
+            return function
+
         def call(*arguments, **options):
             structure, tensors = Structure.of(arguments, options)
             return CompiledCall.apply(trace, function, structure, *tensors)

@@ -149,6 +149,17 @@ def test_a_compiled_function_reads_its_inputs_and_writes_its_outputs_once():
     ]
 
 
+def test_a_function_that_is_left_uncompiled_is_counted_by_its_operators():
+    with traced_card() as trace, compiled_functions(trace, ["gated"]):
+        gate, up = (on_card(3, 4, dtype=torch.bfloat16) for _ in range(2))
+        kernels.fused(kernels.gated)(torch.nn.functional.silu, gate, up)
+    # One in and one out; then two in and one out.
+    assert trace.kernels == [
+        Kernel("silu", ELEMENTWISE, bytes=2 * 24),
+        Kernel("mul", ELEMENTWISE, bytes=3 * 24),
+    ]
+
+
 def test_the_card_holds_what_lives_and_not_what_a_fused_function_makes_on_its_way():
     with traced_card() as trace, compiled_functions(trace):
         gate, up = (on_card(3, 4, dtype=torch.bfloat16) for _ in range(2))
