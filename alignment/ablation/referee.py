@@ -46,7 +46,8 @@ def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
     question = "Are there enough seeds, and are all of them shown?"
     numbers = sorted({len(runs) for runs in study.arms.values() if runs})
     span = " to ".join(str(number) for number in dict.fromkeys((numbers[0], numbers[-1])))
-    words = f"{span} seeds an arm, each in the table of arms"
+    noun = "seed" if span == "1" else "seeds"
+    words = f"{span} {noun} an arm, each in the table of arms"
     if numbers[0] < 2:
         return Answer(question, "no", f"{words}; one seed shows no difference")
     winners = [comparison for comparison in comparisons if comparison.kind == "greater"]
@@ -151,10 +152,10 @@ def _compute(study: Study) -> Answer:
 
 def _amount_words(amounts: Mapping[str, float]) -> str:
     """What runs took, in words."""
-    return (
-        f"{amounts['runs']:.0f} runs with {amounts['tokens']:,.0f} sampled tokens in"
-        f" {amounts['seconds'] / 3600:.2g} hours of steps"
-    )
+    minutes = amounts["seconds"] / 60
+    time = f"{minutes:.2g} minutes" if minutes < 60 else f"{minutes / 60:.2g} hours"
+    runs = f"{amounts['runs']:.0f} runs with {amounts['tokens']:,.0f} sampled tokens"
+    return f"{runs} in {time} of steps"
 
 
 def _held_out(study: Study) -> Answer:
