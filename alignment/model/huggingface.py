@@ -5,6 +5,7 @@ quantised models and object detection. It and torch's optimisers load torch's co
 functions from it. Without these, importing this module takes 3.5 s of a core instead of 6. Under
 torchrun, beside vLLM, or where transformers is loaded already, all are loaded."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -35,6 +36,8 @@ class CompilerStandIn(ModuleType):
     assume_constant_result = staticmethod(_unchanged)
     # no module is one yet
     eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))
+    # torch.func's gradients switch compiled ones off
+    compiled_autograd = SimpleNamespace(_disable=contextlib.nullcontext)
     __path__ = []  # it is a package, whose modules `SubmoduleFinder` finds
 
     @staticmethod

@@ -18,7 +18,7 @@ def result(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_model_is_loaded_and_an_optimizer_steps_without_the_compiler(tiny_folder):
+def test_a_model_is_loaded_and_stepped_and_a_gradient_taken_without_the_compiler(tiny_folder):
     code = f"""
 from alignment.model.loading import load_model
 from alignment.policy.single_device import make_optimizer
@@ -27,6 +27,7 @@ optimizer = make_optimizer(model, 0.1, 0.0)
 model(torch.tensor([[1, 2]])).logits.sum().backward()
 before = model.lm_head.weight.clone()
 optimizer.step()
+torch.func.grad(lambda x: x * x)(torch.ones(()))
 changed = bool((before != model.lm_head.weight).any())
 print([name for name in {LEFT_OUT} if name in sys.modules], changed)
 """
