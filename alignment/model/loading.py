@@ -36,6 +36,7 @@ from alignment.model.self_check import (
 )
 from alignment.model.shape import ModelShape, cast_by_autocast
 from alignment.system.errors import UserError
+from alignment.system.garbage import collect_as_usual
 from alignment.system.terminal import say_once
 
 logging.set_verbosity_error()
@@ -249,6 +250,7 @@ def load_model(
         model = spread(model, partition_layers(ModelShape.of(model), devices))
     if run_check_once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
+    collect_as_usual()  # what a command imports is there now
     return model
 
 

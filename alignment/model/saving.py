@@ -138,12 +138,17 @@ def side_files(
 
 @contextmanager
 def weights_alone() -> Iterator[None]:
-    """Within the block `save_pretrained` of a model writes its weights and nothing else."""
+    """Within the block `save_pretrained` of a model writes its weights and nothing else. It unwraps
+    no model, of which ours are none: a second of imports would ask what FSDP has wrapped."""
 
     def write_nothing(self, *arguments, **options):
         return None
 
+    def unwrap(model: PreTrainedModel) -> PreTrainedModel:
+        return model
+
     with (
+        patch("transformers.modeling_utils.unwrap_model", unwrap),
         patch.object(PreTrainedConfig, "save_pretrained", write_nothing),
         patch.object(GenerationConfig, "save_pretrained", write_nothing),
     ):

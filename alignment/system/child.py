@@ -26,6 +26,9 @@ def main() -> None:
     parent, action, target, *arguments = sys.argv[1:]
     watch = threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True)
     watch.start()  # before imports, which take long
+    from alignment.system.garbage import collect_seldom
+
+    collect_seldom()  # until what serves or trains has begun
     if action == "run":
         sys.path.insert(0, os.getcwd())  # as `python -m` does
         sys.argv = ["-m", *arguments]

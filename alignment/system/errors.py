@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from alignment.system.garbage import collect_as_usual, collect_seldom
 from alignment.system.signals import Interrupted, deliver_signals, interruptible, received_signal
 
 
@@ -141,6 +142,7 @@ def run_command(main: Callable[[], None]) -> None:
     been said on the terminal is a line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also where it is a pipe or a file
+    collect_seldom()  # until a model is loaded
     try:
         with interruptible():
             main()
@@ -161,3 +163,5 @@ def run_command(main: Callable[[], None]) -> None:
         one_line = " ".join(str(mistake).split())
         print(f"error: {one_line}", file=sys.stderr)
         sys.exit(mistake.code)
+    finally:
+        collect_as_usual()

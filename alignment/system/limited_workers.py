@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from alignment.system.garbage import collect_as_usual
 from alignment.system.processes import ChildProcess
 
 # Calls of Python functions in a second of CPU time: more than any processor makes. Sympy was
@@ -149,6 +150,7 @@ def serve(descriptor: int) -> None:
     with suppress(EOFError):
         for module in json.loads(pipe.recv_bytes()):
             importlib.import_module(module)
+        collect_as_usual()
         while True:
             pipe.send_bytes(_limited_call(*json.loads(pipe.recv_bytes())))
 

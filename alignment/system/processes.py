@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from alignment.system.errors import RunStopped, in_one_line
+from alignment.system.garbage import collect_as_usual
 from alignment.system.signals import deferred_signals
 
 # A child may die while a process that it forked holds its pipe open. So a parent that waits for a
@@ -252,6 +253,7 @@ def answer_requests(
     try:
         _, arguments = connection.recv()
         served = verbs["start"](*arguments)
+        collect_as_usual()
         connection.send((None, None))
         for verb, arguments in iter(connection.recv, None):
             connection.send((None, verbs[verb](served, connection, *arguments)))
