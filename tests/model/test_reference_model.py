@@ -57,39 +57,41 @@ def test_log_probs_are_those_of_the_model_in_this_process_bit_for_bit(process, m
         assert torch.equal(log_probs[batch.response_mask], expected[batch.response_mask])
 
 
-@pytest.fixture
-def process(tiny_folder):
+@contextlib.contextmanager
+def opened(folder):
     with contextlib.closing(
-        ReferenceProcess(str(tiny_folder), "cpu", torch.float32, False, 30.0)
+        ReferenceProcess(str(folder), "cpu", torch.float32, False, 30.0)
     ) as process:
         yield process
     assert not process._child.is_open and process._child.process.returncode is not None
 
 
+@pytest.fixture(scope="module")
+def process(tiny_folder):
+    """One that a test leaves with the folder's weights, whatever it has done to it."""
+    with opened(tiny_folder) as process:
+        yield process
+
+
 @pytest.mark.slow
-def test_a_run_replaces_its_own_process_when_that_dies_or_hangs(process, model, capsys):
+@pytest.mark.replaces_processes
+def test_a_run_replaces_its_own_process_when_that_hangs(process, model, capsys, monkeypatch):
+    restarts = process.restarts
     assert torch.equal(process.log_probs(*question()), model.log_probs(*question()))
-    process._child.kill()
-    assert torch.equal(process.log_probs(*question(1)), model.log_probs(*question(1)))
-    assert process.restarts == 1
-    again = (
-        "the reference model is started again: the reference model's process was killed by SIGKILL"
-    )
-    assert again in capsys.readouterr().err
     process._child.process.send_signal(signal.SIGSTOP)
-    process.timeout = 5.0
+    monkeypatch.setattr(process, "timeout", 5.0)
     assert torch.equal(process.log_probs(*question(2)), model.log_probs(*question(2)))
-    assert (
-        process.restarts == 2
-        and "gave no answer within 5 s (--sampler_timeout)" in capsys.readouterr().err
-    )
+    assert process.restarts == restarts + 1
+    assert "gave no answer within 5 s (--sampler_timeout)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
+@pytest.mark.replaces_processes
 def test_a_process_has_other_weights_from_a_reset_on_also_when_it_is_replaced(
-    process, model, tiny_folder, tmp_path
+    process, model, tiny_folder, tmp_path, capsys
 ):
     """The other folder's weights are the first ones', halved."""
+    restarts = process.restarts
     shutil.copytree(tiny_folder, tmp_path / "other")
     file = tmp_path / "other" / "model.safetensors"
     halved = {name: tensor / 2 for name, tensor in load_file(file).items()}
@@ -103,27 +105,32 @@ def test_a_process_has_other_weights_from_a_reset_on_also_when_it_is_replaced(
     process._child.kill()
     process.reload(str(tiny_folder))
     assert torch.equal(process.log_probs(*question()), model.log_probs(*question()))
-    assert process.restarts == 2
+    assert process.restarts == restarts + 2
+    again = (
+        "the reference model is started again: the reference model's process was killed by SIGKILL"
+    )
+    assert again in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_rollout_that_no_process_can_compute_stops_the_run_with_its_reason(process):
+def test_a_rollout_that_no_process_can_compute_stops_the_run_with_its_reason(tiny_folder):
     batch, *settings = question()
     unknown = dataclasses.replace(batch, input_ids=batch.input_ids + VOCABULARY)
-    with pytest.raises(
-        RunStopped, match="the reference model's process failed: IndexError: index out of range"
-    ):
-        process.log_probs(unknown, *settings)
-    assert process.restarts == 1
+    reason = "the reference model's process failed: IndexError: index out of range"
+    with opened(tiny_folder) as process:
+        with pytest.raises(RunStopped, match=reason):
+            process.log_probs(unknown, *settings)
+        assert process.restarts == 1
 
 
 @pytest.mark.slow
-def test_a_process_that_is_closed_while_another_thread_waits_is_not_started_again(process):
-    process._child.process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(process.log_probs, *question())
-        time.sleep(0.3)
-        process.close()
-        with pytest.raises(RunStopped):
-            waiting.result(5)
-    assert process.restarts == 0
+def test_a_process_that_is_closed_while_another_thread_waits_is_not_started_again(tiny_folder):
+    with opened(tiny_folder) as process:
+        process._child.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(process.log_probs, *question())
+            time.sleep(0.3)
+            process.close()
+            with pytest.raises(RunStopped):
+                waiting.result(5)
+        assert process.restarts == 0
