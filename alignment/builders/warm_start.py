@@ -32,8 +32,7 @@ from alignment.builders.samplers import make_sampler, stoppable
 from alignment.config.flag import defaults_of_flags
 from alignment.core.records import Problem
 from alignment.core.tokens import pad_token_id
-from alignment.data.prompts import read_system_prompt, trained_response, without_repeated_tag
-from alignment.data.tasks import answer_in_box
+from alignment.data.prompts import read_system_prompt, without_repeated_tag
 from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.evaluation.accuracy import Evaluation, joined_record
 from alignment.model.loading import check_token_ids, load_config, load_tokenizer
@@ -321,25 +320,23 @@ def tokenise_demonstrations(
     number of such demonstrations is printed. Raises `UserError` for a demonstration of more tokens
     than the `context`."""
     task = args.task_in_format
-    problems = task.with_prompts(
-        [problem for problem, _ in demonstrations],
+    if not args.demonstrations:  # whose responses are the user's own
+        demonstrations = task.in_boxes(demonstrations)
+    taught = task.as_taught(
+        demonstrations,
         tokenizer,
         read_system_prompt(args.system_prompt),
         read_examples(args.few_shot),
     )
-    pairs: list[tuple[str, str]] = []
     repeated = 0
-    for problem, (_, response) in zip(problems, demonstrations, strict=True):
-        if task.wants_box and not args.demonstrations:  # whose responses are the user's own
-            response = answer_in_box(response)
-        pairs.append((problem.prompt, trained_response(problem, response, tokenizer)))
-        if without_repeated_tag(problem.prompt, response) != response:
-            repeated += 1
+    for (problem, _), (_, response) in zip(taught, demonstrations, strict=True):
+        repeated += without_repeated_tag(problem.prompt, response) != response
     if repeated:
         say_once(
-            f"{repeated} of {len(pairs)} demonstrations begin with the tag that their prompt ends"
+            f"{repeated} of {len(taught)} demonstrations begin with the tag that their prompt ends"
             " with: it is not trained again"
         )
+    pairs = [(problem.prompt, response) for problem, response in taught]
     return tokenise(pairs, tokenizer, context)
 
 

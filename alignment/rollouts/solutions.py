@@ -7,9 +7,9 @@ from typing import Any
 
 from alignment.core.records import Completion, Endless, Problem, Problems, SamplingConfig
 from alignment.core.text import prompt_token_ids, response_token_ids
-from alignment.data.prompts import read_system_prompt, trained_response
+from alignment.data.prompts import read_system_prompt
 from alignment.data.questions import in_sft_share
-from alignment.data.tasks import Task, answer_in_box
+from alignment.data.tasks import Task
 from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.rollouts.config import RolloutConfig
 from alignment.sampling.sampler import Completions, OnResponseEnd
@@ -28,22 +28,15 @@ def worked_solutions(task: Task, config: RolloutConfig, tokenizer) -> list[Demon
     kept = task.untested(pairs, config.dataset_path)
     if config.sft_share:
         kept = [pair for pair in kept if not in_sft_share(task.key(pair[0]), config.sft_share)]
-    problems = task.with_prompts(
-        [problem for problem, _ in kept],
+    taught = task.as_taught(
+        task.in_boxes(kept),
         tokenizer,
         read_system_prompt(config.system_prompt),
         read_examples(config.few_shot),
     )
-    responses = []
-    for problem, (_, response) in zip(problems, kept, strict=True):
-        own = answer_in_box(response) if task.wants_box else response
-        responses.append(trained_response(problem, own, tokenizer))
     most = config.sampling.max_new_tokens
-    token_ids = response_token_ids(tokenizer, responses)
-    worked = []
-    for problem, response, ids in zip(problems, responses, token_ids, strict=True):
-        if len(ids) <= most:
-            worked.append((problem, response))
+    token_ids = response_token_ids(tokenizer, [response for _, response in taught])
+    worked = [pair for pair, ids in zip(taught, token_ids, strict=True) if len(ids) <= most]
     left_out = len(kept) - len(worked)
     line = f"--train_on solutions: {left_out} of {len(kept)} worked solutions of --task {task.name}"
     if not worked:

@@ -10,7 +10,7 @@ from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.answer_cells import IN_BOX, final_answer
-from alignment.data.prompts import ChatOptions, is_chat_file, prompted
+from alignment.data.prompts import ChatOptions, is_chat_file, prompted, trained_response
 from alignment.data.questions import (
     Key,
     distinct,
@@ -24,7 +24,7 @@ from alignment.data.questions import (
 )
 from alignment.data.rows import READERS
 from alignment.data.tasks import arithmetic, countdown, own_data, published
-from alignment.data.tasks.own_data import DataConfig
+from alignment.data.tasks.own_data import DataConfig, Demonstration
 from alignment.system.errors import UserError, in_one_line, place_in_users_code
 from alignment.system.registry import find
 
@@ -168,6 +168,32 @@ class Task:
         Raises `UserError` as `prompted` does."""
         options = ChatOptions(system_prompt, self.wants_box, tuple(examples))
         return prompted(problems, self.prompt, tokenizer, options)
+
+    def as_taught(
+        self,
+        demonstrations: Sequence[Demonstration],
+        tokenizer,
+        system_prompt: str = "",
+        examples: Sequence[tuple[str, str]] = (),
+    ) -> list[Demonstration]:
+        """The demonstrations with their prompts (`with_prompts`), and the responses as SFT teaches
+        them behind these (`trained_response`).
+
+        Raises `UserError` as both do."""
+        problems = self.with_prompts(
+            [problem for problem, _ in demonstrations], tokenizer, system_prompt, examples
+        )
+        taught = []
+        for problem, (_, response) in zip(problems, demonstrations, strict=True):
+            taught.append((problem, trained_response(problem, response, tokenizer)))
+        return taught
+
+    def in_boxes(self, demonstrations: Sequence[Demonstration]) -> Sequence[Demonstration]:
+        """The task's own demonstrations, whose answers are in a box where the prompt asks for
+        one."""
+        if not self.wants_box:
+            return demonstrations
+        return [(problem, answer_in_box(response)) for problem, response in demonstrations]
 
     def test_split(self, dataset_path: str) -> Sequence[Problem]:
         """The problems of the test split, of which several may ask the same question. Raises
