@@ -427,6 +427,7 @@ def step_shape(
         frozen=sum([args.keeps_reference, keeps_copy]),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
+        draws_rollouts=args.train_on == "samples",
         kernels=counted_kernels(args, roles),
     )
 
@@ -721,8 +722,8 @@ def run_seconds(run: RLArgs, phases: dict[str, float], shares: Shares) -> RunSec
     of all else, which go on side by side."""
     evaluations = (1 + ceil(run.num_steps / run.eval_interval)) * phases["evaluation"]
     checkpoints = ceil(run.num_steps / run.save_interval) * phases["checkpoint"]
-    sampling = phases["sampling"]
-    of_no_training = sum(phases[phase] for phase in ("sampling", "evaluation", "checkpoint"))
+    sampling = phases.get("sampling", 0.0)  # Worked solutions are not sampled.
+    of_no_training = sampling + phases["evaluation"] + phases["checkpoint"]
     training = sum(phases.values()) - of_no_training
     step = max(sampling, training) if run.rollouts == "async" else sampling + training
     return RunSeconds(

@@ -195,8 +195,11 @@ class StepWork:
     def by_phase(self) -> dict[str, Work]:
         """Phase -> work."""
         log_probs = self.passes(1, 1).work
+        sampling = {}
+        if self.step.draws_rollouts:
+            sampling["sampling"] = self.sampling("sampling", 1 + self.schedule.refills)
         return {
-            "sampling": self.sampling("sampling", 1 + self.schedule.refills),
+            **sampling,
             **dict.fromkeys(sorted(self.step.passes), log_probs),
             **self.teacher(),
             "update": self.update(),

@@ -202,7 +202,7 @@ class Sampling(Decoding):
 
     @property
     def occurs(self) -> bool:
-        return self.load.samples
+        return self.load.samples and self.load.step.draws_rollouts
 
 
 @dataclass(frozen=True)

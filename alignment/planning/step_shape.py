@@ -50,6 +50,8 @@ class StepShape:
     """The model of --teacher; None without."""
     gradient_checkpointing: bool = False
     """Whether layers are computed twice, also where one pass would fit."""
+    draws_rollouts: bool = True
+    """Whether responses are sampled; worked solutions (--train_on solutions) are not."""
     kernels: str = "eager"
     """The policy's kernels, a key of `KEPT_MLP_VECTORS`."""
 

@@ -279,6 +279,14 @@ def test_seconds_are_of_any_card_where_none_is_named(planned):
         planned("--calibrate", "none")
 
 
+def test_worked_solutions_take_no_sampling(planned):
+    flags = ("--loss_type", "no_baseline", "--group_size", "1")
+    assert "sampling" in planned(*flags) and "sampled tokens a second" in planned(*flags)
+    said = planned(*flags, "--train_on", "solutions")
+    assert "sampling" not in said and "sampled" not in said
+    assert "update" in said and "evaluation" in said
+
+
 def test_the_best_is_printed_with_its_rank(planned):
     """Three GPUs: the policy on one, beside two engines or one engine and the others' models; or on
     two, by three kinds."""
