@@ -162,8 +162,9 @@ class ResponseReader:
     def _has_last_letter(self, token: int, stop: tuple[str, ...]) -> bool:
         """Whether the token may hold the last letter, or a part of it, of a stop string."""
         piece = self._decode([token, token])  # twice, as some decoders drop a space in front
-        # U+FFFD stands for a part of a character.
-        return any(string[-1] in piece or "\ufffd" in piece for string in stop)
+        # U+FFFD stands for a part of a character, which those of ASCII are not cut into.
+        is_part = "\ufffd" in piece
+        return any(string[-1] in piece or (is_part and not string[-1].isascii()) for string in stop)
 
     def _visible(self, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
         """The tokens without those that end or pad, unless one is itself a stop string."""
