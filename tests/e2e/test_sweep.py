@@ -196,6 +196,57 @@ def test_a_run_that_fails_is_said(warm, tmp_path, capsys):
     assert "failed" in said and "logs/grpo_clip_seed1.log" in said
 
 
+# --- runs that are lost ---------------------------------------------------------------------------
+
+STEPS = 6
+LONG = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", str(STEPS)]
+# A step takes most of a second, so that a run can be lost before its last one.
+SLOW_REWARD = """
+import time
+
+def slow_reward(response, ground_truth):
+    time.sleep(0.05)
+    return dict.fromkeys(("reward", "format_reward", "answer_reward"), float(len(response) % 2))
+"""
+
+
+def long_sweep(patched: pytest.MonkeyPatch, warm: Path, folder: Path, *flags: str):
+    """The design of a sweep of long runs, in a folder that is the current one from now on."""
+    patched.chdir(folder)
+    patched.syspath_prepend(folder)
+    Path("slow_rewards.py").write_text(SLOW_REWARD)
+    reward = ["--reward", "slow_rewards:slow_reward"]
+    return make_design(arguments(warm, Path("output"), *LONG, *reward, *flags))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(warm, tmp_path_factory) -> Path:
+    """The folder of long runs that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    executor = LocalExecutor(cpus=1)
+    with pytest.MonkeyPatch.context() as patched:
+        design = long_sweep(patched, warm, folder)
+        try:
+            run_all(design, executor, [State(arm, 0) for arm in design.arms], Console(width=200))
+        finally:
+            executor.close()
+    return folder / design.folder
+
+
+def assert_the_same(run: Path, undisturbed: Path) -> None:
+    steps = [record["step"] for record in read_jsonl(run / "metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+    assert weights_of(run) == weights_of(undisturbed)
+    ends = [
+        read_jsonl(folder / "evals.jsonl")[-1]["avg_all_rewards"] for folder in (run, undisturbed)
+    ]
+    assert ends[0] == ends[1]
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "final" / "model.safetensors").read_bytes()
+
+
 # --- with Ray -------------------------------------------------------------------------------------
 
 
@@ -207,16 +258,12 @@ def cluster():
     made.shutdown()
 
 
-def weights_of(run: Path) -> bytes:
-    return (run / "final" / "model.safetensors").read_bytes()
-
-
-def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch, capsys, wait_for):
+def test_a_node_that_is_killed_costs_no_run(
+    cluster, warm, undisturbed, tmp_path, monkeypatch, capsys, wait_for
+):
     """The run that was on it is continued on the other node, and ends as the undisturbed one
     does."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "32"]
-    design = make_design(arguments(warm, Path("on_a_cluster"), *flags))
+    design = long_sweep(monkeypatch, warm, tmp_path)
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
     second = cluster.add_node(num_cpus=1)  # only now, so that this process hangs on the first
@@ -248,22 +295,7 @@ def test_a_node_that_is_killed_costs_no_run(cluster, warm, tmp_path, monkeypatch
     (killed,) = [state for state in states if state.attempts == 2]
     assert "its worker or machine is gone; trying again" in capsys.readouterr().out
     for state in states:
-        assert [
-            r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")
-        ] == list(range(1, 33))
-
-    plain = make_design(arguments(warm, Path("undisturbed"), *flags))
-    executor = LocalExecutor(cpus=1)
-    try:
-        run_all(plain, executor, [State(killed.arm, killed.seed)], Console(width=200))
-    finally:
-        executor.close()
-    assert weights_of(design.folder / killed.name) == weights_of(plain.folder / killed.name)
-    ends = [
-        read_jsonl(folder / killed.name / "evals.jsonl")[-1]["avg_all_rewards"]
-        for folder in (design.folder, plain.folder)
-    ]
-    assert ends[0] == ends[1]
+        assert_the_same(design.folder / state.name, undisturbed / state.name)
 
 
 def exit_codes(executor: RayExecutor, jobs: int) -> dict[str, int]:
@@ -358,14 +390,12 @@ def test_more_than_a_machine_has_is_refused():
 
 
 def test_a_slurm_job_that_is_preempted_or_killed_goes_on(
-    warm, tmp_path, monkeypatch, capsys, wait_for
+    warm, undisturbed, tmp_path, monkeypatch, capsys, wait_for
 ):
     """A preempted run saves its last step, and its job goes on by itself; a killed one is submitted
     again. Both end as undisturbed runs do."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
-    flags = ["--loss_type", "no_baseline", "grpo_clip", "--num_steps", "8"]
-    design = make_design(arguments(warm, Path("on_a_cluster"), *flags, "--executor", "slurm"))
+    design = long_sweep(monkeypatch, warm, tmp_path, "--executor", "slurm")
     states = preempted, killed = [State(arm, 0) for arm in design.arms]
     executor = SlurmExecutor(design.folder, {"time": 10, "partition": "gpu"}, 1, cluster="local")
 
@@ -388,17 +418,8 @@ def test_a_slurm_job_that_is_preempted_or_killed_goes_on(
         f"{preempted.name}: {end}" in said for end in ("its", "exit")
     )
     assert "stopped after step" in (design.folder / "logs" / f"{preempted.name}.log").read_text()
-    plain = make_design(arguments(warm, Path("undisturbed"), *flags))
-    executor = LocalExecutor(cpus=1)
-    try:
-        run_all(plain, executor, [State(state.arm, 0) for state in states], Console(width=200))
-    finally:
-        executor.close()
     for state in states:
-        assert [
-            r["step"] for r in read_jsonl(design.folder / state.name / "metrics.jsonl")
-        ] == list(range(1, 9))
-        assert weights_of(design.folder / state.name) == weights_of(plain.folder / state.name)
+        assert_the_same(design.folder / state.name, undisturbed / state.name)
 
 
 def test_a_sweep_that_stops_cancels_its_slurm_jobs(tmp_path, wait_for):

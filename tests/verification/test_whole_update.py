@@ -18,6 +18,7 @@ from alignment.builders.run_plan import plan_run
 from alignment.builders.verified_updates import VerifiedParts, plan_updates
 from alignment.core import losses
 from alignment.core.losses import loss_denominator
+from alignment.data.embedded import build_tiny
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
@@ -42,6 +43,14 @@ from alignment.verification.whole_update import (
 from alignment.verify import report
 
 Planted = contextlib.AbstractContextManager
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory) -> Path:
+    """A smaller model than the tiny one: float64 takes most of the time."""
+    folder = tmp_path_factory.mktemp("small")
+    build_tiny(folder, hidden_size=32)
+    return folder
 
 
 def updates_of(folder: Path, **settings) -> TwoRollouts:
@@ -218,8 +227,8 @@ SEEN_BY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", SEEN_BY, ids=lambda planted: planted.__name__)
-def test_a_planted_fault_is_seen(tiny_folder, planted):
-    updates = updates_of(tiny_folder, epochs_per_rollout=2, beta=0.05)
+def test_a_planted_fault_is_seen(small_folder, planted):
+    updates = updates_of(small_folder, epochs_per_rollout=2, beta=0.05)
     with planted(updates.policy):
         records = records_of(updates)
     failed = {what for what, record in records.items() if record["passed"] is False}
@@ -227,8 +236,8 @@ def test_a_planted_fault_is_seen(tiny_folder, planted):
 
 
 @pytest.mark.slow
-def test_moments_that_are_not_loaded_end_the_check(tiny_folder):
-    updates = updates_of(tiny_folder, epochs_per_rollout=2, beta=0.05)
+def test_moments_that_are_not_loaded_end_the_check(small_folder):
+    updates = updates_of(small_folder, epochs_per_rollout=2, beta=0.05)
     with (
         moments_that_are_not_loaded(updates.policy),
         pytest.raises(RunStopped, match="the optimiser does not hold the moments of the file"),
@@ -237,9 +246,9 @@ def test_moments_that_are_not_loaded_end_the_check(tiny_folder):
 
 
 @pytest.mark.slow
-def test_mini_batches_that_leave_rows_out_are_seen_by_their_line(tiny_folder):
+def test_mini_batches_that_leave_rows_out_are_seen_by_their_line(small_folder):
     """Also where the papers are given the same ones."""
-    updates = updates_of(tiny_folder, epochs_per_rollout=2)
+    updates = updates_of(small_folder, epochs_per_rollout=2)
     with (
         dropped_mini_batch(updates.policy),
         changed(two_rollouts, "mini_batches", lambda real, *arguments: real(*arguments)[::2]),
@@ -273,30 +282,30 @@ HEALTHY = (
 
 
 @pytest.mark.slow
-def test_no_false_alarm(tiny_folder):
+def test_no_false_alarm(small_folder):
     """Of several updates of a rollout, for losses, estimators, optimisers and adapters."""
     for settings in HEALTHY:
-        records = records_of(updates_of(tiny_folder, epochs_per_rollout=2, **settings))
+        records = records_of(updates_of(small_folder, epochs_per_rollout=2, **settings))
         others = {name: one for name, one in records.items() if one["verdict"] != "passed"}
         assert len(records) >= 5 and not others, (settings, others)
 
 
 @pytest.mark.slow
-def test_groups_of_equal_answers_stop_nothing(tiny_folder):
+def test_groups_of_equal_answers_stop_nothing(small_folder):
     """Rounding alone is left of their gradient; a rate chosen by that would destroy the weights."""
 
     def sample(real, *arguments):
         return [[completions[0]] * len(completions) for completions in real(*arguments)]
 
-    updates = updates_of(tiny_folder)
+    updates = updates_of(small_folder)
     with changed(updates.sampler, "sample", sample):
         records = records_of(updates)
     assert len(records) == 16
     assert not any(record["error"] for record in records.values()), records
 
 
-def test_one_update_of_a_rollout_is_compared_too(tiny_folder):
-    records = records_of(updates_of(tiny_folder))
+def test_one_update_of_a_rollout_is_compared_too(small_folder):
+    records = records_of(updates_of(small_folder))
     assert [record["verdict"] for record in records.values()] == ["passed"] * 16
     assert WEIGHTS.replace("8", "2") in records and WEIGHTS in records
     assert "decay 0.5" in records[WEIGHTS]["note"]
