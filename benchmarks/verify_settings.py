@@ -37,7 +37,7 @@ SETTINGS = (
     "--loss_type sapo --train_mini_batch_size 4 --advantage positive_only",
     "--loss_type gmpo --train_mini_batch_size 4 --advantage negative_only",
     "--loss_type dppo --old_log_probs sampler --epochs_per_rollout 2",
-    "--advantage pass_at_k --sampler_correction sequence_mask",
+    "--advantage pass_at_k --advantage.k 2 --sampler_correction sequence_mask",
     "--advantage problem_average --overlong_buffer 8 --skip_unfinished",
     "--advantage reinforce_plus_plus_baseline --sampler_correction token_truncate --max_refills 2",
     # Terms beside the loss, and selected tokens.

@@ -191,6 +191,17 @@ def test_a_preset_may_be_a_file_of_ones_own(tmp_path, monkeypatch):
     assert parse(SFTArgs, ["--preset", str(file)]).task == "countdown_small"
 
 
+def test_a_presets_own_settings_count_before_other_flags_are_checked(tmp_path):
+    """Groups of 3 are enough for the preset's k of 2, and not for the estimator's default of 4."""
+    file = tmp_path / "pairs.toml"
+    file.write_text('[train_rl]\nadvantage = "pass_at_k"\ngroup_size = 3\n"advantage.k" = 2\n')
+    args = parse(RLArgs, ["--preset", str(file), "--num_steps", "4"])
+    assert args.update_config.advantage.smallest_group == args.group_size == 3
+    assert parse(RLArgs, ["--preset", str(file), "--advantage", "opo"]).own_settings == ()
+    with pytest.raises(UserError, match="at least 4, as --advantage pass_at_k needs"):
+        parse(RLArgs, ["--preset", str(file), "--advantage.k", "3"])
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

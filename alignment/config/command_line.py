@@ -2,6 +2,7 @@
 mistakes."""
 
 import argparse
+import copy
 import dataclasses
 import json
 import sys
@@ -16,7 +17,12 @@ import tyro
 
 from alignment.config.commands import Args
 from alignment.config.data import SFTShareFlags
-from alignment.config.flag import DataclassInstance, defaults_of_flags, flags_of_class
+from alignment.config.flag import (
+    OWN_SETTINGS,
+    DataclassInstance,
+    defaults_of_flags,
+    flags_of_class,
+)
 from alignment.config.presets import from_preset, preset_tables
 from alignment.config.settings import (
     arguments_of,
@@ -94,13 +100,12 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     # Own words are those of settings of the chosen loss, say, as --loss.x: tyro does not know them.
     words, own_words = split_own_words(cls, words)
     options: dict[str, Any] = {"use_underscores": True}
-    settings_of_preset: Mapping[str, Any] = {}
+    preset: Any = None
     if issubclass(cls, Args):
         # The preset decides the other flags' defaults.
         given_presets = given_words(words, "preset")
         preset = from_preset(cls, given_presets[0] if given_presets else Args.preset)
-        settings_of_preset = dict(preset.own_settings)
-        options["default"] = dataclasses.replace(preset, own_settings=())
+        options["default"] = _with_own_settings(preset, words, single_values(own_words))
     if {"-h", "--help"} & set(words):
         _print_help(cls, options, words)
         sys.exit(0)
@@ -109,17 +114,32 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         words = [word for word in words if word != "--print_config"]
     args = tyro.cli(cls, args=check_words(cls, words), **options)
     if issubclass(cls, Args):
-        before = given_values(options["default"]) | settings_of_preset
+        before = given_values(preset)
         # The preset as its file is known by: a path is whole.
         given = given_values(args) | {"preset": before["preset"]}
         values = changed_values(cls, before, given)
-        args = cast(ArgumentsType, arguments_of(cls, values | single_values(own_words)))
+        args = cast(ArgumentsType, arguments_of(cls, values))
     elif own_words:
         args = dataclasses.replace(args, own_settings=tuple(own_words.items()))
     if is_printed:
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
         sys.exit(0)
     return args
+
+
+def _with_own_settings(preset: Any, words: Sequence[str], own: Mapping[str, object]) -> Any:
+    """The preset with the settings of losses, say, that the command line has: those that its other
+    `words` leave of the preset, and its `own` ones. It is not checked, since its other flags are
+    not those of the command line."""
+    chosen: dict[str, object] = dict(own)
+    for _, choice in choices_of(type(preset)):
+        for value in given_words(words, choice.flag):
+            chosen[choice.flag] = value
+    values = changed_values(type(preset), given_values(preset), chosen)
+    pairs = tuple((name, value) for name, value in values.items() if is_own(name))
+    unchecked = copy.copy(preset)
+    object.__setattr__(unchecked, OWN_SETTINGS, pairs)
+    return unchecked
 
 
 def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> None:

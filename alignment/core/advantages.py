@@ -75,15 +75,14 @@ class Advantage:
     silent_groups: bool = False
     """Whether a group whose counted rewards are all equal may have advantages other than 0. Such
     groups are then worth training on, and no refill may replace them."""
-    smallest_group: int | str = 2
-    """The fewest responses of a group that it works with, or the name of the setting that says
-    so."""
+    smallest_group: int | Callable[[Any], int] = 2
+    """The fewest responses of a group that it works with, or what gives them from the settings."""
 
     def fewest_responses(self, settings: Any) -> int:
         """`smallest_group`, given the estimator's own settings or None."""
-        if isinstance(self.smallest_group, str):
-            return getattr(settings_or_defaults(self.settings, settings), self.smallest_group)
-        return self.smallest_group
+        if isinstance(self.smallest_group, int):
+            return self.smallest_group
+        return self.smallest_group(settings_or_defaults(self.settings, settings))
 
 
 @dataclass(frozen=True)
@@ -279,9 +278,15 @@ class PassAtKSettings:
     """The settings of `pass_at_k`."""
 
     k: int = flag(4, at_least=1)
-    """Responses of which one must be right; at most --group_size."""
+    """Responses of which one must be right; fewer than --group_size."""
     threshold: float = 0.5
     """A response is right where its reward is above."""
+
+
+def more_than_k(settings: PassAtKSettings) -> int:
+    """The fewest responses of a group that `pass_at_k` learns from: of k there is one set, whose
+    reward is the mean of all sets."""
+    return settings.k + 1
 
 
 def pass_at_k(inputs: AdvantageInputs, state: None) -> tuple[Tensor, None]:
@@ -397,7 +402,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "negative_only": Advantage(
         negative_only, settings=NegativeOnlySettings, silent_groups=True, smallest_group=1
     ),
-    "pass_at_k": Advantage(pass_at_k, settings=PassAtKSettings, smallest_group="k"),
+    "pass_at_k": Advantage(pass_at_k, settings=PassAtKSettings, smallest_group=more_than_k),
     "maxrl": Advantage(maximum_likelihood),
     "problem_average": Advantage(
         problem_average, settings=ProblemAverageSettings, silent_groups=True, smallest_group=1

@@ -100,6 +100,7 @@ def test_responses_that_do_not_count_change_no_other(name, data):
     counted = data.draw(st.lists(st.booleans(), min_size=8, max_size=8))
     others = data.draw(drawn)
     state = {"0": 0.3}
+    settings = PassAtKSettings(k=2) if name == "pass_at_k" else None
     advantages = []
     for given_rewards in (rewards, others):
         mixed = [
@@ -111,7 +112,12 @@ def test_responses_that_do_not_count_change_no_other(name, data):
             for other, counts in zip(given_rewards, counted, strict=True)
         ]
         advantages_PG, _ = estimate(
-            name, [mixed[:4], mixed[4:]], None, state, [counted[:4], counted[4:]], lengths=lengths
+            name,
+            [mixed[:4], mixed[4:]],
+            settings,
+            state,
+            [counted[:4], counted[4:]],
+            lengths=lengths,
         )
         advantages.append(advantages_PG)
     assert torch.equal(*advantages)

@@ -83,10 +83,12 @@ def test_flags_that_do_not_suit_an_estimator_are_refused():
         "with --advantage my_package.running_mean:entry, which learns from groups of equal rewards"
         " too"
     )
-    assert "at least 4, as --advantage pass_at_k needs" in refusal_of(
-        "--advantage", "pass_at_k", "--group_size", "2"
+    assert "at least 5, as --advantage pass_at_k needs" in refusal_of(
+        "--advantage", "pass_at_k", "--group_size", "4"
     )
     assert parse(RLArgs, [*OWN, "--group_size", "1"]).group_size == 1
+    of_pairs = ["--advantage", "pass_at_k", "--advantage.k", "2", "--group_size", "3"]
+    assert parse(RLArgs, of_pairs).update_config.advantage.smallest_group == 3
     assert "there is no such advantage (gae of other" in refusal_of("--advantage", "gae")
     assert "--advantage.decay 1.0: must be 0 or below 1" in refusal_of(
         *OWN, "--advantage.decay", "1"

@@ -43,9 +43,10 @@ def oracle_gradient(folder, rollout, advantages):
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "none"])
 def test_the_gradient_is_the_papers_however_the_batch_is_cut(name, policies, rollout, tiny_folder):
-    args = replaced(ARGS, advantage=name, loss_type="reinforce_with_baseline")
-    if name == "pass_at_k":  # With sets of all four, every group has one reward.
-        args = replaced(args, **{"advantage.k": 2})
+    own_settings = {}
+    if name == "pass_at_k":  # Groups have four responses.
+        own_settings["advantage.k"] = 2
+    args = replaced(ARGS, advantage=name, loss_type="reinforce_with_baseline", **own_settings)
     config = args.update_config
     settings = {"group_size": 4, "advantage": name, **vars(config.advantage)}
     own = config.advantage.settings

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from alignment.args import configuration
 from alignment.builders.run_plan import plan_run
 from alignment.builders.verified_updates import VerifiedParts, plan_updates
+from alignment.config.settings import replaced
 from alignment.core import losses
 from alignment.core.losses import loss_denominator
 from alignment.data.embedded import build_tiny
@@ -56,7 +57,7 @@ def small_folder(tmp_path_factory) -> Path:
 def updates_of(folder: Path, **settings) -> TwoRollouts:
     """The updates of a policy on the CPU, with a sampler of its own."""
     changes = {"max_new_tokens": 10, "dtype": "float32", "weight_decay": 0.5} | settings
-    args = dataclasses.replace(ARGS, micro_batch_tokens=60, **changes)
+    args = replaced(ARGS, micro_batch_tokens=60, **changes)
     policy = SingleDevicePolicy(
         configuration(
             PolicyConfig, args, model_path=str(folder), devices=("cpu",), dtype=args.dtype
@@ -273,7 +274,7 @@ HEALTHY = (
     {"token_selection": "top_entropy", "advantage": "problem_average"},
     {"token_selection": "kl_cov", "sampler_correction": "sequence_mask", "lora_rank": 4},
     {"token_selection": "clip_cov", "covariance_low": 0.1, "optimizer": "adamw_cpu_offload"},
-    {"advantage": "pass_at_k"},  # Of 4 responses, which leaves no gradient.
+    {"advantage": "pass_at_k", "advantage.k": 2},
     {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
     {"dtype": "bfloat16", "entropy_coefficient": 0.01},
     {"adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-4, "optimizer": "muon"},
