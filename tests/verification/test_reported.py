@@ -79,6 +79,7 @@ SETTING = {
     "entropy_coefficient": 0.0,
     "entropy_target": 0.0,
     "token_selection": "none",
+    "old_log_probs": "policy",
     "kl_cov_coefficient": 1.0,
     "sampler_correction": "none",
     "correction_floor": 0.0,
@@ -105,6 +106,29 @@ def test_the_figures_of_an_update_by_hand():
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert step_of(1.0).faults(expected, EXACT) == []
     assert step_of(1.0).faults({**expected, "entropy": 0.75, "kl": 0.0}, EXACT) == ["entropy", "kl"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "faults"),
+    [
+        ({}, ["loss"]),
+        ({"sampler_correction": "token_truncate"}, []),
+        ({"old_log_probs": "sampler"}, []),
+    ],
+)
+def test_a_loss_of_advantages_that_cancel_may_be_off_by_the_samplers_drift(flags, faults):
+    """Two responses of one token, of advantages 1 and -1 and so of a loss of 0: 3e-6 off is more
+    than rounding, unless the sampler's log-probs weigh the tokens. 3e-4 is too much."""
+    setting = SETTING | flags
+    parts = {}
+    for row, advantage in enumerate((1.0, -1.0)):
+        log_probs = [[-1.0]] * 4 + [[0.5]]
+        parts[row] = PaperPart(setting, 1.0, [advantage], log_probs, [False], [1, 1], share=0.0)
+    update = UpdateFigures(1e-3, 2.0, 0.0, parts, {0: [0.5], 1: [0.5]})
+    step = StepFigures([update], setting, 0.0, None, is_near_edge=False)
+    assert step.expected()["loss"] == 0
+    assert step.faults({"loss": 3e-6}, EXACT) == faults
+    assert step.faults({"loss": 3e-4}, EXACT) == ["loss"]
 
 
 def test_an_update_without_an_advantage_computes_no_row():
