@@ -144,18 +144,21 @@ def test_a_signal_keeps_the_rollouts_that_were_drawn_ahead(
     assert digests(tmp_path / NAME) == digests(straight)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sampler_that_is_lost_is_replaced_and_changes_nothing(
-    number, straight, warm, launcher, tmp_path, wait_for
+def test_samplers_that_are_lost_are_replaced_and_change_nothing(
+    straight, warm, launcher, tmp_path, wait_for
 ):
-    pid = launcher.start(tmp_path, "--sft_base", str(warm), *STALE, "--sampler_timeout", "5")
-    wait_for(lambda: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= 1)
-    samplers_of(pid)[0].send_signal(number)
+    """One is killed, and the next one hangs."""
+    flags = ["--sft_base", str(warm), *STALE, "--sampler_timeout", "5"]
+    pid = launcher.start(tmp_path, *flags, pause=0.5)  # so that the second has to draw more
+    for steps, number in ((1, signal.SIGKILL), (4, signal.SIGSTOP)):
+        wait_for(lambda steps=steps: len(read_jsonl(tmp_path / NAME / "metrics.jsonl")) >= steps)
+        wait_for(lambda: samplers_of(pid))
+        samplers_of(pid)[0].send_signal(number)
     assert launcher.wait() == 0, said(tmp_path)
-    reason = "was killed by SIGKILL" if number == signal.SIGKILL else "gave no answer within 5 s"
-    assert f"the sampler is started again: the sampler process on cpu {reason}" in said(
-        tmp_path
-    ).replace("\n", " ")
+    for reason in ("was killed by SIGKILL", "gave no answer within 5 s"):
+        assert f"the sampler is started again: the sampler process on cpu {reason}" in said(
+            tmp_path
+        ).replace("\n", " ")
     assert samplers_of(pid) == []
     ours, theirs = digests(tmp_path / NAME), digests(straight)
     # which have `restarts`
@@ -163,7 +166,7 @@ def test_a_sampler_that_is_lost_is_replaced_and_changes_nothing(
         "metrics",
         "TensorBoard",
     }
-    assert sum(step["restarts"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")) == 1
+    assert sum(step["restarts"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")) == 2
 
 
 def test_a_sampler_that_is_lost_again_and_again_stops_the_run_which_then_goes_on(

@@ -64,17 +64,25 @@ def test_a_killed_run_ends_as_the_undisturbed_one(undisturbed, launcher, tmp_pat
     assert digests(tmp_path / NAME) == digests(undisturbed.output / NAME)
 
 
-@pytest.mark.parametrize("last", [6, 7])
-def test_a_run_resumes_at_and_after_a_reset(undisturbed, launcher, tmp_path, last):
-    """With --save_interval 1, as if it had been killed in the next step."""
+@pytest.fixture(scope="module")
+def of_every_step(undisturbed, launcher, tmp_path_factory) -> Undisturbed:
+    """The same, with a checkpoint of every step."""
+    output = tmp_path_factory.mktemp("of_every_step")
     flags = [*undisturbed.flags, "--save_interval", "1", "--keep_checkpoints", "0"]
-    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
+    assert launcher.run(output, *flags) == 0, said(output)
+    return Undisturbed(output, flags)
+
+
+@pytest.mark.parametrize("last", [6, 7])
+def test_a_run_resumes_at_and_after_a_reset(undisturbed, of_every_step, launcher, tmp_path, last):
+    """As if it had been killed in the next step."""
     cut = tmp_path / NAME
+    shutil.copytree(of_every_step.output / NAME, cut)
     (cut / "summary.json").unlink()
     shutil.rmtree(cut / "final")
     for step in range(last + 1, 9):
         shutil.rmtree(checkpoint_folder(cut, step))
-    assert launcher.run(tmp_path, *flags, "--resume") == 0, said(tmp_path)
+    assert launcher.run(tmp_path, *of_every_step.flags, "--resume") == 0, said(tmp_path)
     ours, theirs = digests(cut), digests(undisturbed.output / NAME)
     for part in ("weights", "optimizer", "metrics"):
         assert ours[part] == theirs[part]
