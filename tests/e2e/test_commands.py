@@ -366,8 +366,18 @@ def test_how_often_it_evaluates_changes_nothing_that_is_trained(
     assert evaluated == [[0, 3], [0, 1, 2, 3]]
 
 
-def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
+@pytest.fixture(scope="module")
+def one_step(warm, tmp_path_factory) -> Path:
+    """The folder of a run of one step."""
+    output = tmp_path_factory.mktemp("one_step")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("alignment.runs.summary.plot_learning_curve", lambda *arguments: None)
+        assert run(patched, "train_rl", *rl_flags(warm, output, "--num_steps", "1")) == 0
+    return output / "tiny_grpo_clip_seed0"
+
+
+def test_a_resume_with_other_arguments_names_them(warm, one_step, tmp_path, monkeypatch, capsys):
+    shutil.copytree(one_step, tmp_path / one_step.name)
     more = rl_flags(warm, tmp_path, "--num_steps", "2", "--resume", "--cliprange", "0.3")
     assert run(monkeypatch, "train_rl", *more) == 2
     assert "--cliprange was 0.2, now 0.3" in capsys.readouterr().err
@@ -389,11 +399,12 @@ def test_a_resume_with_other_arguments_names_them(warm, tmp_path, monkeypatch, c
         ),
     ],
 )
-def test_a_damaged_checkpoint_is_named(damage, message, warm, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "1")) == 0
-    file = tmp_path / "tiny_grpo_clip_seed0" / damage
+def test_a_damaged_checkpoint_is_named(
+    damage, message, warm, one_step, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(one_step, tmp_path / one_step.name)
+    file = tmp_path / one_step.name / damage
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    capsys.readouterr()
     assert (
         run(monkeypatch, "train_rl", *rl_flags(warm, tmp_path, "--num_steps", "2", "--resume")) == 2
     )
