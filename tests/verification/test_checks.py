@@ -96,8 +96,8 @@ def results_of(checks: Iterable[Check]) -> list[dict]:
 
 
 @pytest.fixture
-def healthy(tiny_folder):
-    return verified(tiny_folder)
+def healthy(small_folder):
+    return verified(small_folder)
 
 
 def plant(monkeypatch, owner, name: str, change) -> None:
@@ -105,24 +105,24 @@ def plant(monkeypatch, owner, name: str, change) -> None:
     monkeypatch.setattr(owner, name, functools.partial(change, getattr(owner, name)))
 
 
-def test_everything_passes_where_nothing_is_wrong(tiny_folder):
-    checked = verified(tiny_folder, compares_updates=True, sampler_correction="token_truncate")
+def test_everything_passes_where_nothing_is_wrong(small_folder):
+    checked = verified(small_folder, compares_updates=True, sampler_correction="token_truncate")
     results = results_of(checked.checks())
     verdicts = [record["verdict"] for record in results]
     assert (verdicts.count("passed"), verdicts.count("measured")) == (25, 2), results
     assert len(results) == 27
 
 
-def test_everything_passes_where_the_sampler_reads_the_policy_in_place(tiny_folder):
-    checked = verified(tiny_folder)
+def test_everything_passes_where_the_sampler_reads_the_policy_in_place(small_folder):
+    checked = verified(small_folder)
     sampler = TransformersSampler(checked.policy.model, checked.sampler.tokenizer, context=256)
     assert failed(dataclasses.replace(checked, sampler=sampler)) == set()
 
 
-def test_updates_by_a_function_of_the_users_own_are_not_checked(tiny_folder):
+def test_updates_by_a_function_of_the_users_own_are_not_checked(small_folder):
     """They neither pass nor fail."""
     own = "alignment.core.losses:_gspo"
-    checked = verified(tiny_folder, compares_updates=True, loss_type=own)
+    checked = verified(small_folder, compares_updates=True, loss_type=own)
     results = {record["what"]: record for record in results_of(checked.checks())}
     record = results["updates: from papers' in float64"]
     assert record["verdict"] == "not checked: --loss_type names your own function"
@@ -131,9 +131,9 @@ def test_updates_by_a_function_of_the_users_own_are_not_checked(tiny_folder):
 
 
 @pytest.mark.slow
-def test_adapters(tiny_folder, monkeypatch):
-    assert failed(verified(tiny_folder, lora_rank=4, compares_updates=True)) == set()
-    checked = verified(tiny_folder, lora_rank=4)
+def test_adapters(small_folder, monkeypatch):
+    assert failed(verified(small_folder, lora_rank=4, compares_updates=True)) == set()
+    checked = verified(small_folder, lora_rank=4)
     base = {name: tensor.clone() for name, tensor in checked.policy.weights()}
 
     def without_adapters(load, tensors, version):
@@ -212,8 +212,8 @@ def test_a_sampler_whose_top_p_differs(healthy, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_window_that_is_ignored(tiny_folder, tmp_path):
-    tokenizer = load_tokenizer(str(tiny_folder))
+def test_a_window_that_is_ignored(small_folder, tmp_path):
+    tokenizer = load_tokenizer(str(small_folder))
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -358,8 +358,8 @@ def test_skipped_updates_that_no_step_reports(healthy, monkeypatch):
     assert healthy.faults_of_infinite(rollout) == ["a report of other than 2 skipped updates"]
 
 
-def test_tokens_that_are_drawn_alike_in_each_update(tiny_folder, monkeypatch):
-    checked = verified(tiny_folder, token_selection="clip_cov")
+def test_tokens_that_are_drawn_alike_in_each_update(small_folder, monkeypatch):
+    checked = verified(small_folder, token_selection="clip_cov")
     rollout = checked.made_up(checked.sample()[:2])
     assert checked.fixed_selections(rollout) == []
 
@@ -412,11 +412,11 @@ def test_a_run_that_would_stop_fails_with_its_reason():
     assert record["passed"] is False and record["error"] == "the sampler took none of the weights"
 
 
-def test_the_plain_log_probs_are_those_of_transformers_own_model(healthy, tiny_folder):
+def test_the_plain_log_probs_are_those_of_transformers_own_model(healthy, small_folder):
     group = healthy.sample()[0]
     completion = group.completions[0]
     model = AutoModelForCausalLM.from_pretrained(
-        tiny_folder, dtype=torch.float32, attn_implementation="eager"
+        small_folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])
     with torch.no_grad():

@@ -19,7 +19,6 @@ from alignment.builders.verified_updates import VerifiedParts, plan_updates
 from alignment.config.settings import replaced
 from alignment.core import losses
 from alignment.core.losses import loss_denominator
-from alignment.data.embedded import build_tiny
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
@@ -44,14 +43,6 @@ from alignment.verification.whole_update import (
 from alignment.verify import report
 
 Planted = contextlib.AbstractContextManager
-
-
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory) -> Path:
-    """A smaller model than the tiny one: float64 takes most of the time."""
-    folder = tmp_path_factory.mktemp("small")
-    build_tiny(folder, hidden_size=32)
-    return folder
 
 
 def updates_of(folder: Path, **settings) -> TwoRollouts:
