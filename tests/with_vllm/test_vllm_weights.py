@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from alignment.sampling import vllm, vllm_weights
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.sampler import SamplerConfig, SamplerLost
+from alignment.sampling.sampler import SamplerConfig, SamplerLost, WeightsDiscarded
 from alignment.sampling.vllm_memory import Engine
 from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_on_gpus import methods
@@ -127,6 +127,8 @@ def test_an_engine_that_hangs_in_a_phase_is_killed_and_replaced_with_the_new_wei
     with pytest.raises(SamplerLost, match="gave no answer within 5 s"):
         engine.load_weights(tiny_llama(seed=1).named_parameters(), 4)
     assert 5 <= time.monotonic() - seconds[0] < 15 and not hung.is_running()
+    with pytest.raises(WeightsDiscarded, match="nothing is sampled with it"):
+        engine.sample(PROMPTS, OPEN_END)
     restarting.load_weights(tiny_llama(seed=1).named_parameters(), 3)  # finds it dead
     assert restarting.sample(PROMPTS, OPEN_END) == expected and restarting.restarts == restarts + 1
     assert "the sampler is started again" in capfd.readouterr().err

@@ -10,7 +10,6 @@ import time
 import psutil
 import pytest
 
-from alignment.sampling.sampler import SamplerLost
 from alignment.system.errors import UserError
 from tests.with_vllm.conftest import ROOT, happens_within, tiny_llama
 from tests.with_vllm.test_vllm_sampler import OPEN_END, PROMPTS
@@ -65,9 +64,9 @@ def test_the_worker_of_a_killed_command_dies_with_it(tmp_path, model_path):
     assert (tmp_path / "log").read_text() == "begun\n"
 
 
-def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_completions(
-    restarting, capfd
-):
+def test_a_worker_that_is_killed_is_replaced_and_gives_the_same_completions(restarting, capfd):
+    """It waits for an answer without a limit, so that it would hang here if it did not see that the
+    worker is gone. One that hangs: test_vllm_weights.py."""
     before = set(psutil.Process().children(recursive=True)) - {
         worker_of(restarting._engines["engine"])
     }
@@ -80,30 +79,8 @@ def test_a_worker_that_is_killed_or_hangs_is_replaced_and_gives_the_same_complet
     worker.send_signal(signal.SIGKILL)
     assert restarting.sample(PROMPTS, OPEN_END) == expected
     assert expected[0][0].policy_version == restarting.policy_version == 4
-    (worker,) = new_processes(before)
-    worker.send_signal(signal.SIGSTOP)  # while it is sent weights, which fill the pipe
-    restarting._engines["engine"]._timeout = 5.0
-    restarting.load_weights(tiny_llama(seed=1).named_parameters(), 4)
-    assert restarting.sample(PROMPTS, OPEN_END) == expected
-    assert restarting.restarts == restarts + 2
+    assert restarting.restarts == restarts + 1
     printed = capfd.readouterr()
     assert printed.out == "" and printed.err.startswith("the sampler is started again: ")
-    assert "killed by SIGKILL" in printed.err and "gave no answer within 5 s" in printed.err
+    assert "killed by SIGKILL" in printed.err
     assert len(new_processes(before)) == 1
-
-
-def test_a_killed_worker_is_an_error_at_the_next_call_and_nothing_is_left(start_sampler):
-    """It waits for an answer without a limit, so that it would hang here if it did not see that the
-    worker is gone."""
-    before = set(psutil.Process().children(recursive=True))
-    victim = start_sampler()
-    try:
-        victim.sample(PROMPTS, OPEN_END)
-        worker_of(victim).kill()
-        with pytest.raises(SamplerLost, match="killed by SIGKILL"):
-            victim.sample(PROMPTS, OPEN_END)
-        with pytest.raises(RuntimeError, match="closed"):
-            victim.sample(PROMPTS, OPEN_END)
-    finally:
-        victim.close()
-    assert not new_processes(before)
