@@ -144,6 +144,7 @@ def world(tiny_folder, tmp_path_factory):
 
 
 GSM8K, ASYNC = ["--task", "gsm8k"], ["--rollouts", "async"]
+FEW_PROBLEMS = ["--num_problems", "64"]  # of 23,677, all of which would be encoded
 WHOLE = ["--sft_base", "{world}/whole"]
 CASES = [
     # numbers out of range, and what does not go together
@@ -173,7 +174,11 @@ CASES = [
         ["--eval_max_new_tokens", "300"],
         "--eval_max_new_tokens 300: the context of tiny is 256",
     ),
-    ("train_rl", ["--max_new_tokens", "250"], "do not fit in the model's context of 256"),
+    (
+        "train_rl",
+        [*FEW_PROBLEMS, "--max_new_tokens", "250"],
+        "do not fit in the model's context of 256",
+    ),
     ("train_rl", ["--max_bad_steps", "0"], "--max_bad_steps 0"),
     ("train_rl", ["--cliprange_high", "0"], "--cliprange_high 0.0"),
     ("train_rl", ["--dual_clip", "1"], "--dual_clip 1.0: must be 0 (none) or above 1"),
@@ -209,7 +214,7 @@ CASES = [
     ),
     (
         "train_rl",
-        ["--sft_base", "{world}/whole", "--eval_max_new_tokens", "250"],
+        [*FEW_PROBLEMS, *WHOLE, "--eval_max_new_tokens", "250"],
         "do not fit in the model's context of 256",
     ),
     ("evaluate", ["--compare", "tiny"], "--compare tiny: must be two models"),
@@ -261,7 +266,7 @@ CASES = [
     ("train_rl", ["--gpu_memory_utilization", "1.2"], "--gpu_memory_utilization 1.2"),
     (
         "train_rl",
-        [*WHOLE, "--lora_rank", "2", "--lora_targets", "lm_head"],
+        [*FEW_PROBLEMS, *WHOLE, "--lora_rank", "2", "--lora_targets", "lm_head"],
         "--lora_targets lm_head: 'lm_head' is none of this",
     ),
     ("train_rl", ["--lora_rank", "-1"], "--lora_rank -1: must be 0 (none) or more"),
