@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
@@ -63,13 +63,18 @@ def fields_of_flags(arguments: Any) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(arguments) if field.name != OWN_SETTINGS]
 
 
-def flags_of_class(arguments: Any) -> dict[str, Flag]:
+def flags_of_class(arguments: Any) -> Mapping[str, Flag]:
     """The declarations of all flags, by name. `arguments` is a class of arguments, or an instance
     of one."""
+    return _declarations(arguments if isinstance(arguments, type) else type(arguments))
+
+
+@functools.cache
+def _declarations(arguments: type) -> Mapping[str, Flag]:
     declarations = {}
     for field in fields_of_flags(arguments):
         declarations[field.name] = field.metadata.get("flag", Flag())
-    return declarations
+    return types.MappingProxyType(declarations)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Published claims: their files, and what runs made by hand say of them."""
 
+import functools
 import json
 import re
 import sys
@@ -24,8 +25,13 @@ FILES = {name: tomllib.loads(path.read_text()) for name, path in CLAIMS.items()}
 TRIED = [name for name in FILES if "cannot" not in FILES[name]["about"]]
 
 
+@functools.cache
+def arguments(*flags: str) -> ClaimsArgs:
+    return parse(ClaimsArgs, list(flags))
+
+
 def trial(name: str, preset: str = "tiny", *flags: str):
-    return read_trial(name, preset, parse(ClaimsArgs, list(flags)))
+    return read_trial(name, preset, arguments(*flags))
 
 
 def run_claims(monkeypatch, *flags: str) -> int:
