@@ -64,7 +64,10 @@ def happens_within(seconds, condition) -> bool:
     return condition()
 
 
-def test_processes_start_at_once_and_engines_when_they_may_take_memory(tiny_folder, monkeypatch):
+def test_processes_start_at_once_and_engines_when_they_may_take_memory(
+    tiny_folder, monkeypatch, capfd
+):
+    """One that is lost later is replaced at once."""
     before, asked = processes(), []
     ask = ChildProcess.ask
     monkeypatch.setattr(
@@ -81,6 +84,11 @@ def test_processes_start_at_once_and_engines_when_they_may_take_memory(tiny_fold
         assert not asked
         sampler = opening.result(Console(file=io.StringIO()))
         assert len(asked) == 2
+        sampling = SamplingConfig(n=1, max_new_tokens=4, seed=0)
+        drawn = sampler.sample(["1 + 1", "2 + 2"], sampling)
+        next(iter(sampler._engines.values()))._worker.kill()
+        assert sampler.sample(["1 + 1", "2 + 2"], sampling) == drawn and sampler.restarts == 1
+        assert "the sampler is started again" in capfd.readouterr().err
         sampler.close()
     finally:
         opening.close()
@@ -99,18 +107,6 @@ def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
         and lines[-1].startswith("waiting for the engines: ")
         and lines[-1].endswith(" s (compiling)")
     )
-
-
-def test_an_engine_that_is_lost_later_is_replaced_at_once(tiny_folder, capfd):
-    sampling = SamplingConfig(n=1, max_new_tokens=4, seed=0)
-    sampler = opening_of(tiny_folder, open_transformers).result(Console(file=io.StringIO()))
-    try:
-        drawn = sampler.sample(["1 + 1", "2 + 2"], sampling)
-        next(iter(sampler._engines.values()))._worker.kill()
-        assert sampler.sample(["1 + 1", "2 + 2"], sampling) == drawn and sampler.restarts == 1
-    finally:
-        sampler.close()
-    assert "the sampler is started again" in capfd.readouterr().err
 
 
 def test_what_an_engine_refuses_is_raised_where_the_sampler_is_wanted(tiny_folder):
