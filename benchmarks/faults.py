@@ -210,9 +210,11 @@ def page_of(outcomes: Mapping[str, Outcome]) -> str:
     unseen = [outcome for outcome in planted if not outcome.seen_by]
     summary = (
         f"Of {len(planted)} faults `verify` sees {len(by_verify)}, the three steps"
-        f" {len(by_run)} more; {len(unseen)} pass unseen. {len(PLANTS) - len(planted)} of the"
-        " benchmark's table were not planted."
+        f" {len(by_run)} more; {len(unseen)} pass unseen."
     )
+    left = len(PLANTS) - len(planted)
+    if left:
+        summary += f" {left} of the benchmark's table were not planted."
     rows = ["| fault | where | flags | seen by |", "|---|---|---|---|"]
     for outcome in planted:
         rows.append(page_row(outcome))
