@@ -597,6 +597,8 @@ def main(
     if unknown:
         names = ", ".join(COMPILED)
         sys.exit(f"--uncompiled {unknown[0]}: no function has this name; there are {names}")
+    if uncompiled and kernels != "compiled":
+        sys.exit(f"--uncompiled: give --kernels compiled; with {kernels} not all are compiled")
     rates = measured_rates()
     if figures:
         return console.print(table_of_figures(rates))

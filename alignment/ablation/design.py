@@ -16,14 +16,17 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs, from_preset
 from alignment.config.flag import flags_of_class, hints_of_flags
+from alignment.config.presets import values_of_preset
 from alignment.config.settings import (
     CHOICES,
     OwnFlag,
     flag_values,
+    given_values,
     is_own,
     own_flags,
     replaced,
     root_flag,
+    settings_for,
     unknown_setting,
 )
 from alignment.core.advantages import ADVANTAGE_ARGUMENTS, ADVANTAGES
@@ -118,24 +121,24 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
             varied[name] = list(dict.fromkeys(given))
         elif given:
             single[name] = given[0]
-    base = from_preset(RLArgs, preset, **single)
-
+    shared = values_of_preset(RLArgs, preset, single)
+    responses = shared["prompts_per_rollout"] * shared["group_size"]
     holds_rollouts = (
         hold == "rollouts" and "group_size" in varied and "prompts_per_rollout" not in varied
     )
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
-        arm = with_settings(base, chosen)
+        arm = arm_of(preset, single | chosen)
         if holds_rollouts:
-            arm = _hold_rollouts(arm, base.rollout_size)
+            arm = _hold_rollouts(arm, responses)
         facts = flag_values(arm)
         labels = []
         for key, values_of_key in varied.items():
             # A setting that this arm does not have is not in its facts.
             if key in facts and len(values_of_key) > 1:
                 labels.append(label_of(key, facts[key]))
-        name = "_".join(labels) or label_of("loss_type", base.loss_type)
+        name = "_".join(labels) or label_of("loss_type", shared["loss_type"])
         # Values of a setting that an arm has not make it no other arm.
         if arms.get(name, arm) != arm:
             raise UserError(
@@ -146,12 +149,25 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     return arms
 
 
+def arm_of(preset: str, values: Mapping[str, Any]) -> RLArgs:
+    """The preset's arguments with other values, but for settings that the arm's loss, advantage,
+    reward and sampler do not have."""
+    plain = {name: value for name, value in values.items() if not is_own(name)}
+    return from_preset(RLArgs, preset, **_known(values, values_of_preset(RLArgs, preset, plain)))
+
+
 def with_settings(arm: RLArgs, values: Mapping[str, Any]) -> RLArgs:
     """The arm with other values, but for settings that its loss, advantage, reward and sampler do
     not have."""
-    chosen = replaced(arm, **{name: value for name, value in values.items() if not is_own(name)})
-    known = own_flags(chosen)
-    return replaced(chosen, **{name: value for name, value in values.items() if name in known})
+    plain = {name: value for name, value in values.items() if not is_own(name)}
+    return replaced(arm, **_known(values, given_values(arm) | plain))
+
+
+def _known(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without settings that the loss, advantage, reward and sampler do not have which
+    are among all `flags` of an arm."""
+    known = settings_for(RLArgs, flags)
+    return {name: value for name, value in values.items() if not is_own(name) or name in known}
 
 
 def refuse_unknown_settings(names: Iterable[str], arms: Collection[RLArgs]) -> None:
@@ -203,10 +219,10 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
             )
     made: dict[str, RLArgs] = {}
     for name, own in arms.items():
-        arm = _arm(preset, {**shared, **own}, f"{file}: arm {name}: ")
-        made[name] = with_settings(
-            arm, {key: value for key, value in shared_settings.items() if key not in own}
-        )
+        values = {**shared, **own}
+        _check_values(values, f"{file}: arm {name}: ")
+        flags = values_of_preset(RLArgs, preset, values)
+        made[name] = from_preset(RLArgs, preset, **_known(shared_settings, flags) | values)
     refuse_unknown_settings(shared_settings, made.values())
     return made
 
@@ -214,9 +230,9 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
-    """The preset's arguments, overridden by `values`. Raises `UserError` for unknown arguments and
-    bad values; its message begins with `place`, where the values stand."""
+def _check_values(values: Mapping[str, object], place: str) -> None:
+    """Raise `UserError` for what is no argument of an arm, and for values of another type; its
+    message begins with `place`, where the values stand."""
     hints = hints_of_flags(RLArgs)
     for name, value in values.items():
         if is_own(name):
@@ -229,7 +245,6 @@ def _arm(preset: str, values: Mapping[str, object], place: str) -> RLArgs:
         objection = _type_objection(name, value, hints[name])
         if objection:
             raise UserError(f"{place}{name} = {value!r}: {objection}")
-    return from_preset(RLArgs, preset, **values)
 
 
 def given_value(name: str, text: str, place: str) -> Any:

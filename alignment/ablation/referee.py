@@ -153,7 +153,7 @@ def _compute(study: Study) -> Answer:
 def _amount_words(amounts: Mapping[str, float]) -> str:
     """What runs took, in words."""
     minutes = amounts["seconds"] / 60
-    time = f"{minutes:.2g} minutes" if minutes < 60 else f"{minutes / 60:.2g} hours"
+    time = f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
     runs = f"{amounts['runs']:.0f} runs with {amounts['tokens']:,.0f} sampled tokens"
     return f"{runs} in {time} of steps"
 

@@ -3,6 +3,7 @@ library is loaded."""
 
 import os
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 
 from alignment.args import Args, RLArgs
@@ -42,6 +43,9 @@ def roles_of(args: Args, num_gpus: int | None = None) -> Roles:
     if number % parallel:
         named = f"{number} ({' '.join(roles.sample)}); name {parallel} for each engine"
         raise UserError(f"--sampler_tensor_parallel {parallel}: --sample_device names {named}")
+    if isinstance(args, RLArgs) and args.train_on == "solutions":
+        # Evaluations alone are sampled.
+        return replace(roles, sample=(roles.eval,))
     return roles
 
 

@@ -726,12 +726,15 @@ def run_seconds(run: RLArgs, phases: dict[str, float], shares: Shares) -> RunSec
     of_no_training = sampling + phases["evaluation"] + phases["checkpoint"]
     training = sum(phases.values()) - of_no_training
     step = max(sampling, training) if run.rollouts == "async" else sampling + training
+    sampled = 0.0
+    if "sampling" in phases:
+        sampled = run.rollout_size * shares.response * run.max_new_tokens
     return RunSeconds(
         phases=phases,
         step=step,
         evaluations=evaluations,
         run=run.num_steps * step + evaluations + checkpoints,
-        sampled=run.rollout_size * shares.response * run.max_new_tokens,
+        sampled=sampled,
     )
 
 

@@ -107,7 +107,6 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) 
     # Engines that sample beside the updates are busy when an evaluation is due, and servers at
     # --sampler_url draw rollouts only.
     shares_sampler = samples_between_updates and roles.eval in roles.sample and not args.sampler_url
-    shares_sampler |= args.train_on == "solutions"  # They need no engine.
     evaluation_devices = roles.sample if shares_sampler else (roles.eval,)
     evaluation = _with_sleep(plan_engine(args, roles, base, evaluation_devices), roles)
     rollouts = evaluation if shares_sampler else _plan_rollouts(args, roles, base)

@@ -2,7 +2,6 @@
 mistakes."""
 
 import argparse
-import copy
 import dataclasses
 import json
 import sys
@@ -23,7 +22,7 @@ from alignment.config.flag import (
     defaults_of_flags,
     flags_of_class,
 )
-from alignment.config.presets import from_preset, preset_tables
+from alignment.config.presets import from_preset, preset_tables, values_of_preset
 from alignment.config.settings import (
     arguments_of,
     changed_values,
@@ -100,13 +99,15 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     # Own words are those of settings of the chosen loss, say, as --loss.x: tyro does not know them.
     words, own_words = split_own_words(cls, words)
     options: dict[str, Any] = {"use_underscores": True}
-    preset: Any = None
+    asks_for_help = bool({"-h", "--help"} & set(words))
+    before: Mapping[str, Any] = {}
     if issubclass(cls, Args):
         # The preset decides the other flags' defaults.
         given_presets = given_words(words, "preset")
-        preset = from_preset(cls, given_presets[0] if given_presets else Args.preset)
-        options["default"] = _with_own_settings(preset, words, single_values(own_words))
-    if {"-h", "--help"} & set(words):
+        before = values_of_preset(cls, given_presets[0] if given_presets else Args.preset, {})
+        own = {} if asks_for_help else single_values(own_words)
+        options["default"] = _unchecked(cls, before, words, own)
+    if asks_for_help:
         _print_help(cls, options, words)
         sys.exit(0)
     is_printed = "--print_config" in words and "preset" in flags_of_class(cls)
@@ -114,7 +115,6 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         words = [word for word in words if word != "--print_config"]
     args = tyro.cli(cls, args=check_words(cls, words), **options)
     if issubclass(cls, Args):
-        before = given_values(preset)
         # The preset as its file is known by: a path is whole.
         given = given_values(args) | {"preset": before["preset"]}
         values = changed_values(cls, before, given)
@@ -127,19 +127,25 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     return args
 
 
-def _with_own_settings(preset: Any, words: Sequence[str], own: Mapping[str, object]) -> Any:
-    """The preset with the settings of losses, say, that the command line has: those that its other
-    `words` leave of the preset, and its `own` ones. It is not checked, since its other flags are
-    not those of the command line."""
+def _unchecked(
+    cls: type, values: Mapping[str, Any], words: Sequence[str], own: Mapping[str, object]
+) -> Any:
+    """Arguments of a preset's `values`, with the settings of losses, say, that the command line
+    has: those that its other `words` leave of the preset, and its `own` ones. They are not checked:
+    the other flags of the command line may be what makes them valid."""
     chosen: dict[str, object] = dict(own)
-    for _, choice in choices_of(type(preset)):
+    for _, choice in choices_of(cls):
         for value in given_words(words, choice.flag):
             chosen[choice.flag] = value
-    values = changed_values(type(preset), given_values(preset), chosen)
-    pairs = tuple((name, value) for name, value in values.items() if is_own(name))
-    unchecked = copy.copy(preset)
-    object.__setattr__(unchecked, OWN_SETTINGS, pairs)
-    return unchecked
+    settings = {}
+    for name, value in changed_values(cls, values, chosen).items():
+        if is_own(name):
+            settings[name] = value
+    args = object.__new__(cls)
+    for name in flags_of_class(cls):
+        object.__setattr__(args, name, values[name])
+    object.__setattr__(args, OWN_SETTINGS, tuple(settings.items()))
+    return args
 
 
 def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> None:

@@ -441,7 +441,10 @@ class RLArgs(
         fewest = estimator.fewest_responses(settings_of(self, "advantage"))
         is_enough = self.group_size >= fewest or takes_raw_rewards
         wanted = f"at least {fewest}, as --advantage {self.advantage} needs"
-        if fewest == 2:
+        if callable(estimator.smallest_group):
+            own = fields_of(self, "advantage")
+            wanted += f" with {' '.join(f'--advantage.{name} {own[name]}' for name in own)}"
+        elif fewest == 2:
             wanted = (
                 "at least 2: with one sample a prompt the group's mean is the reward itself and its"
                 " std is undefined (only --loss_type no_baseline works with 1)"

@@ -56,15 +56,21 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
 
     A preset file holds shared values at its top and a table for each command ("sft", "evaluate",
     "train_rl"); its table [about] is for people. A setting that only one loss has, say, is a key in
-    quotes, "loss.alpha", in the file, and a name like that among `overrides`. Raises `UserError`
-    for a file that is not there or no TOML, and for a key or table that no command has."""
+    quotes, "loss.alpha", in the file, and a name like that among `overrides`. Raises `UserError` as
+    `values_of_preset`, and for values that a command cannot take."""
+    return arguments_of(cls, values_of_preset(cls, name, overrides))
+
+
+def values_of_preset(cls: type, name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of flags that `from_preset` makes arguments of. Raises `UserError` for a file that
+    is not there or no TOML, and for a key or table that no command has."""
     file = preset_file(name)
     content = read_toml(file, "--preset")
     is_own_file = name.endswith(SUFFIX)
     if is_own_file:
         refuse_unknown_keys(cls, name, content)
     # Runs that this one starts may have another working directory.
-    overrides["preset"] = str(file.resolve()) if is_own_file else name
+    changes = {**overrides, "preset": str(file.resolve()) if is_own_file else name}
     values: dict[str, Any] = {}
     for key, value in content.items():
         if not isinstance(value, dict):
@@ -82,7 +88,7 @@ def from_preset(cls: type[Config], name: str, **overrides) -> Config:
         if not is_own(key) or chooser(key) in declared:
             known_values[key] = value
     defaults = defaults_of_flags(cls)
-    return arguments_of(cls, {**defaults, **changed_values(cls, known_values, overrides)})
+    return {**defaults, **changed_values(cls, known_values, changes)}
 
 
 def preset_file(name: str) -> Path:

@@ -109,9 +109,15 @@ def root_flag(name: str) -> str:
 def own_flags(args: Any) -> dict[str, OwnFlag]:
     """The settings that these arguments' loss, advantage, reward and sampler have, by name. Raises
     `UserError` where one cannot be imported, or declares what no flag can be."""
+    return settings_for(type(args), vars(args))
+
+
+def settings_for(cls: type, values: Mapping[str, Any]) -> dict[str, OwnFlag]:
+    """The settings that the loss, advantage, reward and sampler among the values of flags of `cls`
+    have, by name. Raises `UserError` as `own_flags`."""
     flags: dict[str, OwnFlag] = {}
-    for prefix, choice in choices_of(type(args)):
-        flags |= flags_of_value(prefix, getattr(args, choice.flag))
+    for prefix, choice in choices_of(cls):
+        flags |= flags_of_value(prefix, values[choice.flag])
     return flags
 
 

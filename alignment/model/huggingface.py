@@ -27,6 +27,15 @@ def _unchanged(function: Callable | None = None, *arguments, **options) -> Calla
     return function or _unchanged
 
 
+class CompiledAutograd:
+    """Stands for the compiler's own gradients, which torch.func's switch off."""
+
+    _disable = staticmethod(contextlib.nullcontext)
+
+    def __getattr__(self, name: str):
+        return getattr(load_compiler().compiled_autograd, name)
+
+
 class CompilerStandIn(ModuleType):
     """Stands for torch's compiler, until more is needed than has a meaning where nothing is
     compiled: then that is loaded."""
@@ -36,8 +45,7 @@ class CompilerStandIn(ModuleType):
     assume_constant_result = staticmethod(_unchanged)
     # no module is one yet
     eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))
-    # torch.func's gradients switch compiled ones off
-    compiled_autograd = SimpleNamespace(_disable=contextlib.nullcontext)
+    compiled_autograd = CompiledAutograd()
     __path__ = []  # it is a package, whose modules `SubmoduleFinder` finds
 
     @staticmethod

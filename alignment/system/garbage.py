@@ -8,7 +8,7 @@ again and again takes a sixth of a start.
 import gc
 
 USUAL = gc.get_threshold()
-# So many more container objects than Python's 700, before it looks through the youngest.
+# So many new container objects before it looks through the youngest, where Python waits for 700.
 SELDOM = (50_000, *USUAL[1:])
 
 

@@ -15,7 +15,11 @@ import torch
 
 from alignment.verification.papers import PaperPart, paper_kl, paper_part_loss, paper_weight
 from alignment.verification.papers import Token as PaperToken
-from alignment.verification.whole_update import UpdateFigures, paper_length_reward
+from alignment.verification.whole_update import (
+    UpdateFigures,
+    paper_length_reward,
+    takes_samplers_log_probs,
+)
 
 Row = Mapping[str, Any]
 """A line of a file of completions."""
@@ -45,7 +49,8 @@ class Tolerance:
 # a step open, log-probs are only known to a tenth of a nat.
 EXACT = Tolerance(absolute=2e-6, relative=0.02)
 ROUGH = Tolerance(absolute=0.1, relative=0.5)
-# Relative, of the weight of a token: a tenth of what log-probs may be off in float32.
+# The share by which the sampler's log-probs may make a token's weight another one than the papers':
+# a tenth of the 0.001 nats that log-probs in float32 may be off.
 DRIFT = 1e-4
 
 
@@ -231,7 +236,7 @@ class StepFigures:
         after some updates the sampler had other weights, by rounding, than the papers' are. A
         weighted sum of advantages is off by so much also where these cancel each other."""
         setting = self.setting
-        if setting["sampler_correction"] == "none" and setting["old_log_probs"] != "sampler":
+        if setting["sampler_correction"] == "none" and not takes_samplers_log_probs(setting):
             return 0.0
         sizes: list[float] = []
         for update in self.updates:

@@ -22,7 +22,7 @@ SHUFFLED = 13
 # By how many standard deviations a share by chance may be off.
 MOST_DEVIATIONS = 6
 ARITHMETIC = re.compile(r"What is (\d+(?: [-+*] \d+)*)\?")
-COUNTDOWN = re.compile(r"(\d+(?: \d+)*) -> (\d+)")
+COUNTDOWN = re.compile(r"(\d+(?: \d+)*) -> (-?\d+)")
 
 
 def words_of(text: str) -> str:
@@ -173,7 +173,7 @@ class RunData:
         """How many problems have another truth than that of their question."""
         wrong = 0
         for problem in itertools.chain(self.asked_in_training(), self.evaluated):
-            truth = truth_of(problem.question)
+            truth = truth_of(problem)
             wrong += truth is not None and problem.ground_truth != truth
         return wrong
 
@@ -185,14 +185,15 @@ class RunData:
         return sum(self.of_step(anew, step) != self.of_step(self.trained, step) for step in steps)
 
 
-def truth_of(question: str) -> str | None:
-    """The truth of a question by its words alone: of "What is 2 + 3 * 4?" the sum's value, of
-    Countdown's "1 8 8 -> 17" the target and the numbers; None of any other."""
-    asked = ARITHMETIC.fullmatch(question)
+def truth_of(problem: Problem) -> str | None:
+    """The truth of a problem by the words of its question: of "What is 2 + 3 * 4?" the sum's value,
+    of Countdown's "1 8 8 -> 17" the target and the numbers; None of any other. A problem of a
+    user's own that looks like Countdown's has no "=" in its truth."""
+    asked = ARITHMETIC.fullmatch(problem.question)
     if asked is not None:
         return str(value_of_sum(asked[1]))
-    asked = COUNTDOWN.fullmatch(question)
-    if asked is not None:
+    asked = COUNTDOWN.fullmatch(problem.question)
+    if asked is not None and " = " in problem.ground_truth:
         numbers, target = asked.groups()
         return f"{target} = {numbers}"
     return None

@@ -47,6 +47,14 @@ LAST_SHARE = 0.1
 WITHOUT_RATIO = ("no_baseline", "reinforce_with_baseline")
 
 
+def takes_samplers_log_probs(setting: Mapping[str, Any]) -> bool:
+    """Whether the ratio is to the sampler's log-probs: where a flag says so, and where the
+    sampler's weights are stale."""
+    is_stale = setting["rollouts"] == "async" and setting["max_staleness"] != 0
+    is_sampler = setting["old_log_probs"] == "sampler" or is_stale
+    return is_sampler and setting["loss"] not in WITHOUT_RATIO
+
+
 @dataclass(frozen=True)
 class PlainResponse:
     """One sampled response: the token ids of its prompt and its own, its reward, whether it is
@@ -307,20 +315,12 @@ class Learner:
             self.averages[prompt] = decay * average + (1 - decay) * mean
         return advantages
 
-    def _takes_samplers_log_probs(self) -> bool:
-        """Whether the ratio is to the sampler's log-probs: where a flag says so, and where the
-        sampler's weights are stale."""
-        setting = self.setting
-        is_stale = setting["rollouts"] == "async" and setting["max_staleness"] != 0
-        is_sampler = setting["old_log_probs"] == "sampler" or is_stale
-        return is_sampler and setting["loss"] not in WITHOUT_RATIO
-
     def _old_log_probs(
         self, rollout: PlainRollout, rows: Sequence[int]
     ) -> dict[int, list[float] | None]:
         """The log-probs of the old policy, the one before the rollout's first update, or the
         sampler's. None where it has one update: the old policy is the current one."""
-        if self._takes_samplers_log_probs():
+        if takes_samplers_log_probs(self.setting):
             return {row: list(rollout.responses[row].sampler_log_probs) for row in rows}
         if len(rollout.mini_batches) == 1:
             return dict.fromkeys(rows)

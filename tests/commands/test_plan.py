@@ -285,6 +285,8 @@ def test_worked_solutions_take_no_sampling(planned):
     said = planned(*flags, "--train_on", "solutions")
     assert "sampling" not in said and "sampled" not in said
     assert "update" in said and "evaluation" in said
+    # On GPUs nothing is left of the sampler's.
+    assert "sample+eval" in planned(*flags, "--train_on", "solutions", "--num_gpus", "4")
 
 
 def test_the_best_is_printed_with_its_rank(planned):

@@ -69,6 +69,20 @@ def test_three_values_of_its_number_are_three_arms():
     assert "mathematically the same (--advantage.decay plays no part here)" in warning
 
 
+def test_an_arms_settings_count_before_its_group_is_checked(tmp_path):
+    """Groups of 3 are enough for a k of 2, though not for the default of 4."""
+    flags = ("--advantage", "pass_at_k", "--advantage.k", "2", "--group_size", "3")
+    [arm] = design_of(*flags).arms.values()
+    assert arm.update_config.advantage.smallest_group == 3
+    assert len(design_of(*flags[:4], "--group_size", "3", "6", "--hold", "prompts").arms) == 2
+    file = tmp_path / "arms.toml"
+    file.write_text(
+        'group_size = 3\n"advantage.k" = 2\n[arms.sets]\nadvantage = "pass_at_k"\n[arms.plain]\n'
+    )
+    arms = design_of("--sweep_file", str(file)).arms
+    assert arms["sets"].own_settings == (("advantage.k", 2),) and not arms["plain"].own_settings
+
+
 def test_the_linter_knows_which_flags_an_estimator_uses():
     flags = ("--baseline", "group_mean", "leave_one_out")
     assert not design_of(*flags).warnings
@@ -83,9 +97,12 @@ def test_flags_that_do_not_suit_an_estimator_are_refused():
         "with --advantage my_package.running_mean:entry, which learns from groups of equal rewards"
         " too"
     )
-    assert "at least 5, as --advantage pass_at_k needs" in refusal_of(
-        "--advantage", "pass_at_k", "--group_size", "4"
+    needs = (
+        "at least 5, as --advantage pass_at_k needs with --advantage.k 4 --advantage.threshold 0.5"
     )
+    assert needs in refusal_of("--advantage", "pass_at_k", "--group_size", "4")
+    of_one = refusal_of("--advantage", "pass_at_k", "--advantage.k", "1", "--group_size", "1")
+    assert "at least 2, as --advantage pass_at_k needs with --advantage.k 1" in of_one
     assert parse(RLArgs, [*OWN, "--group_size", "1"]).group_size == 1
     of_pairs = ["--advantage", "pass_at_k", "--advantage.k", "2", "--group_size", "3"]
     assert parse(RLArgs, of_pairs).update_config.advantage.smallest_group == 3
@@ -152,8 +169,9 @@ def test_a_state_of_tensors_resumes_to_the_bit_with_refills(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"group_baseline", "none"}))
 def test_every_estimator_trains(name, train):
-    run = train("--advantage", name)
-    assert all(record["updates"] for record in read_jsonl(run / "metrics.jsonl"))
+    sets = ["--advantage.k", "2"] if name == "pass_at_k" else []  # A group has four responses.
+    run = train("--advantage", name, *sets)
+    assert all(record["grad_norm"] > 0 for record in read_jsonl(run / "metrics.jsonl"))
 
 
 @pytest.mark.slow

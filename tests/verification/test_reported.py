@@ -80,6 +80,8 @@ SETTING = {
     "entropy_target": 0.0,
     "token_selection": "none",
     "old_log_probs": "policy",
+    "rollouts": "sync",
+    "max_staleness": 0,
     "kl_cov_coefficient": 1.0,
     "sampler_correction": "none",
     "correction_floor": 0.0,
@@ -114,6 +116,8 @@ def test_the_figures_of_an_update_by_hand():
         ({}, ["loss"]),
         ({"sampler_correction": "token_truncate"}, []),
         ({"old_log_probs": "sampler"}, []),
+        ({"rollouts": "async", "max_staleness": 1}, []),
+        ({"old_log_probs": "sampler", "loss": "reinforce_with_baseline"}, ["loss"]),
     ],
 )
 def test_a_loss_of_advantages_that_cancel_may_be_off_by_the_samplers_drift(flags, faults):

@@ -155,11 +155,21 @@ def test_a_wrong_truth_of_a_sum():
     assert failed(**changes) == {TRUTHS}
 
 
-@pytest.mark.parametrize("truth", ["17 = 1 8 8", "18 = 1 8 8", "17 = 1 8"])
-def test_a_wrong_truth_of_countdown(truth):
-    rows = [Problem("a", "1 8 8 -> 17", "", truth)]
+@pytest.mark.parametrize(
+    ("question", "truth", "is_wrong"),
+    [
+        ("1 8 8 -> 17", "17 = 1 8 8", False),
+        ("1 8 8 -> -7", "-7 = 1 8 8", False),
+        ("1 8 8 -> 17", "18 = 1 8 8", True),
+        ("1 8 8 -> 17", "17 = 1 8", True),
+        ("1 8 8 -> -7", "7 = 1 8 8", True),
+        ("6 12 18 -> 24", "30", False),  # a series of a user's own
+    ],
+)
+def test_a_wrong_truth_of_countdown(question, truth, is_wrong):
+    rows = [Problem("a", question, "", truth)]
     changes = {"train_rows": rows, "trained": rows, "open_anew": lambda: rows}
-    assert failed(**changes) == ({TRUTHS} if truth != "17 = 1 8 8" else set())
+    assert failed(**changes) == ({TRUTHS} if is_wrong else set())
 
 
 HELD_OUT = [problem(number, "test") for number in range(100)]
