@@ -33,7 +33,6 @@ from alignment.args import (
     RLArgs,
     SweepArgs,
     SweepOptions,
-    from_preset,
     parse,
     preset_title,
     refuse_missing_warm_start,
@@ -48,6 +47,7 @@ from alignment.builders.checks import (
 )
 from alignment.builders.data_checks import check_pass_rates
 from alignment.config.data import ALL_PASS_RATES
+from alignment.config.presets import values_of_preset
 from alignment.data.tasks import find_task, try_rows
 from alignment.planning.seconds import hardware_of
 from alignment.rewards.rules import find_reward
@@ -69,7 +69,8 @@ MOST_SEEDS = 64
 def main() -> None:
     args = parse(SweepArgs)
     console = make_console(args.quiet)
-    from_preset(RLArgs, args.preset)  # blames --preset itself, not an arm, for an unknown preset
+    # An unknown preset is the fault of --preset itself, and of no arm.
+    values_of_preset(RLArgs, args.preset, {})
     design = make_design(args)
     tuning_runs = make_tuning_design(design, args)
     print_design(design, args, console, tuning_runs)

@@ -200,6 +200,10 @@ def test_a_presets_own_settings_count_before_other_flags_are_checked(tmp_path):
     assert parse(RLArgs, ["--preset", str(file), "--advantage", "opo"]).own_settings == ()
     with pytest.raises(UserError, match="at least 4, as --advantage pass_at_k needs"):
         parse(RLArgs, ["--preset", str(file), "--advantage.k", "3"])
+    # Nor need a preset be valid by itself.
+    file.write_text('[train_rl]\nadvantage = "pass_at_k"\ngroup_size = 4\n')
+    args = parse(RLArgs, ["--preset", str(file), "--advantage.k", "2"])
+    assert parse(RLArgs, command_line(args)) == args
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs, from_preset
+from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs
 from alignment.config.flag import flags_of_class, hints_of_flags
 from alignment.config.presets import values_of_preset
 from alignment.config.settings import (
     CHOICES,
     OwnFlag,
+    arguments_of,
+    changed_values,
     flag_values,
     given_values,
     is_own,
@@ -129,7 +131,8 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     arms: dict[str, RLArgs] = {}
     for combination in itertools.product(*varied.values()):
         chosen = dict(zip(varied, combination, strict=True))
-        arm = arm_of(preset, single | chosen)
+        plain, settings = _split(single | chosen)
+        arm = _arm(values_of_preset(RLArgs, preset, plain), settings)
         if holds_rollouts:
             arm = _hold_rollouts(arm, responses)
         facts = flag_values(arm)
@@ -149,25 +152,27 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
     return arms
 
 
-def arm_of(preset: str, values: Mapping[str, Any]) -> RLArgs:
-    """The preset's arguments with other values, but for settings that the arm's loss, advantage,
-    reward and sampler do not have."""
-    plain = {name: value for name, value in values.items() if not is_own(name)}
-    return from_preset(RLArgs, preset, **_known(values, values_of_preset(RLArgs, preset, plain)))
-
-
 def with_settings(arm: RLArgs, values: Mapping[str, Any]) -> RLArgs:
     """The arm with other values, but for settings that its loss, advantage, reward and sampler do
     not have."""
+    plain, settings = _split(values)
+    return _arm(changed_values(RLArgs, given_values(arm), plain), settings)
+
+
+def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of flags that every arm has, and those of settings that only some loss, say,
+    has."""
     plain = {name: value for name, value in values.items() if not is_own(name)}
-    return replaced(arm, **_known(values, given_values(arm) | plain))
+    settings = {name: value for name, value in values.items() if is_own(name)}
+    return plain, settings
 
 
-def _known(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without settings that the loss, advantage, reward and sampler do not have which
-    are among all `flags` of an arm."""
-    known = settings_for(RLArgs, flags)
-    return {name: value for name, value in values.items() if not is_own(name) or name in known}
+def _arm(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RLArgs:
+    """The arguments of these values of all flags, with those of the `settings` that their loss,
+    advantage, reward and sampler have."""
+    known = settings_for(RLArgs, values)
+    chosen = {name: value for name, value in settings.items() if name in known}
+    return arguments_of(RLArgs, {**values, **chosen})
 
 
 def refuse_unknown_settings(names: Iterable[str], arms: Collection[RLArgs]) -> None:
@@ -209,9 +214,7 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
     has_arms = isinstance(arms, dict) and bool(arms)
     if not has_arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"--sweep_file {file}: needs a table [arms.NAME] for each arm")
-    shared = content | {name: given[0] for name, given in values.items()}
-    shared_settings = {name: value for name, value in shared.items() if is_own(name)}
-    shared = {name: value for name, value in shared.items() if not is_own(name)}
+    shared, shared_settings = _split(content | {name: given[0] for name, given in values.items()})
     for name in arms:
         if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
             raise UserError(
@@ -219,10 +222,10 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
             )
     made: dict[str, RLArgs] = {}
     for name, own in arms.items():
-        values = {**shared, **own}
-        _check_values(values, f"{file}: arm {name}: ")
-        flags = values_of_preset(RLArgs, preset, values)
-        made[name] = from_preset(RLArgs, preset, **_known(shared_settings, flags) | values)
+        of_arm = {**shared, **own}
+        _check_values(of_arm, f"{file}: arm {name}: ")
+        settings = {key: value for key, value in shared_settings.items() if key not in own}
+        made[name] = _arm(values_of_preset(RLArgs, preset, of_arm), settings)
     refuse_unknown_settings(shared_settings, made.values())
     return made
 

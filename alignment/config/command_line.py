@@ -16,12 +16,7 @@ import tyro
 
 from alignment.config.commands import Args
 from alignment.config.data import SFTShareFlags
-from alignment.config.flag import (
-    OWN_SETTINGS,
-    DataclassInstance,
-    defaults_of_flags,
-    flags_of_class,
-)
+from alignment.config.flag import DataclassInstance, defaults_of_flags, flags_of_class
 from alignment.config.presets import from_preset, preset_tables, values_of_preset
 from alignment.config.settings import (
     arguments_of,
@@ -32,6 +27,7 @@ from alignment.config.settings import (
     given_values,
     is_own,
     root_flag,
+    unchecked_arguments,
 )
 from alignment.config.words import check_words, given_words, single_values, split_own_words
 from alignment.core.args_file import was_auto
@@ -59,7 +55,8 @@ LONGEST_LIST = 65  # characters of a list of choices in one line of --help
 
 def command_line(args: Args) -> list[str]:
     """The flags that give these arguments on top of their preset."""
-    preset = flag_values(from_preset(type(args), args.preset))
+    cls = type(args)
+    preset = flag_values(unchecked_arguments(cls, values_of_preset(cls, args.preset, {})))
     values = flag_values(args)
     changed = {}
     for name, value in values.items():
@@ -106,7 +103,8 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         given_presets = given_words(words, "preset")
         before = values_of_preset(cls, given_presets[0] if given_presets else Args.preset, {})
         own = {} if asks_for_help else single_values(own_words)
-        options["default"] = _unchecked(cls, before, words, own)
+        drafted = _with_chosen_settings(cls, before, words, own)
+        options["default"] = unchecked_arguments(cls, drafted)
     if asks_for_help:
         _print_help(cls, options, words)
         sys.exit(0)
@@ -127,25 +125,20 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     return args
 
 
-def _unchecked(
+def _with_chosen_settings(
     cls: type, values: Mapping[str, Any], words: Sequence[str], own: Mapping[str, object]
-) -> Any:
-    """Arguments of a preset's `values`, with the settings of losses, say, that the command line
-    has: those that its other `words` leave of the preset, and its `own` ones. They are not checked:
-    the other flags of the command line may be what makes them valid."""
+) -> dict[str, Any]:
+    """A preset's `values`, with the settings of losses, say, that the command line has: those that
+    its other `words` leave of the preset, and its `own` ones."""
     chosen: dict[str, object] = dict(own)
     for _, choice in choices_of(cls):
         for value in given_words(words, choice.flag):
             chosen[choice.flag] = value
-    settings = {}
+    drafted = {name: value for name, value in values.items() if not is_own(name)}
     for name, value in changed_values(cls, values, chosen).items():
         if is_own(name):
-            settings[name] = value
-    args = object.__new__(cls)
-    for name in flags_of_class(cls):
-        object.__setattr__(args, name, values[name])
-    object.__setattr__(args, OWN_SETTINGS, tuple(settings.items()))
-    return args
+            drafted[name] = value
+    return drafted
 
 
 def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> None:

@@ -442,8 +442,9 @@ class RLArgs(
         is_enough = self.group_size >= fewest or takes_raw_rewards
         wanted = f"at least {fewest}, as --advantage {self.advantage} needs"
         if callable(estimator.smallest_group):
-            own = fields_of(self, "advantage")
-            wanted += f" with {' '.join(f'--advantage.{name} {own[name]}' for name in own)}"
+            settings = fields_of(self, "advantage").items()
+            flags = " ".join(f"--advantage.{name} {value}" for name, value in settings)
+            wanted += f" with {flags}"
         elif fewest == 2:
             wanted = (
                 "at least 2: with one sample a prompt the group's mean is the reward itself and its"

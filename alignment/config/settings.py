@@ -311,6 +311,17 @@ def arguments_of(cls: type[ArgumentsType], values: Mapping[str, Any]) -> Argumen
     return cls(**plain, **{OWN_SETTINGS: pairs})
 
 
+def unchecked_arguments(cls: type[ArgumentsType], values: Mapping[str, Any]) -> ArgumentsType:
+    """As `arguments_of`, for the values of all flags, but without a check: for those of a preset,
+    which other flags may have to make valid."""
+    args = object.__new__(cls)
+    for name in flags_of_class(cls):
+        object.__setattr__(args, name, values[name])
+    own = tuple((name, value) for name, value in values.items() if is_own(name))
+    object.__setattr__(args, OWN_SETTINGS, own)
+    return args
+
+
 def replaced(args: ArgumentsType, **changes: Any) -> ArgumentsType:
     """`dataclasses.replace` for values of flags, settings' own ones among them."""
     cls = type(args)
