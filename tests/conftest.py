@@ -100,11 +100,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a file whose tests all are slow where slow ones are left out: each process of the
-    tests imports all files that it collects, Ray among what these import."""
-    if config.option.markexpr != QUICK or collection_path.suffix != ".py":
+    """Leave out a file whose tests all are slow where slow ones are left out, and one without slow
+    ones where the others are: each process of the tests imports all files that it collects, Ray
+    among what these import."""
+    if not collection_path.match("test_*.py") or collection_path.parent == HERE / "with_vllm":
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    if config.option.markexpr == QUICK:
+        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    if config.option.markexpr == "slow":
+        return "mark.slow" not in collection_path.read_text() or None
+    return None
 
 
 class WithVLLM(OtherModule):

@@ -35,8 +35,9 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
         vocab_size=len(VOCABULARY),
         hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of size 32, the smallest that vLLM's CPU attention takes
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,  # one for each of two devices
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
         intermediate_size=128,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,

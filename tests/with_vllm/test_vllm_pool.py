@@ -6,7 +6,6 @@ import socket
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from alignment.core.records import SamplingConfig
 from alignment.sampling.arrival import load_proven
@@ -18,14 +17,6 @@ from tests.with_vllm.conftest import tiny_llama
 from tests.with_vllm.test_vllm_sampler import PROMPTS, expected_log_probs, flat
 
 SAMPLING = SamplingConfig(n=4, max_new_tokens=24, stop=(), seed=7)
-
-
-def two_heads(seed: int) -> LlamaForCausalLM:
-    """The tiny Llama with two heads of keys, so that two devices have one each."""
-    config = tiny_llama(seed).config
-    config.num_key_value_heads = 2
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture
@@ -88,34 +79,33 @@ def test_two_engines_draw_the_tokens_of_one_and_take_new_weights(two, sampler, m
 
 
 def test_one_engine_of_two_devices_draws_the_tokens_of_one_and_takes_new_weights(
-    tokenizer, tmp_path, monkeypatch
+    model_path, tokenizer, sampler, monkeypatch
 ):
     """Tensor parallelism over two processes, each on a core of its own: vLLM binds them to two NUMA
     nodes otherwise."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    models = [two_heads(seed) for seed in (0, 1)]
-    models[0].save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = SamplerConfig(str(tmp_path), "cpu", "float32", memory_share=0.4)
-    one = open_sampler(SAMPLERS["vllm"], config, tokenizer)
-    two = open_sampler(
-        SAMPLERS["vllm"],
-        dataclasses.replace(config, further_devices=("cpu",), tensor_parallel=2),
-        tokenizer,
+    config = SamplerConfig(
+        model_path,
+        "cpu",
+        "float32",
+        memory_share=0.4,
+        further_devices=("cpu",),
+        tensor_parallel=2,
     )
+    two = open_sampler(SAMPLERS["vllm"], config, tokenizer)
     try:
         for version in range(2):
-            for sampler in (one, two) if version else ():
-                load_proven(sampler, models[version].named_parameters(), version)
-            drawn, expected = (flat(sampler.sample(PROMPTS, SAMPLING)) for sampler in (two, one))
+            model = tiny_llama(seed=version)
+            for engine in (sampler, two) if version else ():
+                load_proven(engine, model.named_parameters(), version)
+            drawn, expected = (flat(engine.sample(PROMPTS, SAMPLING)) for engine in (two, sampler))
             assert [completion.token_ids for completion in drawn] == [
                 completion.token_ids for completion in expected
             ]
             for completion in drawn:
                 difference = torch.tensor(completion.log_probs) - expected_log_probs(
-                    models[version], completion
+                    model, completion
                 )
                 assert completion.policy_version == version and difference.abs().max() < 1e-3
     finally:
-        one.close()
         two.close()

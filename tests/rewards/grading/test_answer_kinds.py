@@ -4,7 +4,6 @@ Markdown, large numbers, products of letters, doubled backslashes, clauses of wo
 dates and rarer notation. `kind_pairs.jsonl` holds labelled pairs of each, whose labels follow from
 mathematics."""
 
-import itertools
 import json
 import random
 import time
@@ -50,13 +49,18 @@ def test_every_pair_is_graded_as_it_is_labelled(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_accepted_for_no_other_ground_truth(kind):
-    # A missing unit may be added, so that 5 米 is 500 cm and 5, which are not the same.
+    """Of ten other ground truths that chance draws for each answer: all of them would take a
+    minute of a core."""
     pairs = [pair for pair in PAIRS if pair["kind"] == kind and pair["equal"]]
     truths = sorted({pair["ground_truth"] for pair in pairs})
-    for pair, truth in itertools.product(pairs, truths):
-        if grade(pair["answer"], truth) and truth != pair["ground_truth"]:
-            bare = [text for text in (truth, pair["ground_truth"]) if text.isdigit()]
-            assert grade(pair["ground_truth"], truth) or bare, (pair["answer"], truth)
+    rng = random.Random(kind)
+    for pair in pairs:
+        others = [truth for truth in truths if truth != pair["ground_truth"]]
+        for truth in rng.sample(others, min(10, len(others))):
+            if grade(pair["answer"], truth):
+                # A missing unit may be added, so that 5 米 is 500 cm and 5, which are not the same.
+                bare = [text for text in (truth, pair["ground_truth"]) if text.isdigit()]
+                assert grade(pair["ground_truth"], truth) or bare, (pair["answer"], truth)
 
 
 def test_every_ground_truth_equals_itself():
