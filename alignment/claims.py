@@ -1,7 +1,7 @@
 """Published claims about RL fine-tuning, tried on tasks that a laptop trains: which hold here,
 fail, tie or stay undecided.
 
-uv run -m alignment.claims --run clip_higher --report docs
+uv run -m alignment.claims --run clip_higher --report checkpoints/claims_page
 
 A claim's trial on a preset compares the arm expected above with every other one, or all pairs where
 none is. Its comparisons share a chance of 5 % of any false verdict (`compare`). Trials stand by
@@ -9,6 +9,7 @@ themselves; a second verdict shares it (Bonferroni)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -118,7 +119,9 @@ def main() -> None:
     args = parse(ClaimsArgs)
     console = make_console(args.quiet)
     failed = []
-    for trial in read_trials(args):
+    trials = read_trials(args)
+    refuse_lost_verdicts(trials, args)
+    for trial in trials:
         if {trial.name, "all"} & set(args.run) and trial.runs:
             failed += train(trial.design, args, console)
     decisions = decide_all(read_trials(args))
@@ -227,10 +230,10 @@ def decide(trial: Trial, alpha: float = ALPHA) -> tuple[str, list[Comparison]]:
 
 def verdict_of(comparison: Comparison, above: str | None) -> str:
     """What a comparison says of a claim that the arm `above` is better, or without one, that arms
-    tie."""
+    tie. A difference that is shown, and shown to be below the margin, is a tie."""
     if comparison.kind == "undecided":
         return "undecided"
-    if comparison.kind == "tie":
+    if comparison.kind == "tie" or comparison.is_small:
         return "tie" if above else "holds"
     if above and comparison.difference >= 0:
         return "holds"
@@ -268,6 +271,33 @@ def count_hours(runs: Iterable[study.Run]) -> float:
     return seconds / 3600
 
 
+PAGE = "claims.md"
+DECIDED_ROW = re.compile(r"^\| \[.*\]\(#(\w+)\).*\| (?:holds|fails|tie|undecided here)\b")
+"""A line of the page's first table with a verdict; the group is the claim's name."""
+
+
+def refuse_lost_verdicts(trials: Sequence[Trial], args: ClaimsOptions) -> None:
+    """Raise `UserError` where the folder of --report has a page with verdicts of claims that have
+    no runs here, and get none: their runs are in another folder, or are not kept."""
+    file = Path(args.report) / PAGE
+    if not args.report or not file.exists() or "all" in args.run:
+        return
+    known = set(args.run)
+    for trial in trials:
+        if any(trial.runs.values()):
+            known.add(trial.name)
+    lost = []
+    for line in file.read_text("utf-8").splitlines():
+        row = DECIDED_ROW.match(line)
+        if row and row[1] not in known:
+            lost.append(row[1])
+    if lost:
+        raise UserError(
+            f"--report {args.report}: {file} has verdicts of {', '.join(lost)}, which have no runs"
+            f" in {args.output_dir}/claims, and would lose them; give another folder"
+        )
+
+
 def write_page(decisions: Mapping[str, Sequence[Decision]], args: ClaimsOptions) -> None:
     """Write claims.md into the folder of --report."""
     trials: list[Trial] = []
@@ -282,7 +312,7 @@ def write_page(decisions: Mapping[str, Sequence[Decision]], args: ClaimsOptions)
     )
     folder = Path(args.report)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "claims.md", page)
+    write_atomically(folder / PAGE, page)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main() -> None:
                 f"--runs {' '.join(args.runs)}: no finished run there, and no single run with an"
                 " evaluation"
             )
-        if not args.follow or not study.missing:
+        if not args.follow or study.is_finished:
             break
         time.sleep(30)  # the page of an unfinished study loads itself again as often
 

@@ -124,7 +124,7 @@ def tune(
         accuracies[name] = {seed: float(scores.mean()) for seed, scores in by_seed.items()}
     choices = tuning.choose(design.arms, tuning.read_grid(args.tune), accuracies, runs.seeds)
     questions = max((len(run.scores.questions) for run in study.runs), default=0)
-    chosen = tuning.Tuning(choices, runs.seeds, questions, amounts_of(study.runs))
+    chosen = tuning.Tuning(choices, runs.seeds, questions, amounts_of(study.runs), runs.measure)
     tuning.write_tuning(design.folder, chosen)
     for arm, choice in choices.items():
         taken = choice.candidate
@@ -174,6 +174,8 @@ def make_design(args: SweepOptions) -> Design:
     check_trackers(args.trackers)
     try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
+    if not args.until_decided:
+        warnings += schedule.later_looks(folder, seeds)
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
     # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
@@ -341,12 +343,17 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
             soft_wrap=True,
         )
         return
+    of_what = ""
+    if args.measure != "accuracy" or arm.eval_samples > 1:
+        # of no other measure is it known how it varies before its runs are there
+        of_what = " (the accuracy of one answer to each)"
     until = ""
     if len(looks) > 1:
         until = f", added until they decide, up to {looks[-1]},"
     console.print(
-        f"{seeds} seeds{until} and {questions} questions, a standard deviation of {SEED_STD}"
-        " between seeds:"
+        f"{seeds} seeds{until} and {questions} questions{of_what}, a standard deviation of"
+        f" {SEED_STD} between seeds:",
+        soft_wrap=True,
     )
     for sides, power in powers(design, looks, questions).items():
         console.print(power_line(sides, power, design.tie), soft_wrap=True)
@@ -386,8 +393,7 @@ class ComparedSides(NamedTuple):
 
 def compared_sides(design: Design) -> dict[str, ComparedSides]:
     """The tables of verdicts of a design, by the two sides that each compares."""
-    from alignment.ablation.statistics import pairs
-    from alignment.ablation.verdicts import factor_contrasts
+    from alignment.ablation.verdicts import factor_contrasts, has_control, tables_of_pairs
 
     tables: dict[str, list[Contrast]] = {}
     for name, contrasts in factor_contrasts(design.varied).items():
@@ -397,7 +403,11 @@ def compared_sides(design: Design) -> dict[str, ComparedSides]:
         # controls are beside the grid, not in it
         arms = [arm for arm in arms if not is_control(arm)]
     else:
-        tables["two arms"] = pairs(arms)
+        for contrasts in tables_of_pairs(arms):
+            is_with_control = has_control(contrasts[0])
+            tables["an arm and a control" if is_with_control else "two arms"] = contrasts
+        if not tables:  # of a single arm
+            tables["two arms"] = []
     sides_compared = {}
     for sides, contrasts in tables.items():
         weights_A: list[float] = []
@@ -588,6 +598,7 @@ def train(
             names = ", ".join(state.name for state in added)
             console.print(f"undecided: adding {names}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
+    schedule.note_report(design.folder, len({state.seed for state in states}))
     failures = [state for state in states if state.status == "failed"]
     if failures:
         failed = [f"{state.name} ({state.reason or state.note})" for state in failures]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from alignment.ablation.design import is_control
+from alignment.ablation.design import BOOKKEEPING, is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Run, Study, amounts_of
 from alignment.runs.summary import accuracy_with_interval, best_audit
@@ -69,9 +69,13 @@ def _tuning(study: Study) -> Answer:
         f"each arm chose among {len(first.candidates)} values of {' and '.join(tuning.names)}, by"
         f" {len(tuning.seeds)} seeds and {tuning.questions} questions of no verdict"
     )
-    edges = tuning.edge_warnings()
-    if edges:
-        return Answer(question, "partly", f"{words}; {'; '.join(edges)}")
+    reasons = tuning.edge_warnings()
+    for arm, choice in tuning.choices.items():
+        for candidate in choice.candidates:
+            if candidate.failed:
+                reasons.append(f"{arm}: runs with {candidate.words} did not finish")
+    if reasons:
+        return Answer(question, "partly", f"{words}; {'; '.join(reasons)}")
     return Answer(question, "yes", words)
 
 
@@ -128,26 +132,41 @@ def _base_models(study: Study) -> list[tuple[Path, str, str]]:
 def _compute(study: Study) -> Answer:
     question = "Did the arms take equal compute, and how much in all?"
     tokens = []
+    updates = []
     minutes = []
     for runs in study.arms.values():
         if runs:
             of_arm = amounts_of(list(runs.values()))
             tokens.append(of_arm["tokens"] / len(runs))
             minutes.append(of_arm["seconds"] / 60 / len(runs))
+            updates.append(sum(_count_updates(run) for run in runs.values()) / len(runs))
     amounts = amounts_of(study.runs)
     words = f"{_amount_words(amounts)} for verdicts"
     if study.tuning is not None:
         words += f", and {_amount_words(study.tuning.amounts)} for tuning"
-    if study.match != "steps":
-        return Answer(question, "yes", f"compared at equal {study.match}; {words}")
-    spread = max(tokens) - min(tokens)
-    if spread <= EQUAL_COMPUTE * max(tokens):
+    if study.match in ("tokens", "seconds"):
+        words = f"compared at equal {study.match}; {words}"
+    if study.match == "seconds":
+        return Answer(question, "yes", words)
+    equal_tokens = study.match == "tokens" or _are_equal(tokens)
+    if equal_tokens and _are_equal(updates):
         return Answer(question, "yes", f"all arms sampled as many tokens; {words}")
     span = (
-        f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens and {min(minutes):.3g} to"
-        f" {max(minutes):.3g} minutes of steps a run, by arm"
+        f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens, {min(updates):,.0f} to"
+        f" {max(updates):,.0f} updates and {min(minutes):.3g} to {max(minutes):.3g} minutes of"
+        " steps a run, by arm"
     )
     return Answer(question, "partly", f"{span}; {words}")
+
+
+def _are_equal(amounts: Sequence[float]) -> bool:
+    """Whether the arms' amounts differ by a share of `EQUAL_COMPUTE` at most."""
+    return max(amounts) - min(amounts) <= EQUAL_COMPUTE * max(amounts)
+
+
+def _count_updates(run: Run) -> int:
+    """The optimiser's steps of a run; of older versions, which did not record them, its steps."""
+    return sum(record.get("updates", 1) for record in run.metrics)
 
 
 def _amount_words(amounts: Mapping[str, float]) -> str:
@@ -165,7 +184,9 @@ def _held_out(study: Study) -> Answer:
     words = f"{span} questions that no run trains on, after the last step of every run"
     if study.tuning is not None:
         words += f"; tuning chose by {study.tuning.questions} others"
-    return Answer(question, "yes", words)
+        return Answer(question, "yes", words)
+    words += "; whether settings were chosen by their results is not recorded (--tune has others)"
+    return Answer(question, "partly", words)
 
 
 def _hashes(study: Study) -> Answer:
@@ -182,13 +203,24 @@ def _hashes(study: Study) -> Answer:
 
 
 def design_hash(study: Study) -> str:
-    """The beginning of the SHA-256 of what was decided before: arms with what varies, the chance of
-    a false verdict, the margin of a tie, what is held equal, and what was tuned."""
+    """The beginning of the SHA-256 of what was decided before: every argument that may change a
+    result, of every arm, the seeds, the measure, the chance of a false verdict, the margin of a
+    tie, what is held equal, and what was tuned."""
     tuned: list[str] = []
     if study.tuning is not None:
         tuned = list(study.tuning.names)
+    arguments: dict[str, dict[str, object]] = {}
+    seeds: dict[str, list[int]] = {}
+    for arm, runs in study.arms.items():
+        seeds[arm] = sorted(runs)
+        arguments[arm] = dict(study.varied[arm])
+        for run in list(runs.values())[:1]:
+            own = {name: value for name, value in run.args.items() if name not in BOOKKEEPING}
+            arguments[arm] |= own
     facts = {
-        "arms": study.varied,
+        "arms": arguments,
+        "seeds": seeds,
+        "measure": study.measure,
         "alpha": study.alpha,
         "tie": study.tie,
         "match": study.match,

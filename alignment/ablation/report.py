@@ -32,7 +32,7 @@ from alignment.ablation.summary import (
     ranked,
     verdicts_of,
 )
-from alignment.ablation.tuning import Tuning, measure_of_choice
+from alignment.ablation.tuning import Tuning
 from alignment.ablation.verdicts import choices, decide, decide_factors, final_scores, half_width
 from alignment.args import REPRODUCIBILITY_SETTING
 from alignment.runs.held_out import evaluation_words, further_accuracies
@@ -119,27 +119,31 @@ def contents(study: Study) -> dict[str, Any]:
     bias = None
     if kind == "best":
         bias = float(np.mean([selection_bias(of_study) for of_study in study.runs]))
-    answers = [] if run or not study.runs else referee_answers(study, decided_tables)
-    words = set()
-    for run_of_study in study.runs:
-        words.add(reproducibility(run_of_study.path, REPRODUCIBILITY_SETTING))
+    referee = [] if run or not study.runs else referee_answers(study, decided_tables)
+    words = {reproducibility(of_study.path, REPRODUCIBILITY_SETTING) for of_study in study.runs}
+    answers = dict.fromkeys(evaluation_words(of_study.args) for of_study in study.runs)
     return {
         "study": study,
         "run": run,
+        "answers": " or ".join(answers),
         "question": question,
         "varied": varied,
         "levels": {name: _levels(study, name) for name in varied},
         "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs),
+        "family": max(
+            map(len, (*factors.values(), *verdicts.named_tables(pairs).values())), default=0
+        ),
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),
+        "censored": verdicts.censored_words(study),
         "choice_caution": choice_caution(study, decided_tables),
         "pairs": ranked(pairs),
-        "referee": answers,
+        "referee": referee,
         "pairs_area": ranked(decide(study, whole_curve=True)) if has_area else [],
         "measured": measured(study),
         "selection_bias": bias,
-        "chosen_by": measure_of_choice(study.measure),
+        "chosen_by": study.tuning.measure if study.tuning is not None else "",
         "over_tasks": verdicts.over_tasks(study),
         "completions": completions,
         "further": further_accuracies(run.evals) if run else {},
@@ -194,9 +198,9 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
 
 
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
-    """A line for each varied argument, or for the pairs of arms: the largest differences, and how
-    many tie or are undecided."""
-    tables = factors or {"the arms": pairs}
+    """A line for each varied argument, or for the pairs of arms, those with controls apart: the
+    largest differences, and how many tie or are undecided."""
+    tables = factors or verdicts.named_tables(pairs) or {"the arms": pairs}
     return [f"{name}: {_summarise(comparisons)}" for name, comparisons in tables.items()]
 
 

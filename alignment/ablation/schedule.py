@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +45,7 @@ from alignment.system.versions import versions
 ATTEMPTS = 2  # Times that a run is started before it counts as failed.
 LOG_SECONDS = 300.0  # between two lines on runs that train, where the output is no terminal
 LOST = -1000  # Exit code of a job whose machine or worker process is gone.
+REPORTED = "reported"  # The numbers of seeds, in sweep.json, after which verdicts were reported.
 REQUEUES = 50  # Times that a SLURM job goes back to the queue at its time limit.
 # For a run to save its last step when SLURM ends its job, which submitit announces 90 s before.
 SAVE_SECONDS = 60
@@ -75,6 +76,7 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     another design."""
     file = design.folder / "sweep.json"
     seeds = set(design.seeds)
+    reported: list[int] = []
     if file.exists():
         before = read_json(file)
         if _fixed(before) != _fixed(design.facts()):
@@ -82,14 +84,41 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
                 f"{design.folder} holds a sweep of another design; give another --run_name"
             )
         seeds |= set(before.get("seeds", ()))
+        reported = before.get(REPORTED, [])
     content = {
         **design.facts(),
         "seeds": sorted(seeds),
         "warnings": list(design.warnings),
         "command": list(command),
         "versions": versions(),
+        REPORTED: reported,
     }
     write_json(file, content)
+
+
+def note_report(folder: Path, seeds: int) -> None:
+    """Note in sweep.json that verdicts after so many seeds have been reported."""
+    content = read_json(folder / "sweep.json")
+    content[REPORTED] = sorted({*content.get(REPORTED, ()), seeds})
+    write_json(folder / "sweep.json", content)
+
+
+def later_looks(folder: Path, seeds: Collection[int]) -> tuple[str, ...]:
+    """A warning where a sweep's verdicts were reported before with fewer seeds than these and its
+    own together: each report has a chance of a false verdict of its own."""
+    if not (folder / "sweep.json").exists():
+        return ()
+    before = read_json(folder / "sweep.json")
+    in_all = len({*seeds, *before.get("seeds", ())})
+    numbers = sorted({*before.get(REPORTED, ()), in_all})
+    if len(numbers) < 2:
+        return ()
+    words = ", then ".join(map(str, numbers))
+    return (
+        f"verdicts were made after {words} seeds, each time with a chance of 5 % of a false one:"
+        " where a report decides whether seeds are added, only --until_decided, given from the"
+        " start, keeps to 5 % in all",
+    )
 
 
 def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class Comparison:
     comparisons; `exact` says that it supports a winner too. Where it does not, the verdict assumes
     that a run is its arm's mean plus noise, and `exact_seeds` is about the number of seeds that
     would do without: None for a tie, which no number shows without it, and for an undecided
-    comparison."""
+    comparison. `is_small` says of a winner that its difference is shown to be below the margin of a
+    tie, too, which its words then say."""
 
     a: str
     b: str
@@ -72,6 +73,7 @@ class Comparison:
     p_exact: float = math.nan
     exact: bool = False
     exact_seeds: int | None = None
+    is_small: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def compare(
     common one; comparisons with and without share `alpha`.
 
     Verdicts: "a > b" where both tests exclude zero, "tie within d" where both exclude differences
-    of `tie` or more (two one-sided tests, Schuirmann 1987), else "undecided". A difference of zero
+    of `tie` or more (two one-sided tests, Schuirmann 1987), "a > b, by less than d" where they
+    exclude both, else "undecided". A difference of zero
     makes no tie false, and one of `tie` makes no winner false but the wrong one, so differences are
     tested at `alpha` and each side of a tie at half of it.
 
@@ -623,31 +626,35 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
     hidden = max(down, up)
     kind: Kind = "undecided"
     firm = False
+    is_small = False
     more_seeds = None
-    if p < rule.alpha and estimate.mean > 0:
+    is_tie = p_tie < rule.alpha
+    firm_tie = low - down > -rule.tie and high + up < rule.tie
+    if p < rule.alpha:
         kind = "greater"
-        verdict = f"{a} > {b}"
-        hidden = down
-    elif p < rule.alpha:
-        kind = "greater"
-        verdict = f"{b} > {a}"
-        hidden = up
-    elif p_tie < rule.alpha:
+        first, second = (a, b) if estimate.mean > 0 else (b, a)
+        verdict = f"{first} > {second}"
+        hidden = down if estimate.mean > 0 else up
+        firm = low > down or high < -up
+        # A verdict is firm, or it is not, in all that it says.
+        is_small = is_tie and (firm_tie or not firm) and _is_straight_tie(estimate, rule, low, high)
+        if is_small:
+            verdict += f", by less than {rule.tie:g}"
+            hidden = max(down, up)
+    elif is_tie:
         kind = "tie"
         verdict = f"tie within {rule.tie:g}"
+        firm = firm_tie
     else:
         need = _need(estimate, rule)
         more_seeds = need.seeds
         verdict = f"undecided: {_unstable_reason(estimate)}{need.words}"
-    if kind == "greater":
-        firm = low > down or high < -up
-    elif kind == "tie":
-        firm = low - down > -rule.tie and high + up < rule.tie
     objection = _objection(estimate, rule, kind, low, high)
     if objection:
         kind = "undecided"
         verdict = f"undecided: {objection}"
         firm = False
+        is_small = False
         more_seeds = None
     if kind != "undecided" and not firm:
         verdict += LIKE_THESE
@@ -666,7 +673,14 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         detectable=_detectable(estimate, rule),
         hidden=hidden,
         firm=firm,
+        is_small=is_small,
     )
+
+
+def _is_straight_tie(estimate: _Estimate, rule: _Rule, low: float, high: float) -> bool:
+    """Whether no bend of the learning curves could take the difference out of a tie's margin."""
+    bend_low, bend_high = _bend_of_contrast(estimate.contrast, rule.bends)
+    return _stands("tie", low + bend_low, high + bend_high, rule.tie)
 
 
 def _unstable_reason(estimate: _Estimate) -> str:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alignment.ablation.design import ALPHA, BOOKKEEPING, varied_values
+from alignment.ablation.design import ALPHA, BOOKKEEPING, is_control, varied_values
 from alignment.ablation.tuning import Tuning, read_tuning
-from alignment.args import RLArgs
+from alignment.args import ReportArgs, RLArgs
 from alignment.config.flag import defaults_of_flags
 from alignment.runs.metric_names import read_metrics
 from alignment.system.errors import UserError
@@ -242,6 +242,13 @@ class Study:
     match: str = "steps"  # Amount at which arms are compared: a key of `AMOUNTS`.
     tuning: Tuning | None = None  # What each arm tried before, and took.
     measure: str = "accuracy"  # What verdicts are on: a name that `read_measure` takes.
+    is_finished: bool = True  # Whether no run, and no seed of --until_decided, is still to come.
+
+    @property
+    def looks(self) -> int:
+        """How many times the sweep may make verdicts, which share the chance of a false one: once,
+        or with --until_decided after each further seed too."""
+        return max(1, round(ALPHA / self.alpha))
 
     @property
     def runs(self) -> list[Run]:
@@ -283,24 +290,42 @@ def read_run(path: Path) -> Run:
 
 
 def read_study(
-    folders: Sequence[Path], tie: float = 0.03, match: str = "steps", measure: str = ""
+    folders: Sequence[Path], tie: float = ReportArgs.tie, match: str = "steps", measure: str = ""
 ) -> Study:
     """The study of one sweep's folder, with its arms and settings; or of any other folders of runs
     and sweeps, whose runs are grouped into arms by their arguments.
 
     `measure` is what verdicts are on; empty: what the sweep was made for, or accuracy. Where a
-    sweep was made for another, the study warns.
+    sweep was made for another, the study warns. A sweep alone keeps its own `tie` and `match`; of
+    several, the study warns of every decision that it leaves out.
 
     Only finished runs count, but one run alone may still be training. Raises `UserError` for a
-    folder that is neither a run's nor a sweep's, for damaged files, and for two runs with the same
-    arguments and seed."""
+    folder that is neither a run's nor a sweep's, for damaged files, for two runs with the same
+    arguments and seed, and for another `tie` or `match` than a sweep's own."""
     sweeps = {}
     for folder in folders:
         if (folder / "sweep.json").exists():
             sweeps[folder] = _read_sweep(folder)
     if len(folders) == len(sweeps) == 1:
-        return _with_measure(sweeps[folders[0]], measure)
-    refuse_unmatched_measure(measure or "accuracy", match)
+        [sweep] = sweeps.values()
+        _refuse_other_rules(folders[0], sweep, tie, match)
+        return _with_measure(sweep, measure)
+    measure = measure or "accuracy"
+    refuse_unmatched_measure(measure, match)
+    merged = _merge(folders, sweeps)
+    warnings = _warnings_of_merged(sweeps, tie, match, measure)
+    return replace(
+        merged,
+        tie=tie,
+        match=match,
+        measure=measure,
+        warnings=(*warnings, *merged.warnings),
+    )
+
+
+def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
+    """The study of the runs of several folders, of which some are sweeps, by accuracy after their
+    steps. Arms are named by the arguments in which the runs differ."""
     runs: list[Run] = []
     for folder in folders:
         if folder in sweeps:
@@ -330,13 +355,54 @@ def read_study(
         arms,
         varied,
         tuple(missing),
-        tie,
+        ReportArgs.tie,
         hold="",
         warnings=_version_warnings(runs),
         command="",
-        match=match,
-        measure=measure or "accuracy",
+        is_finished=not missing,
     )
+
+
+def _refuse_other_rules(folder: Path, sweep: Study, tie: float, match: str) -> None:
+    """Raise `UserError` where the margin of a tie or the amount at which arms are compared is given
+    for a sweep, and is not its own: that was decided before its runs."""
+    given = {
+        "tie": (tie, ReportArgs.tie, sweep.tie),
+        "match": (match, ReportArgs.match, sweep.match),
+    }
+    for name, (value, default, own) in given.items():
+        if value not in (default, own):
+            raise UserError(
+                f"--{name} {value}: {folder} is a sweep that was made with --{name} {own}, which"
+                " its verdicts keep; give the folders of its runs to compare them otherwise"
+            )
+
+
+def _warnings_of_merged(
+    sweeps: Mapping[Path, Study], tie: float, match: str, measure: str
+) -> list[str]:
+    """A warning for each decision of a sweep's design that its runs, compared with others, lose."""
+    warnings = []
+    for folder, sweep in sweeps.items():
+        lost = []
+        for name, value, own in (
+            ("measure", measure, sweep.measure),
+            ("match", match, sweep.match),
+            ("tie", tie, sweep.tie),
+        ):
+            if value != own:
+                lost.append(f"--{name} {own}")
+        if sweep.looks > 1:
+            lost.append("that its verdicts share 5 % with those after other numbers of seeds")
+        if sweep.tuning is not None:
+            names = " and ".join(sweep.tuning.names)
+            lost.append(f"that each arm tuned {names}, which now is an argument that varies")
+        controls = [arm for arm in sweep.arms if is_control(arm)]
+        if controls:
+            lost.append("that arms are controls")
+        if lost:
+            warnings.append(f"{folder} was made with other rules, left out here: {'; '.join(lost)}")
+    return warnings
 
 
 def _with_measure(study: Study, measure: str) -> Study:
@@ -422,6 +488,10 @@ def _read_sweep(folder: Path) -> Study:
             if run.finished:
                 arms[arm][int(seed)] = run
     missing = [f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]]
+    is_finished = not missing
+    if "reported" in sweep:  # which older files lack
+        # Runs that have failed stay missing, and --until_decided may add seeds until the report.
+        is_finished = max(sweep["reported"], default=0) >= len(sweep["seeds"])
     runs: list[Run] = []
     for by_seed in arms.values():
         runs += by_seed.values()
@@ -443,6 +513,7 @@ def _read_sweep(folder: Path) -> Study:
         match=sweep["match"],
         tuning=tuning,
         measure=sweep["measure"],
+        is_finished=is_finished,
     )
 
 

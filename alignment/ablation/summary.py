@@ -61,19 +61,22 @@ def verdicts_of(study: Study) -> Verdicts:
     for name, comparisons in decide_factors(study).items():
         tables[f"{outcome.title}: {name}, averaged over all else"] = tuple(ranked(comparisons))
     if not tables:
-        pairs = decide(study)
-        if pairs:
-            tables[outcome.title] = tuple(ranked(pairs))
+        for name, comparisons in verdicts.named_tables(decide(study)).items():
+            with_controls = ", with controls" if name == "controls" else ""
+            tables[f"{outcome.title}{with_controls}"] = tuple(ranked(comparisons))
     every_comparison: list[Comparison] = []
     for comparisons in tables.values():
         every_comparison += comparisons
     basis = ""
     if study.match != "steps" or study.measure != "accuracy":
         basis = outcome.description
+    warnings = study.warnings
+    if censored := verdicts.censored_words(study):
+        warnings = (*warnings, censored)
     return Verdicts(
         tables,
         caution(study, every_comparison),
-        tuple(study.warnings),
+        tuple(warnings),
         basis,
         study.missing,
         assumption(every_comparison),
@@ -201,10 +204,21 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
         return ""
     lost = study.tuning.most_lost(study.alpha)
     decided = [comparison for comparison in comparisons if comparison.kind != "undecided"]
+    if decided and study.tuning.measure != study.measure:
+        return (
+            f"of the values taken: all verdicts. Arms chose by {study.tuning.measure}, and what"
+            f" that choice costs in {study.measure} is not known"
+        )
     of_values = [c for c in decided if not survives_choice(c, lost, study.tie)]
     if not of_values:
         return ""
     verdicts_in_words = "; ".join(comparison.verdict for comparison in of_values)
+    if math.isinf(max(lost.values())):
+        arms = " and ".join(arm for arm, amount in lost.items() if math.isinf(amount))
+        return (
+            f"of the values taken: {verdicts_in_words}. Runs of {arms} with other values did not"
+            " finish, so that nothing is known of these"
+        )
     return (
         f"of the values taken: {verdicts_in_words}. By {len(study.tuning.seeds)} seeds and"
         f" {study.tuning.questions} questions an arm may have lost up to {max(lost.values()):.2g}"

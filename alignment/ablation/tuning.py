@@ -78,12 +78,14 @@ class Choice:
 @dataclass(frozen=True)
 class Tuning:
     """What the arms of a sweep tried and took, by arm; the seeds, the number of validation
-    questions, and what all tuning runs took together: runs, steps, sampled tokens and seconds."""
+    questions, what all tuning runs took together (runs, steps, sampled tokens and seconds), and the
+    measure that arms chose by, whose values candidates have as accuracies."""
 
     choices: Mapping[str, Choice]
     seeds: tuple[int, ...]
     questions: int
     amounts: Mapping[str, float]
+    measure: str = "accuracy"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,8 +103,9 @@ class Tuning:
         return not all(map(_is_number, tried))
 
     def most_lost(self, alpha: float) -> dict[str, float]:
-        """By arm, the most accuracy that it may have lost by taking another value than its grid's
-        best. With a chance of `alpha` at most, an arm has lost more.
+        """By arm, the most of `measure` that it may have lost by taking another value than its
+        grid's best. With a chance of `alpha` at most, an arm has lost more. Infinite where a value
+        has a run that did not finish, of which nothing is known.
 
         The bound is the largest, over the values that an arm did not take, of the difference to the
         one that it took plus z standard errors, or 0 (z by Bonferroni's
@@ -114,10 +117,12 @@ class Tuning:
         for arm, choice in self.choices.items():
             others = []
             for place, candidate in enumerate(choice.candidates):
-                if place != choice.chosen and not candidate.failed:
+                if place != choice.chosen:
                     others.append(candidate.mean - choice.candidate.mean)
             lost[arm] = 0.0
-            if others:
+            if any(candidate.failed for candidate in choice.candidates):
+                lost[arm] = math.inf
+            elif others:
                 level = alpha / (len(self.choices) * len(others))
                 error = math.sqrt(2 * variance / len(self.seeds))
                 z = statistics.NormalDist().inv_cdf(1 - level)
@@ -222,7 +227,8 @@ def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int
         design.tie,
         design.alpha,
         warnings=(),
-        match=design.match,
+        # One value with which responses become short would end every other curve where it ends.
+        match="steps",
         measure=measure_of_choice(design.measure),
     )
 
@@ -332,6 +338,7 @@ def write_tuning(folder: Path, tuning: Tuning) -> None:
     content = {
         "seeds": list(tuning.seeds),
         "questions": tuning.questions,
+        "measure": tuning.measure,
         "amounts": dict(tuning.amounts),
         "arms": arms,
     }
@@ -347,7 +354,11 @@ def read_tuning(folder: Path) -> Tuning | None:
     try:
         choices = {arm: _read_choice(facts) for arm, facts in content["arms"].items()}
         return Tuning(
-            choices, tuple(content["seeds"]), int(content["questions"]), content["amounts"]
+            choices,
+            tuple(content["seeds"]),
+            int(content["questions"]),
+            content["amounts"],
+            str(content.get("measure", "accuracy")),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{folder / FILE} is damaged: give the sweep's command again") from None

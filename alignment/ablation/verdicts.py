@@ -3,6 +3,7 @@ scipy; `study.py` does not."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -191,7 +192,8 @@ def _by_arm_and_seed(study: Study, score: Callable[[Run], np.ndarray]) -> dict[s
 
 def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
     """A comparison for each pair of arms of a task: of final scores, or of the areas under whole
-    learning curves. Raises `UserError` if questions differ."""
+    learning curves. Pairs with a control are a table of their own (`tables_of_pairs`). Raises
+    `UserError` if questions differ."""
     scores = areas(study) if whole_curve else final_scores(study)
     arm_bends = bends(study, whole_curve)
     arms_of_task: dict[str, list[str]] = {}
@@ -200,14 +202,92 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
         arms_of_task.setdefault(task, []).append(arm)
     comparisons = []
     for arms in arms_of_task.values():
-        comparisons += compare(
-            {arm: scores[arm] for arm in arms},
-            study.tie,
-            alpha=study.alpha / len(arms_of_task),
-            groups=question_groups(_runs_of(study, arms)),
-            bends=arm_bends,
-        )
+        for contrasts in tables_of_pairs(arms):
+            comparisons += compare(
+                {arm: scores[arm] for arm in arms},
+                study.tie,
+                contrasts,
+                study.alpha / len(arms_of_task),
+                question_groups(_runs_of(study, arms)),
+                arm_bends,
+            )
+    if not whole_curve:
+        comparisons = refuse_unmeasured(study.measure, comparisons, scores)
     return comparisons
+
+
+def tables_of_pairs(arms: Sequence[str]) -> list[list[Contrast]]:
+    """The pairs of arms in two tables, each with its own chance of a false verdict: those of the
+    sweep's question, and those with a control, which make no pair of the question harder to decide.
+    One table where there are no controls, or nothing else."""
+    of_question = []
+    with_control = []
+    for contrast in statistics.pairs(arms):
+        (with_control if has_control(contrast) else of_question).append(contrast)
+    return [table for table in (of_question, with_control) if table]
+
+
+def has_control(sides: Contrast | Comparison) -> bool:
+    """Whether one side is a control arm."""
+    return is_control(sides.a) or is_control(sides.b)
+
+
+def named_tables(pairs: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """The tables of `tables_of_pairs` by name, of their comparisons."""
+    tables: dict[str, list[Comparison]] = {}
+    for comparison in pairs:
+        name = "controls" if has_control(comparison) else "the arms"
+        tables.setdefault(name, []).append(comparison)
+    return tables
+
+
+def refuse_unmeasured(
+    measure: str, comparisons: Sequence[Comparison], scores: Mapping[str, Scores]
+) -> list[Comparison]:
+    """The comparisons; undecided where a target accuracy (tokens_to) tells their arms nothing,
+    since all of their runs begin above it or none reaches it."""
+    kind, target = read_measure(measure)
+    if kind != "tokens_to":
+        return list(comparisons)
+    reasons = {0.0: f"all runs begin at {target:g} or above", 1.0: f"no run reaches {target:g}"}
+    decided = []
+    for comparison in comparisons:
+        shares: set[float] = set()
+        for arm in comparison.arms:
+            for scores_Q in scores[arm].values():
+                shares |= set(np.unique(scores_Q).tolist())
+        if len(shares) == 1 and shares <= set(reasons):
+            [share] = shares
+            comparison = replace(
+                comparison,
+                kind="undecided",
+                verdict=f"undecided: {reasons[share]}",
+                more_seeds=None,
+                firm=False,
+                exact=False,
+                exact_seeds=None,
+            )
+        decided.append(comparison)
+    return decided
+
+
+def censored_words(study: Study) -> str:
+    """How many runs never reach a target accuracy (tokens_to), and count as if they did with their
+    last token; "" where all do, and for other measures."""
+    kind, target = read_measure(study.measure)
+    if kind != "tokens_to":
+        return ""
+    never = []
+    for arm, by_seed in final_scores(study).items():
+        number = sum(bool((scores_Q == 1).all()) for scores_Q in by_seed.values())
+        if number:
+            never.append(f"{number} of {len(by_seed)} of {arm}")
+    if not never:
+        return ""
+    return (
+        f"runs that never reach {target:g} count as if they did with their last token, so that"
+        f" differences are too small: {', '.join(never)}"
+    )
 
 
 def _runs_of(study: Study, arms: Iterable[str]) -> list[Run]:
@@ -303,7 +383,8 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     arm_bends = bends(study)
     comparisons = {}
     for name, contrasts in factors.items():
-        comparisons[name] = compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
+        of_factor = compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
+        comparisons[name] = refuse_unmeasured(study.measure, of_factor, scores)
     return comparisons
 
 

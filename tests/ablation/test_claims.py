@@ -358,3 +358,27 @@ def test_an_unknown_claim_and_a_sweep_of_values_are_refused(monkeypatch):
         trial("kl_penalty", "tiny", "--group_size", "4", "8")
     with pytest.raises(UserError, match="--preset tinny"):
         trial("kl_penalty", "tinny")
+
+
+def test_a_page_loses_no_verdicts_whose_runs_are_not_here(tmp_path, monkeypatch, capsys):
+    """Before anything is trained."""
+    page = tmp_path / "page" / "claims.md"
+    page.parent.mkdir()
+    row = "| [A longer one.](#{name}) | a paper | {cell} -0.01 (-0.02 to -0.003) | not run |\n"
+    text = row.format(name="gspo", cell="tie") + row.format(name="cispo", cell="not run")
+    page.write_text(text)
+    flags = ["--preset", "tiny", "--output_dir", str(tmp_path), "--report", str(page.parent)]
+    assert run_claims(monkeypatch, *flags) == 2
+    assert f"{page} has verdicts of gspo, which have no runs" in capsys.readouterr().err
+    assert page.read_text() == text
+    monkeypatch.setattr(claims, "train", lambda *given: [])
+    assert run_claims(monkeypatch, *flags, "--run", "gspo") == 0
+    assert page.read_text() != text
+
+
+def test_a_difference_below_the_margin_is_a_tie():
+    """It refutes no claim that arms tie, and shows none that one is above."""
+    small = SimpleNamespace(kind="greater", difference=0.01, is_small=True)
+    large = SimpleNamespace(kind="greater", difference=0.1, is_small=False)
+    assert [claims.verdict_of(small, above) for above in (None, "a")] == ["holds", "tie"]
+    assert [claims.verdict_of(large, above) for above in (None, "a")] == ["fails", "holds"]

@@ -19,7 +19,8 @@ from alignment.ablation.measures import (
 )
 from alignment.ablation.report import write_report
 from alignment.ablation.study import read_measure, read_study
-from alignment.ablation.verdicts import decide, final_scores, outcome
+from alignment.ablation.summary import verdicts_of
+from alignment.ablation.verdicts import censored_words, decide, final_scores, outcome
 from alignment.args import SweepArgs, parse
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl, write_jsonl
@@ -222,6 +223,21 @@ def test_measures_of_whole_runs_have_reports(runs, tmp_path, measure, a, title):
     assert f"Does loss_type make a difference to the {title}?" in page.read_text()
     assert f"verdicts are on {outcome(study).description}" in summary.read_text()
     assert ("Choosing and scoring the best" in page.read_text()) == (measure == "best")
+
+
+def test_a_target_that_tells_two_arms_nothing_leaves_them_undecided(runs):
+    """Both arms go from 0.1 to 0.5: 0.9 is reached by none of their runs, 0.05 is behind all."""
+    never = read_study(runs, measure="tokens_to@0.9")
+    [comparison] = decide(never)
+    assert (comparison.kind, comparison.verdict) == ("undecided", "undecided: no run reaches 0.9")
+    assert censored_words(never) == (
+        "runs that never reach 0.9 count as if they did with their last token, so that differences"
+        " are too small: 3 of 3 of loss_type a, 3 of 3 of loss_type b"
+    )
+    assert censored_words(never) in verdicts_of(never).warnings
+    behind = read_study(runs, measure="tokens_to@0.05")
+    assert decide(behind)[0].verdict == "undecided: all runs begin at 0.05 or above"
+    assert censored_words(behind) == ""
 
 
 def test_a_sweep_keeps_its_measure_and_says_where_another_is_read(runs, tmp_path):

@@ -229,7 +229,8 @@ def test_figures_and_tables_are_files_of_their_own(grid, real_figures):
     ]
     arms = list(csv.DictReader((grid / "arms.csv").open()))
     assert {row["arm"]: row["seeds"] for row in arms} == dict.fromkeys(study.arms, "0 1 2")
-    assert all(len(row["accuracies"].split()) == 3 for row in arms)
+    assert all(len(row["values"].split()) == 3 for row in arms)
+    assert {row["measure"] for row in arms} == {"accuracy"}
     assert {(row["loss_type"], row["group_size"]) for row in arms} == {
         (loss, size) for loss in ("grpo_clip", "no_baseline") for size in "48"
     }
@@ -718,7 +719,7 @@ def test_methods_are_told_from_the_records(grid):
     (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
     methods = methods_of(read_study([grid]), grid)
     for fact in (
-        "at most 1 %",
+        "at most 5 %: verdicts may be made 5 times, each time with 1 %.",
         "below 0.05 ",
         "prompts stay the same",
         "11 finished runs with other seeds from arm to arm",
@@ -1066,3 +1067,70 @@ def test_no_run_to_report_is_one_clear_line(tmp_path, monkeypatch, capsys):
         r"error: --runs .*: no finished run there, and no single run with an evaluation\n",
         capsys.readouterr().err,
     )
+
+
+# --- a sweep's own rules --------------------------------------------------------------------------
+
+
+def change_sweep(folder: Path, **facts) -> None:
+    file = folder / "sweep.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+
+
+def test_a_sweep_keeps_its_margin_and_its_amount(grid):
+    assert read_study([grid], tie=0.03, match="steps").tie == 0.03
+    for given in ({"tie": 0.05}, {"match": "tokens"}):
+        with pytest.raises(UserError, match="is a sweep that was made with --(tie 0.03|match st)"):
+            read_study([grid], **given)
+
+
+def test_sweeps_that_are_compared_with_others_say_which_rules_are_left_out(grid, tmp_path):
+    change_sweep(grid, measure="area", tie=0.05, alpha=0.05 / 8)
+    single = make_run(tmp_path / "alone" / "cispo", 0, 0.6, loss_type="cispo", group_size=4)
+    [warning] = read_study([grid, single]).warnings
+    assert warning == (
+        f"{grid} was made with other rules, left out here: --measure area; --tie 0.05; that its"
+        " verdicts share 5 % with those after other numbers of seeds"
+    )
+
+
+def test_a_sweep_is_finished_once_it_has_reported_all_its_seeds(grid):
+    assert read_study([grid]).is_finished  # of an older version, which notes no report
+    change_sweep(grid, reported=[])
+    assert not read_study([grid]).is_finished  # --until_decided may add seeds
+    change_sweep(grid, reported=[3])
+    assert read_study([grid]).is_finished
+    (grid / "grpo_clip_group_size4_seed0" / "summary.json").unlink()
+    assert read_study([grid]).is_finished  # a run has failed
+    change_sweep(grid, seeds=[0, 1, 2, 3])
+    assert not read_study([grid]).is_finished
+
+
+def test_controls_make_no_pair_of_the_question_harder_to_decide(tmp_path):
+    """Of three arms and a control the three pairs have the p values that they have without it, and
+    the three with the control are a table of their own."""
+    rng = np.random.default_rng(1)
+    runs = []
+    for loss, accuracy in (("a", 0.5), ("b", 0.55), ("c", 0.6)):
+        for seed in range(4):
+            at = accuracy + rng.integers(-2, 3) / 40
+            runs.append(make_run(tmp_path / f"{loss}_seed{seed}", seed, at, loss_type=loss))
+    without = {(c.a, c.b): c for c in decide(read_study(runs))}
+    arms = {}
+    for loss in "abc":
+        arms[loss] = {"loss_type": loss}
+    arms["control_random"] = {"loss_type": "a", "reward": "random"}
+    for seed in range(4):
+        values = {"loss_type": "a", "reward": "random"}
+        make_run(tmp_path / f"control_random_seed{seed}", seed, 0.3, **values)
+    facts = {"arms": arms, "seeds": [0, 1, 2, 3], "tie": 0.03, "hold": "", "alpha": 0.05}
+    (tmp_path / "sweep.json").write_text(json.dumps({**facts, "warnings": [], "command": []}))
+    verdicts = verdicts_of(read_study([tmp_path]))
+    assert [len(table) for table in verdicts.tables.values()] == [3, 3]
+    assert list(verdicts.tables)[1] == "final accuracy, with controls"
+    ours = {(c.a, c.b): c for c in list(verdicts.tables.values())[0]}
+    for (a, b), comparison in without.items():
+        # the exact test is of the pair and of its table alone
+        pair = ours[a.removeprefix("loss_type "), b.removeprefix("loss_type ")]
+        assert pair.p_exact == comparison.p_exact
+        assert pair.difference == pytest.approx(comparison.difference)

@@ -179,6 +179,26 @@ def test_verdicts():
     assert c.verdict == f"undecided: about {c.more_seeds} more seeds" and c.more_seeds > 1
 
 
+def test_a_difference_that_is_shown_and_small_says_both():
+    """Differences by seed of 0.010 and 0.012, a mean of 0.011 with a standard error of about
+    0.0004: above 0 and below 0.03. With a margin of 0.005 it is a winner and no more."""
+    rng = np.random.default_rng(0)
+    answers = (rng.random((8, 5000)) < 0.5).astype(float)
+    arms = {"a": {}, "b": {}}
+    for seed in range(8):
+        right = np.flatnonzero(answers[seed] == 0)[: 50 + 10 * (seed % 2)]
+        better = answers[seed].copy()
+        better[right] = 1
+        arms["a"][seed], arms["b"][seed] = better, answers[seed]
+    [small] = compare(arms, 0.03)
+    assert small.kind == "greater" and small.is_small
+    assert small.verdict == "a > b, by less than 0.03 in runs like these"
+    [large] = compare(arms, 0.005)
+    assert large.verdict == "a > b in runs like these" and not large.is_small
+    [turned] = compare({"b": arms["b"], "a": arms["a"]}, 0.03)
+    assert turned.verdict == small.verdict and turned.difference == -small.difference
+
+
 def test_the_difference_that_would_be_found_is_that_of_a_noncentral_t_and_of_questions():
     """Of one pair: a t test of 3 seeds finds it with a chance of 80 %; a spread over questions adds
     its normal error."""

@@ -13,8 +13,10 @@ from alignment.ablation.schedule import (
     LocalExecutor,
     SlurmExecutor,
     State,
+    claim_folder,
     make_executor,
     next_runs,
+    note_report,
 )
 from alignment.ablation.statistics import Comparison
 from alignment.args import Resources, SweepArgs, SweepOptions, parse
@@ -249,3 +251,28 @@ def test_a_sweep_over_bands_of_pass_rates_checks_and_names_each_arm(tmp_path, ca
     assert "--pass_rate_band 0.2-0.8 keeps 2 of " in banded_problems
     with pytest.raises(UserError, match="--pass_rate_band 0.6-0.8 keeps none of "):
         make_design(arguments(tmp_path, *flags, "--pass_rate_band", "0-1", "0.6-0.8"))
+
+
+def test_seeds_that_are_added_after_a_report_are_a_second_look(tmp_path):
+    """The warning names every number of seeds after which verdicts were made, and stays."""
+    flags = ["--loss_type", "no_baseline", "grpo_clip"]
+    (tmp_path / "sft").mkdir()
+    two = make_design(arguments(tmp_path, *flags, "--seed", "0", "1"))
+    assert two.warnings == ()
+    two.folder.mkdir()
+    claim_folder(two, ["sweep.py"])
+    three = [*flags, "--seed", "0", "1", "2"]
+    # before any report more seeds are the design itself
+    assert make_design(arguments(tmp_path, *three)).warnings == ()
+    note_report(two.folder, 2)
+    assert make_design(arguments(tmp_path, *flags, "--seed", "0", "1")).warnings == ()
+    more = make_design(arguments(tmp_path, *three))
+    [warning] = more.warnings
+    assert "verdicts were made after 2, then 3 seeds, each time with a chance of 5 %" in warning
+    with pytest.raises(UserError, match="--strict: verdicts were made after 2, then 3 seeds"):
+        make_design(arguments(tmp_path, *three, "--strict"))
+    claim_folder(more, ["sweep.py"])
+    note_report(more.folder, 3)
+    # the first command again: the folder has three seeds, and has shown verdicts of two
+    again = make_design(arguments(tmp_path, *flags, "--seed", "0", "1"))
+    assert again.warnings == (warning,)

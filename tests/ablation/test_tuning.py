@@ -10,11 +10,11 @@ import pytest
 
 from alignment import sweep
 from alignment.ablation import schedule
-from alignment.ablation.referee import referee_answers
+from alignment.ablation.referee import design_hash, referee_answers
 from alignment.ablation.report import write_report
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
-from alignment.ablation.summary import survives_choice
+from alignment.ablation.summary import choice_caution, survives_choice
 from alignment.ablation.tuning import (
     Candidate,
     Choice,
@@ -197,6 +197,7 @@ def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeyp
     assert study.varied["no_baseline"] == {"loss_type": "no_baseline"}
     [comparison] = decide(study)
     assert {comparison.a, comparison.b} == set(best)
+    assert study.tuning.measure == "accuracy" and study.is_finished
     assert "at the edge of the values that it tried" in " ".join(study.warnings)
     page = (folder / "report.html").read_text()
     assert "at the edge: try learning_rate 0.00333 too" in page
@@ -236,10 +237,48 @@ def test_what_an_arm_may_have_lost_by_its_choice():
     assert survives_choice(dataclasses.replace(undone, a="a", b="b", low=0.01), lost, 0.03)
 
 
+def test_an_arm_with_a_value_that_did_not_finish_may_have_lost_anything():
+    choice = Choice((Candidate({"v": 1}, {0: 0.5, 1: 0.5}), Candidate({"v": 2}, {0: 0.9}, (1,))), 0)
+    whole = Choice(
+        (Candidate({"v": 1}, {0: 0.5, 1: 0.5}), Candidate({"v": 2}, {0: 0.1, 1: 0.1})), 0
+    )
+    lost = Tuning({"a": choice, "b": whole}, (0, 1), 100, {}).most_lost(0.05)
+    assert lost == {"a": math.inf, "b": 0.0}
+    b_above = Comparison("b", "a", 5, 0.1, 0.05, 0.15, 0.01, "greater", "b > a")
+    a_above = dataclasses.replace(b_above, a="a", b="b", verdict="a > b")
+    assert not survives_choice(b_above, lost, 0.03) and survives_choice(a_above, lost, 0.03)
+
+
+def test_verdicts_on_another_measure_than_arms_chose_by_are_of_the_values(tmp_path):
+    runs = []
+    for loss, accuracy in (("a", 0.5), ("b", 0.9)):
+        for seed in range(6):
+            runs.append(make_run(tmp_path / f"{loss}{seed}", seed, accuracy, loss_type=loss))
+    candidates = (Candidate({"v": 1}, {100: 0.9}), Candidate({"v": 2}, {100: 0.1}))
+    choices = {f"loss_type {loss}": Choice(candidates, 0) for loss in "ab"}
+    by_accuracy = Tuning(choices, (100,), 400, {})
+    study = dataclasses.replace(read_study(runs), tuning=by_accuracy)
+    assert choice_caution(study, decide(study)) == ""
+    by_area = dataclasses.replace(study, measure="area")
+    assert choice_caution(by_area, decide(by_area)) == (
+        "of the values taken: all verdicts. Arms chose by accuracy, and what that choice costs in"
+        " area is not known"
+    )
+    failed = Choice((candidates[0], Candidate({"v": 2}, {}, (100,))), 0)
+    amounts = {"runs": 3.0, "tokens": 9.0, "seconds": 1.0}
+    unknown = Tuning({**choices, "loss_type a": failed}, (100,), 400, amounts)
+    study = dataclasses.replace(study, tuning=unknown)
+    assert "Runs of loss_type a with other values did not finish" in choice_caution(
+        study, decide(study)
+    )
+    tuned = referee_answers(study, decide(study))[1]
+    assert tuned.status == "partly" and "runs with v 2 did not finish" in tuned.words
+
+
 def test_a_damaged_record_of_tuning_is_named(tmp_path):
     assert read_tuning(tmp_path) is None
     choice = Choice((Candidate({"a": 1}, {100: 0.5}), Candidate({"a": 2}, {}, (100,))), 0)
-    tuning = Tuning({"arm": choice}, (100,), 7, {"runs": 1.0})
+    tuning = Tuning({"arm": choice}, (100,), 7, {"runs": 1.0}, "pass@4")
     write_tuning(tmp_path, tuning)
     assert read_tuning(tmp_path) == tuning
     assert math.isnan(choice.candidates[1].mean)
@@ -259,9 +298,18 @@ def test_a_study_without_tuning_controls_and_one_design_says_so(tmp_path):
     ]
     study = read_study(runs)
     status = {a.question: a.status for a in referee_answers(study, decide(study))}
-    answers = ["yes", "no", "partly", "no", "partly", "yes", "yes", "partly"]
+    answers = ["yes", "no", "partly", "no", "partly", "yes", "partly", "partly"]
     assert list(status.values()) == answers
     assert "What a referee asks" in write_report(study, tmp_path)[1].read_text()
+    # What decides a result is in the hash, also where it does not vary; so are measure and seeds.
+    fewer = read_study(runs[:-1])
+    other_measure = dataclasses.replace(study, measure="area")
+    assert len({design_hash(one) for one in (study, fewer, other_measure)}) == 3
+    updates = [{**record, "updates": 4} for record in study.runs[0].metrics]
+    more_work = dataclasses.replace(study.runs[0], metrics=tuple(updates))
+    arms = {**study.arms, "loss_type a": {**study.arms["loss_type a"], 0: more_work}}
+    compute = referee_answers(dataclasses.replace(study, arms=arms), [])[5]
+    assert compute.status == "partly" and "4 to 6 updates" in compute.words
     longer = dataclasses.replace(study, match="tokens")
     assert any("compared at equal tokens" in a.words for a in referee_answers(longer, []))
     assert np.isfinite(decide(study)[0].p_exact)
