@@ -167,6 +167,8 @@ def test_another_design_is_not_mixed_in(done, warm, monkeypatch, capsys):
         str(folder.parent),
         "--sweep_name",
         "small",
+        "--executor",
+        "local",
     ]
     assert (
         main(monkeypatch, *flags, "--loss_type", "no_baseline", "grpo_clip", "--num_steps", "3")
@@ -355,8 +357,11 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
 
 def test_a_run_gets_whole_gpus_of_its_own_and_its_exit_code_is_reported(tmp_path):
     """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both. The third
-    run fails."""
+    run fails. Runs of more GPUs than a machine has are refused."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4})
+    refusal = "--cpus_per_run 1 --gpus_per_run 99: no machine has them"
+    with pytest.raises(UserError, match=refusal):
+        RayExecutor(made.address, None, 99)
     executor = RayExecutor(made.address, None, 2)
     try:
         for name in ("a", "b"):
@@ -379,11 +384,6 @@ def test_a_run_gets_whole_gpus_of_its_own_and_its_exit_code_is_reported(tmp_path
     assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
     seen = [(tmp_path / name).read_text().split(",") for name in ("a", "b")]
     assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3"]
-
-
-def test_more_than_a_machine_has_is_refused():
-    with pytest.raises(UserError, match="--cpus_per_run 1 --gpus_per_run 99: no machine has them"):
-        RayExecutor("", None, 99)
 
 
 # --- as SLURM jobs, by submitit's own processes instead of a cluster's ----------------------------
