@@ -42,6 +42,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.disable()
 
 HERE = Path(__file__).parent
+# Their tests start runs by the fixture `launcher`.
+LAUNCHED = (
+    "test_faults.py",
+    "test_async.py",
+    "test_reference_resets.py",
+    "test_lora_runs.py",
+    "test_held_out_runs.py",
+    "test_distillation_runs.py",
+)
 # The files that take longest: those of one process, then the longest first.
 LONGEST = (
     "test_vllm_pool.py",
@@ -50,12 +59,12 @@ LONGEST = (
     "test_vllm_sampler.py",
     "test_vllm_weights.py",
     "test_vllm_worker.py",
+    *LAUNCHED,
     "test_ranked.py",
     "test_api.py",
     "test_sweep.py",
     "test_ranked_runs.py",
     "test_engines.py",
-    "test_faults.py",
     "test_rates.py",
     "test_pool.py",
     "test_commands.py",
@@ -63,14 +72,10 @@ LONGEST = (
     "test_compile.py",
     "test_advantage.py",
     "test_verify.py",
-    "test_async.py",
-    "test_held_out_runs.py",
     "test_sft_resume.py",
     "test_phases.py",
     "test_pipeline.py",
-    "test_lora_runs.py",
     "test_reference_model.py",
-    "test_reference_resets.py",
     "test_policies.py",
     "test_objectives.py",
     "test_ranks.py",
@@ -150,16 +155,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return cores + 1 if config.option.markexpr == QUICK else cores + 2
 
 
-class FilesOfOneEngine(LoadFileScheduling):
-    """Gives a process of the tests a file at a time, and all files of vLLM to one of them, since
-    they share an engine, which takes half a minute of a core to start."""
+class FilesOfOneProcess(LoadFileScheduling):
+    """Gives a process of the tests a file at a time, and to one of them all files that share what
+    takes long to start: an engine of vLLM half a minute of a core, a launcher ten seconds."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/with_vllm" if nodeid.startswith("tests/with_vllm/") else nodeid.split("::")[0]
+        file = Path(nodeid.split("::")[0])
+        if file.parts[:2] == ("tests", "with_vllm"):
+            return "with vLLM"
+        if file.name in LAUNCHED:
+            return "launched"
+        return str(file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOfOneEngine:
-    return FilesOfOneEngine(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOfOneProcess:
+    return FilesOfOneProcess(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
