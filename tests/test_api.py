@@ -432,11 +432,14 @@ def test_processes_of_ranks_end_with_the_call(small):
 
 @pytest.mark.slow
 def test_the_script_of_the_page_runs_from_top_to_bottom(tmp_path):
-    """With fewer steps and problems."""
+    """With fewer steps, problems and prompts."""
     text = (ROOT / "docs" / "from_python.py").read_text()
     for name, number in {"WARM_UP_STEPS": 10, "NUM_STEPS": 2, "MAX_PROBLEMS": 16}.items():
         text, changes = re.subn(rf"(?m)^{name} = \d+", f"{name} = {number}", text)
         assert changes == 1
+    assert text.count("num_steps=NUM_STEPS,") == 1
+    smaller = "num_steps=NUM_STEPS, num_problems=64, prompts_per_rollout=4,"
+    text = text.replace("num_steps=NUM_STEPS,", smaller)
     script = tmp_path / "from_python.py"
     script.write_text(text)
     done = subprocess.run(
