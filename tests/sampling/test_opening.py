@@ -67,7 +67,10 @@ def happens_within(seconds, condition) -> bool:
 def test_processes_start_at_once_and_engines_when_they_may_take_memory(
     tiny_folder, monkeypatch, capfd
 ):
-    """One that is lost later is replaced at once."""
+    """The user reads what is waited for: where the output is no terminal, a line now and then. An
+    engine that is lost later is replaced at once."""
+    monkeypatch.setattr(module, "LINE_SECONDS", 1)
+    output = io.StringIO()
     before, asked = processes(), []
     ask = ChildProcess.ask
     monkeypatch.setattr(
@@ -75,15 +78,17 @@ def test_processes_start_at_once_and_engines_when_they_may_take_memory(
         "ask",
         lambda self, *arguments, **named: asked.append(1) or ask(self, *arguments, **named),
     )
-    opening = opening_of(tiny_folder, open_transformers)
+    opening = opening_of(tiny_folder, slow_engine)
     try:
         assert happens_within(
             SECONDS, lambda: len(processes() - before) == 2 and len(opening._processes) == 2
         )
         time.sleep(0.5)  # in which an engine that does not wait would be asked to start
         assert not asked
-        sampler = opening.result(Console(file=io.StringIO()))
+        sampler = opening.result(Console(file=output, width=200))
         assert len(asked) == 2
+        last = output.getvalue().splitlines()[-1]
+        assert last.startswith("waiting for the engines: ") and last.endswith(" s (compiling)")
         sampling = SamplingConfig(n=1, max_new_tokens=4, seed=0)
         drawn = sampler.sample(["1 + 1", "2 + 2"], sampling)
         next(iter(sampler._engines.values()))._worker.kill()
@@ -95,24 +100,12 @@ def test_processes_start_at_once_and_engines_when_they_may_take_memory(
     assert happens_within(SECONDS, lambda: not processes() - before)
 
 
-def test_the_user_reads_what_is_waited_for(tiny_folder, monkeypatch):
-    """Where the output is no terminal, a line now and then."""
-    monkeypatch.setattr(module, "LINE_SECONDS", 1)
-    output = io.StringIO()
-    opening = opening_of(tiny_folder, slow_engine)
-    opening.result(Console(file=output, width=200)).close()
-    lines = output.getvalue().splitlines()
-    assert (
-        lines
-        and lines[-1].startswith("waiting for the engines: ")
-        and lines[-1].endswith(" s (compiling)")
-    )
-
-
 def test_what_an_engine_refuses_is_raised_where_the_sampler_is_wanted(tiny_folder):
+    """And ends all engines."""
     before = processes()
     opening = opening_of(tiny_folder, refusing_engine)
-    with pytest.raises(UserError, match="could not start on cpu.*no room"):
+    refusal = "^engine . of 2 on cpu: sampler could not start on cpu with .*: UserError: no room"
+    with pytest.raises(UserError, match=refusal):
         opening.result(Console(file=io.StringIO()))
     assert happens_within(SECONDS, lambda: not processes() - before)
 

@@ -16,7 +16,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
 from alignment.sampling.transformers import TransformersSampler, open_transformers
-from alignment.system.errors import RunStopped, UserError
+from alignment.system.errors import RunStopped
 from alignment.system.remote import ProcessHost
 
 pytestmark = pytest.mark.slow
@@ -200,17 +200,3 @@ def test_an_engine_that_fails_is_named_and_the_others_end(tiny_folder):
     assert time.monotonic() - start < 60
     assert not set(psutil.Process().children(recursive=True)) - before
     assert set(threading.enumerate()) <= threads
-
-
-def refuses_to_start(config, tokenizer, policy):
-    raise UserError("no")
-
-
-def test_an_engine_that_cannot_start_ends_all(tiny_folder):
-    before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(
-        UserError,
-        match="^engine . of 2 on cpu: sampler could not start on cpu with .*: UserError: no",
-    ):
-        open_engines(tiny_folder, 2, SamplerEngine(refuses_to_start))
-    assert not set(psutil.Process().children(recursive=True)) - before
