@@ -34,13 +34,33 @@ def open_engines(folder, number: int, engine: SamplerEngine = SAMPLERS["transfor
 
 @pytest.fixture(scope="module")
 def three(tiny_folder):
-    """Three engines. A test that changes their weights puts them back."""
-    pool = open_engines(tiny_folder, 3)
+    """Two engines here, and one on another machine, whose part this process takes. A test that
+    changes their weights puts them back."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        host = ProcessHost("b (rank 2)", 60.0, store.getsockname())
+    machines = (None, None, host.machine)
+    config = SamplerConfig(str(tiny_folder), "cpu", "float32", timeout=60.0, machines=machines)
+    pool = open_sampler(SAMPLERS["transformers"], config, load_tokenizer(str(tiny_folder)))
     yield pool
-    processes = [psutil.Process(e._worker.process.pid) for e in pool._engines.values()]
+    processes = [process_of(pool, name) for name in pool._engines]
     pool.close()
     pool.close()
     assert not any(process.is_running() for process in processes)
+    host.close()
+
+
+def process_of(pool, engine: str) -> psutil.Process:
+    return psutil.Process(pool._engines[engine]._worker.process.pid)
+
+
+def other_end(process: psutil.Process) -> psutil.Process:
+    """The child of this process that a process has a connection with."""
+    (connection,) = process.net_connections("tcp")
+    for child in psutil.Process().children():
+        for end in child.net_connections("tcp"):
+            if end.raddr == connection.laddr:
+                return child
+    raise AssertionError("there is none")
 
 
 @pytest.fixture
@@ -52,20 +72,6 @@ def moved(tiny_folder):
         for weight in model.parameters():
             weight += 0.01 * torch.randn_like(weight)
     return model
-
-
-@pytest.fixture(scope="module")
-def here_and_there(tiny_folder):
-    """An engine here, and one on another machine, whose part this process takes. A test that
-    changes their weights puts them back."""
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        host = ProcessHost("b (rank 2)", 60.0, store.getsockname())
-    machines = (None, host.machine)
-    config = SamplerConfig(str(tiny_folder), "cpu", "float32", timeout=60.0, machines=machines)
-    pool = open_sampler(SAMPLERS["transformers"], config, load_tokenizer(str(tiny_folder)))
-    yield pool
-    pool.close()
-    host.close()
 
 
 def tokens(groups) -> list:
@@ -81,9 +87,7 @@ def log_probs(groups) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:2], PROMPTS[:3] * 2], ids=len)
-def test_one_two_and_three_engines_draw_the_same_tokens(
-    prompts, here_and_there, three, tiny_folder
-):
+def test_three_engines_draw_the_tokens_of_one(prompts, three, tiny_folder):
     one = open_engines(tiny_folder, 1)
     assert isinstance(one, TransformersSampler)
     for sampling in (
@@ -91,41 +95,9 @@ def test_one_two_and_three_engines_draw_the_same_tokens(
         dataclasses.replace(SAMPLING, seed=4, temperature=0.7, top_p=0.9),
     ):
         expected = one.sample(prompts, sampling)
-        for pool in (here_and_there, three):
-            drawn = pool.sample(prompts, sampling)
-            assert tokens(drawn) == tokens(expected)
-            assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
-
-
-@pytest.mark.replaces_processes
-def test_engines_of_two_machines_draw_the_tokens_of_one_before_and_after_new_weights(
-    here_and_there, moved, tiny_folder, capfd
-):
-    """And an engine there that is killed is replaced there."""
-    one = open_engines(tiny_folder, 1)
-    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == tokens(one.sample(PROMPTS, SAMPLING))
-    for sampler in (here_and_there, one):
-        load_proven(sampler, moved.named_parameters(), 5)
-    drawn = tokens(one.sample(PROMPTS, SAMPLING))
-    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
-    name = "engine 2 of 2 on cpu of b (rank 2)"
-    (connection,) = psutil.Process(
-        here_and_there._engines[name]._worker.process.pid
-    ).net_connections("tcp")
-    ends = {
-        end.raddr: process
-        for process in psutil.Process().children()
-        for end in process.net_connections("tcp")
-    }
-    ends[connection.laddr].kill()
-    assert tokens(here_and_there.sample(PROMPTS, SAMPLING)) == drawn
-    said = (
-        "started again: the sampler process on cpu of b (rank 2) failed: the process was killed by"
-        " SIGKILL"
-    )
-    assert here_and_there.restarts == 1 and said in capfd.readouterr().err
-    first = load_model(str(tiny_folder), ("cpu",), torch.float32)
-    load_proven(here_and_there, first.named_parameters(), 0)
+        drawn = three.sample(prompts, sampling)
+        assert tokens(drawn) == tokens(expected)
+        assert (log_probs(drawn) - log_probs(expected)).abs().max() < 1e-5
 
 
 def test_no_two_prompts_share_random_numbers(three):
@@ -134,24 +106,28 @@ def test_no_two_prompts_share_random_numbers(three):
 
 
 @pytest.mark.replaces_processes
-def test_all_engines_take_new_weights_and_one_that_is_replaced_takes_them_too(
+def test_all_engines_take_new_weights_and_those_that_are_replaced_take_them_too(
     three, moved, tiny_folder, capfd
 ):
-    expected = TransformersSampler(moved, load_tokenizer(str(tiny_folder)), 256, policy_version=5)
+    """One that is killed here, and one there, which is replaced there."""
+    tokenizer = load_tokenizer(str(tiny_folder))
+    expected = TransformersSampler(moved, tokenizer, 256, policy_version=5)
+    drawn = tokens(expected.sample(PROMPTS, SAMPLING))
     try:
         load_proven(three, moved.named_parameters(), 5)
-        drawn = tokens(expected.sample(PROMPTS, SAMPLING))
         assert three.policy_version == 5 and tokens(three.sample(PROMPTS, SAMPLING)) == drawn
-        three._engines["engine 2 of 3 on cpu"]._worker.kill()
+        process_of(three, "engine 2 of 3 on cpu").kill()
         assert tokens(three.sample(PROMPTS, SAMPLING)) == drawn
-        assert (
-            three.restarts == 1
-            and "started again: the sampler process on cpu was killed" in capfd.readouterr().err
-        )
+        assert three.restarts == 1
+        assert "started again: the sampler process on cpu was killed" in capfd.readouterr().err
+        other_end(process_of(three, "engine 3 of 3 on cpu of b (rank 2)")).kill()
+        assert tokens(three.sample(PROMPTS, SAMPLING)) == drawn
+        assert three.restarts == 2
+        failure = "on cpu of b (rank 2) failed: the process was killed by SIGKILL"
+        assert f"started again: the sampler process {failure}" in capfd.readouterr().err
     finally:
-        load_proven(
-            three, load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters(), 0
-        )
+        first = load_model(str(tiny_folder), ("cpu",), torch.float32)
+        load_proven(three, first.named_parameters(), 0)
 
 
 def test_weights_that_reach_only_one_engine_are_noticed(tiny_folder, moved, monkeypatch):
