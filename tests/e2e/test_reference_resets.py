@@ -1,5 +1,5 @@
 """Whole runs whose reference is reset: killed ones end as undisturbed ones, with asynchronous
-rollouts, adapters and ranks too."""
+rollouts too. (With adapters and ranks: test_lora_runs.py.)"""
 
 import dataclasses
 import shutil
@@ -11,7 +11,6 @@ from alignment.builders.verified_runs import TIMINGS, digests
 from alignment.runs.run_folder import checkpoint_folder
 from alignment.system.files import read_jsonl
 from tests.e2e.conftest import NAME, said
-from tests.e2e.test_ranked_runs import command, ranks, run
 
 pytestmark = pytest.mark.slow
 
@@ -97,12 +96,3 @@ def test_asynchronous_rollouts_without_staleness_change_nothing(undisturbed, lau
         assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
             k: v for k, v in other.items() if not k.startswith(TIMINGS)
         }
-
-
-def test_adapters_and_ranks_have_a_reference_of_whole_weights(warm, tmp_path):
-    """Their merged weights and W + B A differ by rounding."""
-    flags = [*RESETS, "--num_steps", "5", "--lora_rank", "2", *ranks("sharded", 2)]
-    run(tmp_path, *command(warm, *flags))
-    divergences = [step["kl"] for step in read_jsonl(tmp_path / NAME / "metrics.jsonl")]
-    assert abs(divergences[3]) < 1e-6 < divergences[2]
-    assert divergences[4] > 1e-6
