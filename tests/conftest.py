@@ -50,6 +50,8 @@ LAUNCHED = (
     "test_lora_runs.py",
     "test_held_out_runs.py",
     "test_distillation_runs.py",
+    "test_ranked_runs.py",
+    "test_engines.py",
 )
 # The files that take longest: those of one process, then the longest first.
 LONGEST = (
@@ -63,8 +65,6 @@ LONGEST = (
     "test_ranked.py",
     "test_api.py",
     "test_sweep.py",
-    "test_ranked_runs.py",
-    "test_engines.py",
     "test_rates.py",
     "test_pool.py",
     "test_commands.py",

@@ -11,34 +11,12 @@ import psutil
 import pytest
 
 from alignment.system.files import read_jsonl
-from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL
+from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, said
 
 pytestmark = pytest.mark.slow
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = ["--prompts_per_rollout", "3"]  # of which two engines draw one and two
-
-
-def command(warm: Path, *flags: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "alignment.train_rl",
-        *SMALL,
-        *FEW_PROBLEMS,
-        *PROMPTS,
-        "--output_dir",
-        ".",
-        "--sft_base",
-        str(warm),
-        *flags,
-    ]
-
-
-def run(folder: Path, *line: str) -> Path:
-    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / NAME
 
 
 def drawn(run: Path) -> dict[str, list]:
@@ -51,16 +29,13 @@ def drawn(run: Path) -> dict[str, list]:
     }
 
 
-@pytest.fixture(scope="module")
-def one(warm, tmp_path_factory) -> Path:
-    """The run of one engine, which is the trainer's process."""
-    return run(tmp_path_factory.mktemp("one"), *command(warm))
-
-
-def test_several_engines_draw_the_completions_of_one_and_make_its_weights(one, warm, tmp_path):
-    """Two engines in a process of their own, beside the trainer's."""
-    flags = ["--sample_device", "cpu,cpu", "--rollouts", "async", "--max_staleness", "0"]
-    other = run(tmp_path, *command(warm, *flags))
+def test_several_engines_draw_the_completions_of_one_and_make_its_weights(warm, launcher, tmp_path):
+    """Two engines in a process of their own, beside the trainer's, and one in the trainer's."""
+    flags = ["--sft_base", str(warm), *PROMPTS]
+    assert launcher.run(tmp_path / "one", *flags) == 0, said(tmp_path / "one")
+    flags += ["--sample_device", "cpu,cpu", "--rollouts", "async", "--max_staleness", "0"]
+    assert launcher.run(tmp_path / "two", *flags) == 0, said(tmp_path / "two")
+    one, other = tmp_path / "one" / NAME, tmp_path / "two" / NAME
     assert drawn(other) == drawn(one) and len(drawn(one)) > 4
     assert (other / "final" / "model.safetensors").read_bytes() == (
         one / "final" / "model.safetensors"
@@ -70,7 +45,9 @@ def test_several_engines_draw_the_completions_of_one_and_make_its_weights(one, w
 def test_a_run_that_is_interrupted_while_engines_draw_ends_at_once_and_leaves_nothing(
     warm, tmp_path
 ):
-    line = command(warm, "--sample_device", "cpu", "cpu", "--num_steps", "500")
+    line = [sys.executable, "-m", "alignment.train_rl", *SMALL, *FEW_PROBLEMS, *PROMPTS]
+    line += ["--output_dir", ".", "--sft_base", str(warm)]
+    line += ["--sample_device", "cpu", "cpu", "--num_steps", "500"]
     with subprocess.Popen(
         line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as started:

@@ -9,12 +9,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from alignment import sft
 from alignment.builders.verified_runs import digests
 from alignment.sampling.transformers import open_transformers
 from alignment.system.files import read_jsonl
 from alignment.system.manifests import find_damage
+from tests.command_line import exit_code
 from tests.e2e.conftest import NAME, said
-from tests.e2e.test_ranked_runs import command, cut_after_step_2, ranks, run
+from tests.e2e.test_ranked_runs import cut_after_step_2, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +82,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
     assert near == steps_at_the_reference
 
 
-def test_rl_goes_on_from_a_model_fine_tuned_by_adapters(warm, tmp_path):
+def test_rl_goes_on_from_a_model_fine_tuned_by_adapters(warm, launcher, tmp_path, monkeypatch):
     flags = [
         "--num_steps",
         "3",
@@ -92,19 +94,15 @@ def test_rl_goes_on_from_a_model_fine_tuned_by_adapters(warm, tmp_path):
         "16",
         "--output_dir",
         ".",
-    ]
-    run(
-        tmp_path,
-        "-m",
-        "alignment.sft",
-        *flags,
         "--model",
         str(warm),
         "--sft_base",
         "tuned",
         "--lora_rank",
         "2",
-    )
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(monkeypatch, sft.main, "alignment.sft", *flags) == 0
     before, tuned = (
         load_file(folder / "model.safetensors") for folder in (warm, tmp_path / "tuned")
     )
@@ -112,19 +110,18 @@ def test_rl_goes_on_from_a_model_fine_tuned_by_adapters(warm, tmp_path):
     assert tuned.keys() == before.keys() and changed == {
         name for name in tuned if "proj.weight" in name
     }
-    run(
-        tmp_path,
-        *command(tmp_path / "tuned", *ADAPTERS, "--num_steps", "1", "--train_mini_batch_size", "0"),
-    )
+    flags = ["--sft_base", str(tmp_path / "tuned"), *ADAPTERS]
+    flags += ["--num_steps", "1", "--train_mini_batch_size", "0"]
+    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
     assert abs(read_jsonl(tmp_path / NAME / "metrics.jsonl")[0]["kl"]) < 1e-6
     assert (tmp_path / "tuned" / "adapter" / "adapter_config.json").exists()
 
 
-def test_a_sampler_that_adapters_do_not_reach_ends_the_run_before_it_trains(warm, tmp_path):
-    line = command(warm, *ADAPTERS, "--sampler", "tests.e2e.test_lora_runs:Deaf")
-    with pytest.raises(
-        AssertionError,
-        match="adapters do not reach the sampler: with random ones its log-probs are",
-    ):
-        run(tmp_path, *line)
+def test_a_sampler_that_adapters_do_not_reach_ends_the_run_before_it_trains(
+    warm, launcher, tmp_path
+):
+    flags = ["--sft_base", str(warm), *ADAPTERS, "--sampler", "tests.e2e.test_lora_runs:Deaf"]
+    assert launcher.run(tmp_path, *flags) == 1, said(tmp_path)
+    refusal = "adapters do not reach the sampler: with random ones its log-probs are"
+    assert refusal in said(tmp_path)
     assert not (tmp_path / NAME).exists()

@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment import sft
 from alignment.builders.verified_runs import digests
 from alignment.model.loading import load_model
 from alignment.policy.single_device import read_parts
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
-from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, STEPS
+from tests.command_line import exit_code
+from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, STEPS, said
 
 pytestmark = pytest.mark.slow
 
@@ -32,33 +34,20 @@ def ranks(kind: str, number: int) -> list[str]:
 SHARDED = ranks("sharded", 3)  # the tensors are not cut evenly
 
 
+def run_flags(warm: Path, *flags: str) -> list[str]:
+    """Beside `SMALL` and the folder."""
+    return [*FEW_PROBLEMS, "--sft_base", str(warm), "--keep_checkpoints", "0", *flags]
+
+
 def command(warm: Path, *flags: str) -> list[str]:
-    return [
-        "-m",
-        "alignment.train_rl",
-        *SMALL,
-        *FEW_PROBLEMS,
-        "--output_dir",
-        ".",
-        "--sft_base",
-        str(warm),
-        "--keep_checkpoints",
-        "0",
-        *flags,
-    ]
-
-
-def run(folder: Path, *arguments: str) -> None:
-    line = [sys.executable, *arguments]
-    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return ["-m", "alignment.train_rl", *SMALL, "--output_dir", ".", *run_flags(warm, *flags)]
 
 
 @pytest.fixture(scope="module")
-def sharded(warm, tmp_path_factory) -> Path:
+def sharded(warm, launcher, tmp_path_factory) -> Path:
     """The folder of an undisturbed run of three processes."""
     output = tmp_path_factory.mktemp("sharded")
-    run(output, *command(warm, *SHARDED))
+    assert launcher.run(output, *run_flags(warm, *SHARDED)) == 0, said(output)
     return output / NAME
 
 
@@ -86,7 +75,7 @@ def assert_near(run: Path, other: Path) -> None:
         )
 
 
-def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
+def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path, monkeypatch):
     rows = ({"prompt": f"{number} + 3 =", "response": f" {number + 3}"} for number in range(60))
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [
@@ -103,25 +92,32 @@ def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path):
         "--output_dir",
         ".",
     ]
-    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "one")
-    run(tmp_path, "-m", "alignment.sft", *flags, "--sft_base", "two", *ranks("sharded", 2))
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(monkeypatch, sft.main, "alignment.sft", *flags, "--sft_base", "one") == 0
+    by_two = [*flags, "--sft_base", "two", *ranks("sharded", 2)]
+    subprocess.run([sys.executable, "-m", "alignment.sft", *by_two], env=ENVIRONMENT, check=True)
     one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
     assert one.keys() == two.keys() and all(
         (one[name] - two[name]).abs().max() < 1e-5 for name in one
     )
 
 
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, tmp_path):
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, launcher, tmp_path):
     cut = cut_after_step_2(sharded, tmp_path)
-    run(tmp_path, *command(warm, *SHARDED, "--resume"))
+    flags = run_flags(warm, *SHARDED, "--resume")
+    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
     assert digests(cut) == digests(sharded)
 
 
-def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_three(sharded, warm, tmp_path):
+def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_three(
+    sharded, warm, launcher, tmp_path
+):
     """Three write steps 1 and 2, two step 3, and one process step 4."""
     cut = cut_after_step_2(sharded, tmp_path)
-    run(tmp_path, *command(warm, *ranks("sharded", 2), "--resume", "--num_steps", "3"))
-    run(tmp_path, *command(warm, "--policy_parallelism", "single", "--resume"))
+    by_two = run_flags(warm, *ranks("sharded", 2), "--resume", "--num_steps", "3")
+    assert launcher.run(tmp_path, *by_two) == 0, said(tmp_path)
+    by_one = run_flags(warm, "--policy_parallelism", "single", "--resume")
+    assert launcher.run(tmp_path, *by_one) == 0, said(tmp_path)
     assert_near(cut, sharded)
     files = [len(list((checkpoint_folder(cut, step) / TRAINER).iterdir())) for step in (2, 3, 4)]
     assert files == [3, 2, 1]
