@@ -272,29 +272,43 @@ def count_hours(runs: Iterable[study.Run]) -> float:
 
 
 PAGE = "claims.md"
-DECIDED_ROW = re.compile(r"^\| \[.*\]\(#(\w+)\).*\| (?:holds|fails|tie|undecided here)\b")
-"""A line of the page's first table with a verdict; the group is the claim's name."""
+ROW = re.compile(r"^\| \[.*\]\(#(?P<name>\w+)\) \| [^|]* \|(?P<cells>.*)\|$")
+"""A claim's line of the page's first table, with a cell for each preset."""
+VERDICT = re.compile(r" (holds|fails|tie|undecided here)\b")
+
+
+def verdicts_of_page(text: str) -> set[tuple[str, str]]:
+    """The claims and presets of which a page has verdicts."""
+    presets: list[str] = []
+    found = set()
+    for line in text.splitlines():
+        if line.startswith("| claim | paper |") and not presets:
+            presets = [cell.strip() for cell in line.strip("|").split("|")[2:]]
+        row = ROW.match(line)
+        if row:
+            for preset, cell in zip(presets, row["cells"].split("|"), strict=False):
+                if VERDICT.match(cell):
+                    found.add((row["name"], preset))
+    return found
 
 
 def refuse_lost_verdicts(trials: Sequence[Trial], args: ClaimsOptions) -> None:
-    """Raise `UserError` where the folder of --report has a page with verdicts of claims that have
-    no runs here, and get none: their runs are in another folder, or are not kept."""
+    """Raise `UserError` where the folder of --report has a page with verdicts that the new one
+    would not have: their runs are in another folder, or are not kept."""
     file = Path(args.report) / PAGE
-    if not args.report or not file.exists() or "all" in args.run:
+    if not args.report or not file.exists():
         return
-    known = set(args.run)
+    lost = verdicts_of_page(file.read_text("utf-8"))
     for trial in trials:
-        if any(trial.runs.values()):
-            known.add(trial.name)
-    lost = []
-    for line in file.read_text("utf-8").splitlines():
-        row = DECIDED_ROW.match(line)
-        if row and row[1] not in known:
-            lost.append(row[1])
+        is_trained = bool({trial.name, "all"} & set(args.run))
+        has_runs = bool(trial.runs) and all(len(runs) > 1 for runs in trial.runs.values())
+        if is_trained or has_runs:
+            lost.discard((trial.name, trial.preset))
     if lost:
+        names = ", ".join(f"{name} on {preset}" for name, preset in sorted(lost))
         raise UserError(
-            f"--report {args.report}: {file} has verdicts of {', '.join(lost)}, which have no runs"
-            f" in {args.output_dir}/claims, and would lose them; give another folder"
+            f"--report {args.report}: {file} has verdicts that a new page would lose, of {names}:"
+            f" their runs are not in {args.output_dir}/claims; give another folder"
         )
 
 

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from alignment.ablation.statistics import Contrast, Power
     from alignment.core.records import Problem
 
+CONTROL_SIDES = "an arm and a control"  # whose comparison is beside the sweep's question
 # of the designs among which --show_difference looks for the cheapest
 MOST_SEEDS = 64
 
@@ -126,6 +127,7 @@ def tune(
     questions = max((len(run.scores.questions) for run in study.runs), default=0)
     chosen = tuning.Tuning(choices, runs.seeds, questions, amounts_of(study.runs), runs.measure)
     tuning.write_tuning(design.folder, chosen)
+    schedule.note_report(runs.folder, runs.seeds)
     for arm, choice in choices.items():
         taken = choice.candidate
         console.print(
@@ -174,7 +176,7 @@ def make_design(args: SweepOptions) -> Design:
     check_trackers(args.trackers)
     try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
-    if not args.until_decided:
+    if count_looks(len(seeds), args) == 1:  # else the looks that are planned share the 5 %
         warnings += schedule.later_looks(folder, seeds)
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
@@ -393,26 +395,29 @@ class ComparedSides(NamedTuple):
 
 def compared_sides(design: Design) -> dict[str, ComparedSides]:
     """The tables of verdicts of a design, by the two sides that each compares."""
-    from alignment.ablation.verdicts import factor_contrasts, has_control, tables_of_pairs
+    from alignment.ablation.verdicts import (
+        OF_QUESTION,
+        WITH_CONTROL,
+        factor_contrasts,
+        tables_of_pairs,
+    )
 
-    tables: dict[str, list[Contrast]] = {}
+    arms = [arm for arm in design.arms if not is_control(arm)]
+    # by the sides: the arms that the pairs are judged by, and the pairs
+    tables: dict[str, tuple[Sequence[str], Sequence[Contrast]]] = {}
     for name, contrasts in factor_contrasts(design.varied).items():
-        tables[f"two values of {name}"] = contrasts
-    arms = list(design.arms)
-    if tables:
-        # controls are beside the grid, not in it
-        arms = [arm for arm in arms if not is_control(arm)]
-    else:
-        for contrasts in tables_of_pairs(arms):
-            is_with_control = has_control(contrasts[0])
-            tables["an arm and a control" if is_with_control else "two arms"] = contrasts
-        if not tables:  # of a single arm
-            tables["two arms"] = []
+        tables[f"two values of {name}"] = (arms, contrasts)
+    if not tables:
+        for table in tables_of_pairs(list(design.arms)):
+            sides = {OF_QUESTION: "two arms", WITH_CONTROL: CONTROL_SIDES}[table.name]
+            tables[sides] = (table.arms, table.contrasts)
+    if not tables:  # of a single arm
+        tables["two arms"] = (arms, ())
     sides_compared = {}
-    for sides, contrasts in tables.items():
+    for sides, (judged_by, contrasts) in tables.items():
         weights_A: list[float] = []
         if contrasts:
-            weights_A = [contrasts[0].weights.get(arm, 0.0) for arm in arms]
+            weights_A = [contrasts[0].weights.get(arm, 0.0) for arm in judged_by]
         sides_compared[sides] = ComparedSides(weights_A, len(contrasts))
     return sides_compared
 
@@ -462,6 +467,8 @@ class Size:
 def size_of(design: Design, cost: SeedCost, seeds: int, questions: int) -> Size:
     """The `Size` of a design with other numbers of seeds and questions."""
     power_of_sides = powers(design, range(seeds, seeds + 1), questions)
+    if len(power_of_sides) > 1:
+        power_of_sides.pop(CONTROL_SIDES, None)  # a design is as large as its question needs
     difference = max(power.difference for power in power_of_sides.values())
     return Size(seeds, questions, difference, cost.scaled(seeds, questions))
 
@@ -598,7 +605,7 @@ def train(
             names = ", ".join(state.name for state in added)
             console.print(f"undecided: adding {names}", markup=False, soft_wrap=True)
     report(read_study([design.folder]), design.folder, console)
-    schedule.note_report(design.folder, len({state.seed for state in states}))
+    schedule.note_report(design.folder, [state.seed for state in states])
     failures = [state for state in states if state.status == "failed"]
     if failures:
         failed = [f"{state.name} ({state.reason or state.note})" for state in failures]

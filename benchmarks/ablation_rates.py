@@ -376,7 +376,8 @@ def false_verdict(comparison: Comparison, true: float) -> str:
     has_other_sign = (comparison.difference > 0) != (true > 0)
     if comparison.kind == "greater" and (true == 0 or has_other_sign):
         return "greater"
-    if comparison.kind == "tie" and abs(true) >= TIE - 1e-9:
+    says_less_than_margin = comparison.kind == "tie" or comparison.is_small
+    if says_less_than_margin and abs(true) >= TIE - 1e-9:
         return "tie"
     return ""
 

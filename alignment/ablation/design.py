@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from alignment.args import BOOKKEEPING, CONTROLS, NOT_SWEPT, RLArgs
-from alignment.config.flag import flags_of_class, hints_of_flags
+from alignment.args import BOOKKEEPING, CHANGEABLE_ON_RESUME, CONTROLS, NOT_SWEPT, RLArgs
+from alignment.config.flag import defaults_of_flags, flags_of_class, hints_of_flags
 from alignment.config.presets import values_of_preset
 from alignment.config.settings import (
     CHOICES,
@@ -43,6 +43,7 @@ ALPHA = 0.05  # largest chance that any verdict of a sweep is false
 SEED_STD = 0.02
 MAJORITY_VOTE = "majority_vote"  # the reward without the truth
 CONTROL = "control_"  # what the names of control arms begin with
+REPORTED = "reported"  # the entry of sweep.json with what `reported_seeds` gives
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,39 @@ class Design:
         if self.measure != "accuracy":
             settings["measure"] = self.measure
         return json.loads(json.dumps({**settings, "arms": arms}))
+
+
+def fixed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of sweep.json that must stay the same when a sweep is continued.
+
+    The arms may change those arguments that a resumed run may change, but not their number of
+    steps. Arguments that are newer than the file get their defaults."""
+    free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
+    every_default = defaults_of_flags(RLArgs)
+    fixed = {name: value for name, value in every_default.items() if name not in free}
+    defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, args in facts.get("arms", {}).items():
+        own = {name: value for name, value in args.items() if is_own(name)}
+        arms[arm] = own | {name: args.get(name, default) for name, default in defaults.items()}
+    return {
+        "match": facts.get("match", "steps"),
+        "hold": facts.get("hold"),
+        "tie": facts.get("tie"),
+        "alpha": facts.get("alpha"),
+        "tuned": facts.get("tuned", []),
+        "measure": facts.get("measure", "accuracy"),
+        "arms": arms,
+    }
+
+
+def reported_seeds(facts: Mapping[str, Any], file: Path) -> list[int]:
+    """The numbers of seeds after which a sweep's verdicts have been reported, by the content of its
+    sweep.json, `file`; none in that of an older version. Raises `UserError` where it is damaged."""
+    numbers = facts.get(REPORTED, [])
+    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+        raise UserError(f"{file} is damaged: {REPORTED} must be numbers of seeds")
+    return numbers
 
 
 def varied_values(

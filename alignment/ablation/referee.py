@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from alignment.ablation.design import BOOKKEEPING, is_control
+from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Run, Study, amounts_of
 from alignment.runs.summary import accuracy_with_interval, best_audit
@@ -203,30 +203,14 @@ def _hashes(study: Study) -> Answer:
 
 
 def design_hash(study: Study) -> str:
-    """The beginning of the SHA-256 of what was decided before: every argument that may change a
-    result, of every arm, the seeds, the measure, the chance of a false verdict, the margin of a
-    tie, what is held equal, and what was tuned."""
-    tuned: list[str] = []
-    if study.tuning is not None:
-        tuned = list(study.tuning.names)
-    arguments: dict[str, dict[str, object]] = {}
-    seeds: dict[str, list[int]] = {}
-    for arm, runs in study.arms.items():
-        seeds[arm] = sorted(runs)
-        arguments[arm] = dict(study.varied[arm])
-        for run in list(runs.values())[:1]:
-            own = {name: value for name, value in run.args.items() if name not in BOOKKEEPING}
-            arguments[arm] |= own
-    facts = {
-        "arms": arguments,
-        "seeds": seeds,
-        "measure": study.measure,
-        "alpha": study.alpha,
-        "tie": study.tie,
-        "match": study.match,
-        "hold": study.hold,
-        "tuned": tuned,
-    }
+    """The beginning of the SHA-256 of what was decided before: of a sweep its arms with all their
+    arguments, its seeds, the measure, the chance of a false verdict, the margin of a tie, what is
+    held equal, and what was tuned. Neither a run that is missing nor a resumed one changes it. Of
+    runs that were made apart it has what varies."""
+    facts = dict(study.design)
+    if not facts:
+        facts = {"arms": study.varied, "alpha": study.alpha, "tie": study.tie}
+    facts |= {"measure": study.measure, "match": study.match}
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_CHARACTERS]
 

@@ -102,11 +102,6 @@ def contents(study: Study) -> dict[str, Any]:
     pairs = decide(study)
     arms = arm_rows(study)
     varied = choices(study.varied)
-    question = "What did training change?"
-    if varied:
-        question = f"Does {' or '.join(varied)} make a difference to held-out accuracy?"
-        if study.measure != "accuracy":
-            question = f"Does {' or '.join(varied)} make a difference to the {measured(study)}?"
     run = None
     completions = []
     if len(arms) == len(study.runs) == 1:
@@ -116,6 +111,7 @@ def contents(study: Study) -> dict[str, Any]:
     decided_tables = _flatten(factors) or pairs
     kind, _ = read_measure(study.measure)
     has_area = MEASURE_KINDS[kind].has_curve and kind != "area"
+    area_pairs = decide(study, whole_curve=True) if has_area else []
     bias = None
     if kind == "best":
         bias = float(np.mean([selection_bias(of_study) for of_study in study.runs]))
@@ -126,21 +122,19 @@ def contents(study: Study) -> dict[str, Any]:
         "study": study,
         "run": run,
         "answers": " or ".join(answers),
-        "question": question,
+        "question": _question(study),
         "varied": varied,
         "levels": {name: _levels(study, name) for name in varied},
         "compared": verdicts.outcome(study),
         "headline": headline(factors, pairs),
-        "family": max(
-            map(len, (*factors.values(), *verdicts.named_tables(pairs).values())), default=0
-        ),
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),
         "censored": verdicts.censored_words(study),
         "choice_caution": choice_caution(study, decided_tables),
         "pairs": ranked(pairs),
+        "pair_tables": verdicts.named_tables(ranked(pairs)),
         "referee": referee,
-        "pairs_area": ranked(decide(study, whole_curve=True)) if has_area else [],
+        "area_tables": verdicts.named_tables(ranked(area_pairs)),
         "measured": measured(study),
         "selection_bias": bias,
         "chosen_by": study.tuning.measure if study.tuning is not None else "",
@@ -154,6 +148,15 @@ def contents(study: Study) -> dict[str, Any]:
         "reproducibility": sorted(words),
         "questions": _count_questions(study),
     }
+
+
+def _question(study: Study) -> str:
+    """What the study asks, as its page's title."""
+    varied = choices(study.varied)
+    if not varied:
+        return "What did training change?"
+    subject = "held-out accuracy" if study.measure == "accuracy" else f"the {measured(study)}"
+    return f"Does {' or '.join(varied)} make a difference to {subject}?"
 
 
 def _rank_of_arm(row: Mapping[str, Any]) -> float:
@@ -200,8 +203,12 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
 def headline(factors: Mapping[str, Sequence[Comparison]], pairs: Sequence[Comparison]) -> list[str]:
     """A line for each varied argument, or for the pairs of arms, those with controls apart: the
     largest differences, and how many tie or are undecided."""
-    tables = factors or verdicts.named_tables(pairs) or {"the arms": pairs}
-    return [f"{name}: {_summarise(comparisons)}" for name, comparisons in tables.items()]
+    tables = factors or verdicts.named_tables(pairs) or {verdicts.OF_QUESTION: pairs}
+    lines = []
+    for name, comparisons in tables.items():
+        subject = "the arms" if name == verdicts.OF_QUESTION else name
+        lines.append(f"{subject}: {_summarise(comparisons)}")
+    return lines
 
 
 def _summarise(comparisons: Sequence[Comparison]) -> str:
@@ -227,9 +234,9 @@ def measured(study: Study) -> str:
 
 def _noise_words(comparison: Comparison) -> str:
     """What a winner assumes where the exact test does not support it, and about how many seeds
-    would do without; "" where it does."""
+    would do without; "" where it does support all that the winner says."""
     if comparison.exact:
-        return ""
+        return f"; {IF_NOISE}" if comparison.is_small else ""
     return f"; {IF_NOISE}, without that about {comparison.exact_seeds} seeds"
 
 

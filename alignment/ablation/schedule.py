@@ -4,13 +4,12 @@ on this machine, side by side on a Ray cluster, or as SLURM jobs."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,17 +22,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from alignment.ablation.design import Design
+from alignment.ablation.design import REPORTED, Design, fixed_facts, reported_seeds
 from alignment.args import (
-    CHANGEABLE_ON_RESUME,
     Resources,
     RLArgs,
     SFTArgs,
     as_command,
     command_line,
 )
-from alignment.config.flag import defaults_of_flags
-from alignment.config.settings import is_own
 from alignment.system import signals
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl, write_json
@@ -45,7 +41,6 @@ from alignment.system.versions import versions
 ATTEMPTS = 2  # Times that a run is started before it counts as failed.
 LOG_SECONDS = 300.0  # between two lines on runs that train, where the output is no terminal
 LOST = -1000  # Exit code of a job whose machine or worker process is gone.
-REPORTED = "reported"  # The numbers of seeds, in sweep.json, after which verdicts were reported.
 REQUEUES = 50  # Times that a SLURM job goes back to the queue at its time limit.
 # For a run to save its last step when SLURM ends its job, which submitit announces 90 s before.
 SAVE_SECONDS = 60
@@ -79,12 +74,12 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     reported: list[int] = []
     if file.exists():
         before = read_json(file)
-        if _fixed(before) != _fixed(design.facts()):
+        if fixed_facts(before) != fixed_facts(design.facts()):
             raise UserError(
                 f"{design.folder} holds a sweep of another design; give another --run_name"
             )
         seeds |= set(before.get("seeds", ()))
-        reported = before.get(REPORTED, [])
+        reported = reported_seeds(before, file)
     content = {
         **design.facts(),
         "seeds": sorted(seeds),
@@ -96,53 +91,38 @@ def claim_folder(design: Design, command: Sequence[str]) -> None:
     write_json(file, content)
 
 
-def note_report(folder: Path, seeds: int) -> None:
-    """Note in sweep.json that verdicts after so many seeds have been reported."""
-    content = read_json(folder / "sweep.json")
-    content[REPORTED] = sorted({*content.get(REPORTED, ()), seeds})
-    write_json(folder / "sweep.json", content)
+def note_report(folder: Path, seeds: Iterable[int]) -> None:
+    """Note in sweep.json after how many seeds verdicts have been reported: of these and its own."""
+    file = folder / "sweep.json"
+    content = read_json(file)
+    number = len({*seeds, *content["seeds"]})
+    content[REPORTED] = sorted({*content.get(REPORTED, ()), number})
+    write_json(file, content)
 
 
-def later_looks(folder: Path, seeds: Collection[int]) -> tuple[str, ...]:
+def later_looks(folder: Path, seeds: Iterable[int]) -> tuple[str, ...]:
     """A warning where a sweep's verdicts were reported before with fewer seeds than these and its
-    own together: each report has a chance of a false verdict of its own."""
-    if not (folder / "sweep.json").exists():
+    own together: each report has a chance of a false verdict of its own. Raises `UserError` where
+    sweep.json is damaged."""
+    file = folder / "sweep.json"
+    if not file.exists():
         return ()
-    before = read_json(folder / "sweep.json")
-    in_all = len({*seeds, *before.get("seeds", ())})
-    numbers = sorted({*before.get(REPORTED, ()), in_all})
+    before = read_json(file)
+    own = before.get("seeds")
+    if not isinstance(own, list):
+        raise UserError(f"{file} is damaged: it needs seeds")
+    numbers = {*reported_seeds(before, file), len({*seeds, *own})}
+    if REPORTED not in before and (folder / "report.html").exists():
+        numbers.add(len(own))  # of an older version, which noted nothing
+    numbers.discard(1)  # which gives no verdict
     if len(numbers) < 2:
         return ()
-    words = ", then ".join(map(str, numbers))
+    words = ", then ".join(map(str, sorted(numbers)))
     return (
         f"verdicts were made after {words} seeds, each time with a chance of 5 % of a false one:"
         " where a report decides whether seeds are added, only --until_decided, given from the"
         " start, keeps to 5 % in all",
     )
-
-
-def _fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of sweep.json that must stay the same when a sweep is continued.
-
-    The arms may change those arguments that a resumed run may change, but not their number of
-    steps. Arguments that are newer than the file get their defaults."""
-    free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
-    every_default = defaults_of_flags(RLArgs)
-    fixed = {name: value for name, value in every_default.items() if name not in free}
-    defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
-    arms: dict[str, dict[str, Any]] = {}
-    for arm, args in facts.get("arms", {}).items():
-        own = {name: value for name, value in args.items() if is_own(name)}
-        arms[arm] = own | {name: args.get(name, default) for name, default in defaults.items()}
-    return {
-        "match": facts.get("match", "steps"),
-        "hold": facts.get("hold"),
-        "tie": facts.get("tie"),
-        "alpha": facts.get("alpha"),
-        "tuned": facts.get("tuned", []),
-        "measure": facts.get("measure", "accuracy"),
-        "arms": arms,
-    }
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:

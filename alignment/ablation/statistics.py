@@ -637,9 +637,10 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         hidden = down if estimate.mean > 0 else up
         firm = low > down or high < -up
         # A verdict is firm, or it is not, in all that it says.
-        is_small = is_tie and (firm_tie or not firm) and _is_straight_tie(estimate, rule, low, high)
+        is_small = is_tie and (firm_tie or not firm)
+        is_small = is_small and not _objection(estimate, rule, "tie", low, high)
         if is_small:
-            verdict += f", by less than {rule.tie:g}"
+            verdict += _margin_words(rule.tie)
             hidden = max(down, up)
     elif is_tie:
         kind = "tie"
@@ -650,15 +651,9 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         more_seeds = need.seeds
         verdict = f"undecided: {_unstable_reason(estimate)}{need.words}"
     objection = _objection(estimate, rule, kind, low, high)
-    if objection:
-        kind = "undecided"
-        verdict = f"undecided: {objection}"
-        firm = False
-        is_small = False
-        more_seeds = None
     if kind != "undecided" and not firm:
         verdict += LIKE_THESE
-    return Comparison(
+    comparison = Comparison(
         a,
         b,
         estimate.seeds,
@@ -675,12 +670,32 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         firm=firm,
         is_small=is_small,
     )
+    return as_undecided(comparison, objection) if objection else comparison
 
 
-def _is_straight_tie(estimate: _Estimate, rule: _Rule, low: float, high: float) -> bool:
-    """Whether no bend of the learning curves could take the difference out of a tie's margin."""
-    bend_low, bend_high = _bend_of_contrast(estimate.contrast, rule.bends)
-    return _stands("tie", low + bend_low, high + bend_high, rule.tie)
+def _margin_words(tie: float) -> str:
+    """What a winner says of a difference that is shown to be below the margin of a tie."""
+    return f", by less than {tie:g}"
+
+
+def without_margin(comparison: Comparison, tie: float) -> Comparison:
+    """The comparison without the words that its difference is below the margin `tie`."""
+    verdict = comparison.verdict.replace(_margin_words(tie), "")
+    return replace(comparison, verdict=verdict, is_small=False)
+
+
+def as_undecided(comparison: Comparison, reason: str) -> Comparison:
+    """The comparison without a verdict, for a reason that no further seed changes."""
+    return replace(
+        comparison,
+        kind="undecided",
+        verdict=f"undecided: {reason}",
+        more_seeds=None,
+        firm=False,
+        exact=False,
+        exact_seeds=None,
+        is_small=False,
+    )
 
 
 def _unstable_reason(estimate: _Estimate) -> str:

@@ -5,14 +5,22 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from alignment.ablation.design import ALPHA, BOOKKEEPING, is_control, varied_values
+from alignment.ablation.design import (
+    ALPHA,
+    BOOKKEEPING,
+    REPORTED,
+    fixed_facts,
+    is_control,
+    reported_seeds,
+    varied_values,
+)
 from alignment.ablation.tuning import Tuning, read_tuning
 from alignment.args import ReportArgs, RLArgs
 from alignment.config.flag import defaults_of_flags
@@ -243,6 +251,10 @@ class Study:
     tuning: Tuning | None = None  # What each arm tried before, and took.
     measure: str = "accuracy"  # What verdicts are on: a name that `read_measure` takes.
     is_finished: bool = True  # Whether no run, and no seed of --until_decided, is still to come.
+    # The numbers of seeds after which the sweep's verdicts were reported.
+    reported: tuple[int, ...] = ()
+    # What was decided before the sweep's runs, as its sweep.json has it; empty without one.
+    design: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def looks(self) -> int:
@@ -349,6 +361,7 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
         if run.finished or (len(runs) == 1 and run.evals):
             by_seed[run.seed] = run
     missing = [run.path.name for run in runs if not run.finished]
+    are_finished = not missing  # A sweep has its finished runs alone.
     for sweep in sweeps.values():
         missing += sweep.missing
     return Study(
@@ -359,7 +372,7 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
         hold="",
         warnings=_version_warnings(runs),
         command="",
-        is_finished=not missing,
+        is_finished=all(sweep.is_finished for sweep in sweeps.values()) and are_finished,
     )
 
 
@@ -394,6 +407,9 @@ def _warnings_of_merged(
                 lost.append(f"--{name} {own}")
         if sweep.looks > 1:
             lost.append("that its verdicts share 5 % with those after other numbers of seeds")
+        if len(sweep.reported) > 1:
+            numbers = ", then ".join(map(str, sweep.reported))
+            lost.append(f"that its verdicts were made after {numbers} seeds")
         if sweep.tuning is not None:
             names = " and ".join(sweep.tuning.names)
             lost.append(f"that each arm tuned {names}, which now is an argument that varies")
@@ -488,10 +504,11 @@ def _read_sweep(folder: Path) -> Study:
             if run.finished:
                 arms[arm][int(seed)] = run
     missing = [f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]]
+    reported = reported_seeds(sweep, folder / "sweep.json")
     is_finished = not missing
-    if "reported" in sweep:  # which older files lack
+    if REPORTED in sweep:  # which older files lack
         # Runs that have failed stay missing, and --until_decided may add seeds until the report.
-        is_finished = max(sweep["reported"], default=0) >= len(sweep["seeds"])
+        is_finished = max(reported, default=0) >= len(sweep["seeds"])
     runs: list[Run] = []
     for by_seed in arms.values():
         runs += by_seed.values()
@@ -514,6 +531,8 @@ def _read_sweep(folder: Path) -> Study:
         tuning=tuning,
         measure=sweep["measure"],
         is_finished=is_finished,
+        reported=tuple(reported),
+        design=fixed_facts(sweep) | {"seeds": sorted(map(str, sweep["seeds"]))},
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from alignment.ablation import verdicts
+from alignment.ablation.design import is_control
 from alignment.ablation.places import unseen_share
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Study
@@ -62,8 +63,10 @@ def verdicts_of(study: Study) -> Verdicts:
         tables[f"{outcome.title}: {name}, averaged over all else"] = tuple(ranked(comparisons))
     if not tables:
         for name, comparisons in verdicts.named_tables(decide(study)).items():
-            with_controls = ", with controls" if name == "controls" else ""
-            tables[f"{outcome.title}{with_controls}"] = tuple(ranked(comparisons))
+            title = outcome.title
+            if name == verdicts.WITH_CONTROL:
+                title = f"{outcome.title}: {name}"
+            tables[title] = tuple(ranked(comparisons))
     every_comparison: list[Comparison] = []
     for comparisons in tables.values():
         every_comparison += comparisons
@@ -174,10 +177,13 @@ def assumption(comparisons: Sequence[Comparison]) -> str:
             f"{len(winners)} difference{plural}, which the signs of so few seeds cannot show;"
             f" without that about {seeds} seeds would do"
         )
-    ties = sum(comparison.kind == "tie" for comparison in comparisons)
-    if ties:
-        plural = "s" if ties > 1 else ""
-        parts.append(f"{ties} tie{plural}, which no number of seeds shows without that")
+    margins = sum(comparison.kind == "tie" or comparison.is_small for comparison in comparisons)
+    if margins:
+        plural = "s" if margins > 1 else ""
+        parts.append(
+            f"{margins} difference{plural} below the margin, which no number of seeds shows without"
+            " that"
+        )
     if not parts:
         return ""
     return f"{IF_NOISE}: {'; '.join(parts)}"
@@ -187,14 +193,20 @@ def survives_choice(comparison: Comparison, lost: Mapping[str, float], tie: floa
     """Whether a verdict stands of any values of the grids that the arms tuned, where none has lost
     more accuracy by its choice than `lost` says. For the mean of several arms the largest loss
     counts."""
-    largest = max(lost.values())
-    lost_by_a = lost.get(comparison.a, largest)
-    lost_by_b = lost.get(comparison.b, largest)
-    low = comparison.low - lost_by_b
-    high = comparison.high + lost_by_a
+    low = comparison.low - _lost_by(comparison.b, lost)
+    high = comparison.high + _lost_by(comparison.a, lost)
+    is_within_margin = low > -tie and high < tie
     if comparison.kind == "greater":
-        return low > 0 or high < 0
-    return comparison.kind == "undecided" or (low > -tie and high < tie)
+        return (low > 0 or high < 0) and (is_within_margin or not comparison.is_small)
+    return comparison.kind == "undecided" or is_within_margin
+
+
+def _lost_by(side: str, lost: Mapping[str, float]) -> float:
+    """The most that a side of a comparison may have lost by its choice: a control makes none, and
+    of the arms of an argument's value the largest loss counts."""
+    if is_control(side):
+        return 0.0
+    return lost.get(side, max(lost.values()))
 
 
 def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
@@ -204,23 +216,34 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
         return ""
     lost = study.tuning.most_lost(study.alpha)
     decided = [comparison for comparison in comparisons if comparison.kind != "undecided"]
-    if decided and study.tuning.measure != study.measure:
+    place = "after all steps" if study.match == "steps" else f"at equal {study.match}"
+    has_one_measure = _same_as_accuracy(study.tuning.measure) == _same_as_accuracy(study.measure)
+    if decided and not (has_one_measure and study.match == "steps"):
         return (
-            f"of the values taken: all verdicts. Arms chose by {study.tuning.measure}, and what"
-            f" that choice costs in {study.measure} is not known"
+            f"of the values taken: all verdicts. Arms chose by {study.tuning.measure} after all"
+            f" steps, and what that choice costs in {study.measure} {place} is not known"
         )
     of_values = [c for c in decided if not survives_choice(c, lost, study.tie)]
     if not of_values:
         return ""
     verdicts_in_words = "; ".join(comparison.verdict for comparison in of_values)
-    if math.isinf(max(lost.values())):
-        arms = " and ".join(arm for arm, amount in lost.items() if math.isinf(amount))
-        return (
-            f"of the values taken: {verdicts_in_words}. Runs of {arms} with other values did not"
-            " finish, so that nothing is known of these"
+    known = [amount for amount in lost.values() if math.isfinite(amount)]
+    words = f"of the values taken: {verdicts_in_words}."
+    if max(known, default=0.0) > 0:
+        words += (
+            f" By {len(study.tuning.seeds)} seeds and {study.tuning.questions} questions an arm may"
+            f" have lost up to {max(known):.2g} by its choice, and with a better one this could be"
+            " otherwise."
         )
-    return (
-        f"of the values taken: {verdicts_in_words}. By {len(study.tuning.seeds)} seeds and"
-        f" {study.tuning.questions} questions an arm may have lost up to {max(lost.values()):.2g}"
-        " by its choice, and with a better one this could be otherwise"
-    )
+    unknown = [arm for arm, amount in lost.items() if math.isinf(amount)]
+    if unknown:
+        words += (
+            f" Runs of {' and '.join(unknown)} with other values did not finish, so that nothing is"
+            " known of these."
+        )
+    return words.removesuffix(".")
+
+
+def _same_as_accuracy(measure: str) -> str:
+    """The measure; accuracy for avg@N, which is the same mean over a question's samples."""
+    return "accuracy" if measure.startswith("avg@") else measure

@@ -351,6 +351,10 @@ def read_tuning(folder: Path) -> Tuning | None:
     if not (folder / FILE).exists():
         return None
     content = read_json(folder / FILE)
+    # An older version kept it with the tuning runs alone.
+    runs = folder / FOLDER / "sweep.json"
+    if "measure" not in content and runs.exists():
+        content["measure"] = read_json(runs).get("measure", "accuracy")
     try:
         choices = {arm: _read_choice(facts) for arm, facts in content["arms"].items()}
         return Tuning(

@@ -3,7 +3,6 @@ scipy; `study.py` does not."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -202,29 +201,42 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
         arms_of_task.setdefault(task, []).append(arm)
     comparisons = []
     for arms in arms_of_task.values():
-        for contrasts in tables_of_pairs(arms):
+        for table in tables_of_pairs(arms):
             comparisons += compare(
-                {arm: scores[arm] for arm in arms},
+                {arm: scores[arm] for arm in table.arms},
                 study.tie,
-                contrasts,
+                table.contrasts,
                 study.alpha / len(arms_of_task),
                 question_groups(_runs_of(study, arms)),
                 arm_bends,
             )
     if not whole_curve:
-        comparisons = refuse_unmeasured(study.measure, comparisons, scores)
+        comparisons = allow_for_target(study, comparisons, scores)
     return comparisons
 
 
-def tables_of_pairs(arms: Sequence[str]) -> list[list[Contrast]]:
+class PairTable(NamedTuple):
+    """Pairs of arms that share the chance of a false verdict, and the arms that they are judged
+    by."""
+
+    name: str
+    arms: Sequence[str]
+    contrasts: Sequence[Contrast]
+
+
+OF_QUESTION = "pairs of arms"
+WITH_CONTROL = "pairs with a control"
+
+
+def tables_of_pairs(arms: Sequence[str]) -> list[PairTable]:
     """The pairs of arms in two tables, each with its own chance of a false verdict: those of the
-    sweep's question, and those with a control, which make no pair of the question harder to decide.
-    One table where there are no controls, or nothing else."""
-    of_question = []
-    with_control = []
-    for contrast in statistics.pairs(arms):
-        (with_control if has_control(contrast) else of_question).append(contrast)
-    return [table for table in (of_question, with_control) if table]
+    sweep's question, and those with a control. No control has a part in the first, so that controls
+    change no verdict of the question. A table without pairs is left out."""
+    compared = [arm for arm in arms if not is_control(arm)]
+    of_question = PairTable(OF_QUESTION, compared, statistics.pairs(compared))
+    contrasts = [contrast for contrast in statistics.pairs(arms) if has_control(contrast)]
+    with_control = PairTable(WITH_CONTROL, arms, contrasts)
+    return [table for table in (of_question, with_control) if table.contrasts]
 
 
 def has_control(sides: Contrast | Comparison) -> bool:
@@ -233,60 +245,62 @@ def has_control(sides: Contrast | Comparison) -> bool:
 
 
 def named_tables(pairs: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    """The tables of `tables_of_pairs` by name, of their comparisons."""
+    """The tables of `tables_of_pairs` by name, of their comparisons, in the order of `pairs`."""
     tables: dict[str, list[Comparison]] = {}
     for comparison in pairs:
-        name = "controls" if has_control(comparison) else "the arms"
+        name = WITH_CONTROL if has_control(comparison) else OF_QUESTION
         tables.setdefault(name, []).append(comparison)
     return tables
 
 
-def refuse_unmeasured(
-    measure: str, comparisons: Sequence[Comparison], scores: Mapping[str, Scores]
+def allow_for_target(
+    study: Study, comparisons: Sequence[Comparison], scores: Mapping[str, Scores]
 ) -> list[Comparison]:
-    """The comparisons; undecided where a target accuracy (tokens_to) tells their arms nothing,
-    since all of their runs begin above it or none reaches it."""
-    kind, target = read_measure(measure)
+    """The comparisons by tokens until a target accuracy (tokens_to). Where a run does not reach it
+    in time, the true difference is larger than the measured one or unknown, so that nothing is
+    shown to be small; where all runs begin above it, nothing was measured."""
+    kind, target = read_measure(study.measure)
     if kind != "tokens_to":
         return list(comparisons)
-    reasons = {0.0: f"all runs begin at {target:g} or above", 1.0: f"no run reaches {target:g}"}
-    decided = []
+    allowed = []
     for comparison in comparisons:
-        shares: set[float] = set()
+        runs: list[np.ndarray] = []
         for arm in comparison.arms:
-            for scores_Q in scores[arm].values():
-                shares |= set(np.unique(scores_Q).tolist())
-        if len(shares) == 1 and shares <= set(reasons):
-            [share] = shares
-            comparison = replace(
-                comparison,
-                kind="undecided",
-                verdict=f"undecided: {reasons[share]}",
-                more_seeds=None,
-                firm=False,
-                exact=False,
-                exact_seeds=None,
-            )
-        decided.append(comparison)
-    return decided
+            runs += scores[arm].values()
+        late = sum(_is_all(scores_Q, 1.0) for scores_Q in runs)
+        if runs and all(_is_all(scores_Q, 0.0) for scores_Q in runs):
+            reason = f"all runs begin at {target:g} or above"
+            comparison = statistics.as_undecided(comparison, reason)
+        elif late and (comparison.kind == "tie" or late == len(runs)):
+            reason = f"{late} of {len(runs)} runs do not reach {target:g} in time"
+            comparison = statistics.as_undecided(comparison, reason)
+        elif late:
+            comparison = statistics.without_margin(comparison, study.tie)
+        allowed.append(comparison)
+    return allowed
+
+
+def _is_all(scores_Q: np.ndarray, value: float) -> bool:
+    return bool((scores_Q == value).all())
 
 
 def censored_words(study: Study) -> str:
-    """How many runs never reach a target accuracy (tokens_to), and count as if they did with their
-    last token; "" where all do, and for other measures."""
+    """How many runs do not reach a target accuracy (tokens_to) within the tokens that all runs
+    took, and count as if they did with the last of these; "" where all do, and for other
+    measures."""
     kind, target = read_measure(study.measure)
     if kind != "tokens_to":
         return ""
-    never = []
+    late = []
     for arm, by_seed in final_scores(study).items():
-        number = sum(bool((scores_Q == 1).all()) for scores_Q in by_seed.values())
+        number = sum(_is_all(scores_Q, 1.0) for scores_Q in by_seed.values())
         if number:
-            never.append(f"{number} of {len(by_seed)} of {arm}")
-    if not never:
+            late.append(f"{number} of {len(by_seed)} of {arm}")
+    if not late:
         return ""
     return (
-        f"runs that never reach {target:g} count as if they did with their last token, so that"
-        f" differences are too small: {', '.join(never)}"
+        f"runs that do not reach {target:g} within the tokens that all runs took count as if they"
+        f" did with the last of these, so that differences are too small: {', '.join(late)}"
     )
 
 
@@ -384,7 +398,7 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     comparisons = {}
     for name, contrasts in factors.items():
         of_factor = compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
-        comparisons[name] = refuse_unmeasured(study.measure, of_factor, scores)
+        comparisons[name] = allow_for_target(study, of_factor, scores)
     return comparisons
 
 

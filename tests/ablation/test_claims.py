@@ -361,18 +361,35 @@ def test_an_unknown_claim_and_a_sweep_of_values_are_refused(monkeypatch):
 
 
 def test_a_page_loses_no_verdicts_whose_runs_are_not_here(tmp_path, monkeypatch, capsys):
-    """Before anything is trained."""
+    """Before anything is trained, and by the preset."""
     page = tmp_path / "page" / "claims.md"
     page.parent.mkdir()
-    row = "| [A longer one.](#{name}) | a paper | {cell} -0.01 (-0.02 to -0.003) | not run |\n"
-    text = row.format(name="gspo", cell="tie") + row.format(name="cispo", cell="not run")
+    text = "| claim | paper | tiny | countdown_tiny |\n|---|---|---|---|\n"
+    for name, cells in (
+        ("kl_penalty", "holds +0.03 (+0.01 to +0.05) | undecided here +0.03 (-0.01 to +0.07)"),
+        ("gspo", "tie +0.01 (-0.004 to +0.02) | not run"),
+        ("cispo", "not run | not run"),
+        ("longer_thinking", "cannot be shown here | cannot be shown here"),
+    ):
+        text += f"| [A claim.](#{name}) | a paper | {cells} |\n"
     page.write_text(text)
-    flags = ["--preset", "tiny", "--output_dir", str(tmp_path), "--report", str(page.parent)]
-    assert run_claims(monkeypatch, *flags) == 2
-    assert f"{page} has verdicts of gspo, which have no runs" in capsys.readouterr().err
-    assert page.read_text() == text
+    assert claims.verdicts_of_page(text) == {
+        ("kl_penalty", "tiny"),
+        ("kl_penalty", "countdown_tiny"),
+        ("gspo", "tiny"),
+    }
+    flags = ["--output_dir", str(tmp_path), "--report", str(page.parent)]
+    make_runs(tmp_path, {"baseline": 0.5, "beta0.04": 0.3})
     monkeypatch.setattr(claims, "train", lambda *given: [])
-    assert run_claims(monkeypatch, *flags, "--run", "gspo") == 0
+    for given, lost in (
+        ((), "gspo on tiny, kl_penalty on countdown_tiny:"),
+        (("--run", "gspo"), "kl_penalty on countdown_tiny:"),
+        (("--run", "all", "--preset", "tiny"), "kl_penalty on countdown_tiny:"),
+    ):
+        assert run_claims(monkeypatch, *flags, *given) == 2
+        assert f"would lose, of {lost}" in capsys.readouterr().err
+        assert page.read_text() == text
+    assert run_claims(monkeypatch, *flags, "--run", "gspo", "kl_penalty") == 0
     assert page.read_text() != text
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from alignment.ablation import design, schedule
-from alignment.ablation.design import canonical, lint, with_controls
+from alignment.ablation import design
+from alignment.ablation.design import canonical, fixed_facts, lint, with_controls
 from alignment.args import RLArgs, SweepArgs, command_line, from_preset, parse, swept_values
 from alignment.data.tasks import TASKS
 from alignment.sweep import make_design, print_design
@@ -310,16 +310,16 @@ def test_a_sweep_goes_on_with_what_a_run_may_change_and_from_an_older_version():
     for args in older["arms"].values():
         del args["trackers"], args["preview"]
     assert (
-        schedule._fixed(older)
-        == schedule._fixed(before)
-        == schedule._fixed(facts("--trackers", "--reward_timeout", "5"))
+        fixed_facts(older)
+        == fixed_facts(before)
+        == fixed_facts(facts("--trackers", "--reward_timeout", "5"))
     )
-    assert schedule._fixed(before) != schedule._fixed(facts("--num_steps", "3"))
-    assert schedule._fixed(before) == schedule._fixed(
+    assert fixed_facts(before) != fixed_facts(facts("--num_steps", "3"))
+    assert fixed_facts(before) == fixed_facts(
         {name: value for name, value in before.items() if name != "match"}
     )
-    assert schedule._fixed(before) != schedule._fixed(facts("--match", "tokens"))
-    assert schedule._fixed({}) != schedule._fixed(before)
+    assert fixed_facts(before) != fixed_facts(facts("--match", "tokens"))
+    assert fixed_facts({}) != fixed_facts(before)
 
 
 TWO_LOSSES = (

@@ -104,7 +104,9 @@ def test_a_tie_is_never_exact_and_a_level_is_flipped_seed_by_seed():
     equal = {name: arm(*(0.5 + rng.uniform(0, 0.002, 8))) for name in "ab"}
     (tie,) = compare(equal, 0.03)
     assert tie.kind == "tie" and not tie.exact and tie.exact_seeds is None
-    assert assumption([tie]).endswith("1 tie, which no number of seeds shows without that")
+    assert assumption([tie]).endswith(
+        "1 difference below the margin, which no number of seeds shows without that"
+    )
     assert headline({}, [tie])[0].endswith("1 of 1 pairs tie (if a run is its mean plus noise)")
     # Means of two arms a side: the differences by seed are 0.1 + 0.3, 0.1 - 0.1 and 0.1 + 0.1,
     # halved; signs + + + and + - + have a sum of 0.3, + + - and + - - one of 0.1.

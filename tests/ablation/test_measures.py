@@ -225,19 +225,43 @@ def test_measures_of_whole_runs_have_reports(runs, tmp_path, measure, a, title):
     assert ("Choosing and scoring the best" in page.read_text()) == (measure == "best")
 
 
-def test_a_target_that_tells_two_arms_nothing_leaves_them_undecided(runs):
-    """Both arms go from 0.1 to 0.5: 0.9 is reached by none of their runs, 0.05 is behind all."""
+def test_a_target_that_runs_do_not_reach_shows_no_tie(runs):
+    """Both arms go to 0.5: 0.9 is reached by none of their runs, 0.05 is behind all."""
     never = read_study(runs, measure="tokens_to@0.9")
     [comparison] = decide(never)
-    assert (comparison.kind, comparison.verdict) == ("undecided", "undecided: no run reaches 0.9")
+    assert comparison.verdict == "undecided: 6 of 6 runs do not reach 0.9 in time"
+    assert (comparison.kind, comparison.more_seeds) == ("undecided", None)
     assert censored_words(never) == (
-        "runs that never reach 0.9 count as if they did with their last token, so that differences"
-        " are too small: 3 of 3 of loss_type a, 3 of 3 of loss_type b"
+        "runs that do not reach 0.9 within the tokens that all runs took count as if they did with"
+        " the last of these, so that differences are too small: 3 of 3 of loss_type a, 3 of 3 of"
+        " loss_type b"
     )
     assert censored_words(never) in verdicts_of(never).warnings
     behind = read_study(runs, measure="tokens_to@0.05")
     assert decide(behind)[0].verdict == "undecided: all runs begin at 0.05 or above"
     assert censored_words(behind) == ""
+
+
+def test_one_run_that_does_not_reach_the_target_leaves_no_tie_but_a_winner(tmp_path):
+    """Twelve runs that go from 0.1 to 0.7 or to 0.9, and so reach 0.5 at 2/3 or 1/2 of the tokens
+    that all took."""
+
+    def study(a: float, b: float, last: float):
+        runs = []
+        for loss, accuracy in (("a", a), ("b", b)):
+            for seed in range(6):
+                at = last if (loss, seed) == ("b", 5) else accuracy
+                folder = tmp_path / f"{a}{b}{last}" / f"{loss}{seed}"
+                runs.append(make_run(folder, seed, at, loss_type=loss))
+        return read_study(runs, tie=0.4, measure="tokens_to@0.5")
+
+    assert decide(study(0.7, 0.7, 0.7))[0].kind == "tie"
+    [late] = decide(study(0.7, 0.7, 0.45))
+    assert late.verdict == "undecided: 1 of 12 runs do not reach 0.5 in time"
+    [winner] = decide(study(0.9, 0.7, 0.7))
+    assert winner.is_small and winner.verdict.startswith("loss_type b > loss_type a, by less than")
+    [other] = decide(study(0.9, 0.5, 0.45))
+    assert other.kind == "greater" and "by less" not in other.verdict
 
 
 def test_a_sweep_keeps_its_measure_and_says_where_another_is_read(runs, tmp_path):

@@ -27,6 +27,7 @@ SETTINGS = {
     "heavy tails": setting(4, 5, (0.02,) * 4, shape="heavy tails"),
     "a factor of a grid": setting(4, 2, (0.02,) * 4, grid=(2, 2)),
     "few right answers": setting(2, 3, (0.002,) * 2, accuracies=(0.02,) * 2),
+    "at the margin": setting(2, 8, (0.005,) * 2, accuracies=(0.5, 0.53)),
     "missing runs": setting(4, 5, (0.02,) * 4, missing=0.1),
     "known groups of questions": setting(
         3, 5, (0.01,) * 3, cluster=4, taste=0.12, clusters_known=True

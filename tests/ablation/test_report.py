@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from alignment import report
+from alignment.ablation.referee import design_hash
 from alignment.ablation.report import (
     _draw_curves,
     _draw_final,
@@ -1107,8 +1108,8 @@ def test_a_sweep_is_finished_once_it_has_reported_all_its_seeds(grid):
 
 
 def test_controls_make_no_pair_of_the_question_harder_to_decide(tmp_path):
-    """Of three arms and a control the three pairs have the p values that they have without it, and
-    the three with the control are a table of their own."""
+    """Three arms have the comparisons that they have without two controls, which vary far more;
+    the seven pairs with a control are a table of their own."""
     rng = np.random.default_rng(1)
     runs = []
     for loss, accuracy in (("a", 0.5), ("b", 0.55), ("c", 0.6)):
@@ -1119,18 +1120,37 @@ def test_controls_make_no_pair_of_the_question_harder_to_decide(tmp_path):
     arms = {}
     for loss in "abc":
         arms[loss] = {"loss_type": loss}
-    arms["control_random"] = {"loss_type": "a", "reward": "random"}
-    for seed in range(4):
-        values = {"loss_type": "a", "reward": "random"}
-        make_run(tmp_path / f"control_random_seed{seed}", seed, 0.3, **values)
+    for reward in ("random", "inverted"):
+        values = {"loss_type": "a", "reward": reward}
+        arms[f"control_{reward}"] = values
+        for seed in range(4):
+            at = 0.3 + rng.integers(-8, 9) / 40
+            make_run(tmp_path / f"control_{reward}_seed{seed}", seed, at, **values)
     facts = {"arms": arms, "seeds": [0, 1, 2, 3], "tie": 0.03, "hold": "", "alpha": 0.05}
     (tmp_path / "sweep.json").write_text(json.dumps({**facts, "warnings": [], "command": []}))
     verdicts = verdicts_of(read_study([tmp_path]))
-    assert [len(table) for table in verdicts.tables.values()] == [3, 3]
-    assert list(verdicts.tables)[1] == "final accuracy, with controls"
+    assert [len(table) for table in verdicts.tables.values()] == [3, 7]
+    assert list(verdicts.tables)[1] == "final accuracy: pairs with a control"
     ours = {(c.a, c.b): c for c in list(verdicts.tables.values())[0]}
     for (a, b), comparison in without.items():
-        # the exact test is of the pair and of its table alone
         pair = ours[a.removeprefix("loss_type "), b.removeprefix("loss_type ")]
-        assert pair.p_exact == comparison.p_exact
-        assert pair.difference == pytest.approx(comparison.difference)
+        numbers = [
+            (one.difference, one.low, one.high, one.p, one.p_exact, one.hidden, one.firm)
+            for one in (pair, comparison)
+        ]
+        assert numbers[0] == numbers[1]
+
+
+def test_a_designs_hash_is_of_what_was_decided_before_its_runs(grid):
+    decided = design_hash(read_study([grid]))
+    (grid / "grpo_clip_group_size4_seed0" / "summary.json").unlink()
+    change_record(grid / "grpo_clip_group_size8_seed0", "args", policy_ranks=2)
+    change_sweep(grid, reported=[3], command=["another"])
+    assert design_hash(read_study([grid])) == decided
+    arms = json.loads((grid / "sweep.json").read_text())["arms"]
+    arms["grpo_clip_group_size4"]["learning_rate"] = 1e-3
+    for change in ({"arms": arms}, {"seeds": [0, 1, 2, 3]}, {"tie": 0.05}, {"measure": "area"}):
+        before = (grid / "sweep.json").read_text()
+        change_sweep(grid, **change)
+        assert design_hash(read_study([grid])) != decided
+        (grid / "sweep.json").write_text(before)

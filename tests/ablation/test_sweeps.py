@@ -14,6 +14,7 @@ from alignment.ablation.schedule import (
     SlurmExecutor,
     State,
     claim_folder,
+    later_looks,
     make_executor,
     next_runs,
     note_report,
@@ -257,22 +258,42 @@ def test_seeds_that_are_added_after_a_report_are_a_second_look(tmp_path):
     """The warning names every number of seeds after which verdicts were made, and stays."""
     flags = ["--loss_type", "no_baseline", "grpo_clip"]
     (tmp_path / "sft").mkdir()
-    two = make_design(arguments(tmp_path, *flags, "--seed", "0", "1"))
+
+    def design_of(*seeds: str, more: tuple[str, ...] = ()):
+        return make_design(arguments(tmp_path, *flags, "--seed", *seeds, *more))
+
+    two = design_of("0", "1")
     assert two.warnings == ()
     two.folder.mkdir()
     claim_folder(two, ["sweep.py"])
-    three = [*flags, "--seed", "0", "1", "2"]
     # before any report more seeds are the design itself
-    assert make_design(arguments(tmp_path, *three)).warnings == ()
-    note_report(two.folder, 2)
-    assert make_design(arguments(tmp_path, *flags, "--seed", "0", "1")).warnings == ()
-    more = make_design(arguments(tmp_path, *three))
+    assert design_of("0", "1", "2").warnings == ()
+    note_report(two.folder, two.seeds)
+    assert design_of("0", "1").warnings == ()
+    more = design_of("2", "3")
     [warning] = more.warnings
-    assert "verdicts were made after 2, then 3 seeds, each time with a chance of 5 %" in warning
-    with pytest.raises(UserError, match="--strict: verdicts were made after 2, then 3 seeds"):
-        make_design(arguments(tmp_path, *three, "--strict"))
+    assert "verdicts were made after 2, then 4 seeds, each time with a chance of 5 %" in warning
+    with pytest.raises(UserError, match="--strict: verdicts were made after 2, then 4 seeds"):
+        design_of("2", "3", more=("--strict",))
+    # no further look is planned, so that none has a share of the 5 %
+    assert design_of("2", "3", more=("--until_decided", "--max_seeds", "2")).warnings == (warning,)
+    planned = design_of("0", "1", more=("--until_decided", "--max_seeds", "9"))
+    assert planned.warnings == () and planned.alpha == pytest.approx(0.05 / 8)
     claim_folder(more, ["sweep.py"])
-    note_report(more.folder, 3)
-    # the first command again: the folder has three seeds, and has shown verdicts of two
-    again = make_design(arguments(tmp_path, *flags, "--seed", "0", "1"))
-    assert again.warnings == (warning,)
+    note_report(more.folder, more.seeds)
+    # the first command again: the folder has four seeds, and has shown verdicts of two
+    assert design_of("0", "1").warnings == (warning,)
+
+
+def test_one_seed_is_no_look_and_a_report_of_an_older_version_is_one(tmp_path):
+    file = tmp_path / "sweep.json"
+    file.write_text('{"seeds": [0], "reported": [1]}')
+    assert later_looks(tmp_path, [0, 1]) == ()
+    file.write_text('{"seeds": [0, 1, 2]}')
+    assert later_looks(tmp_path, [3]) == ()
+    (tmp_path / "report.html").write_text("")
+    assert "after 3, then 4 seeds" in later_looks(tmp_path, [3])[0]
+    for damaged in ('{"seeds": null}', '{"seeds": [0], "reported": "3"}'):
+        file.write_text(damaged)
+        with pytest.raises(UserError, match=r"sweep.json is damaged"):
+            later_looks(tmp_path, [0])
