@@ -141,6 +141,24 @@ def varied_values(
     return varied
 
 
+def implied_settings(varied: Mapping[str, Mapping[str, object]]) -> set[str]:
+    """The varied settings of a component that its own name decides: each value of `advantage` comes
+    with one value of `advantage.threshold`, which some have and others lack."""
+    implied = set()
+    for name in next(iter(varied.values()), {}):
+        root = root_flag(name)
+        if not is_own(name) or not all(root in values for values in varied.values()):
+            continue
+        pairs = set()
+        components = set()
+        for values in varied.values():
+            pairs.add((str(values[root]), str(values[name])))
+            components.add(str(values[root]))
+        if len(pairs) == len(components) > 1:
+            implied.add(name)
+    return implied
+
+
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:
     """The arms of a grid by name. `values` has one or several values for each argument; every
     combination of the several ones is an arm. A setting that only some loss has, say, is one of the

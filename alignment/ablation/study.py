@@ -17,6 +17,7 @@ from alignment.ablation.design import (
     BOOKKEEPING,
     REPORTED,
     fixed_facts,
+    implied_settings,
     is_control,
     reported_seeds,
     varied_values,
@@ -346,11 +347,16 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
             runs.append(read_run(folder))
 
     differing = _differing_arguments(runs)
+    values_of_runs = {}
+    for run in runs:
+        values_of_runs[str(run.path)] = {name: _argument(run, name) for name in differing}
+    implied = implied_settings(values_of_runs)
     arms: dict[str, dict[int, Run]] = {}
     varied: dict[str, dict[str, object]] = {}
     for run in runs:
-        values = {name: _argument(run, name) for name in differing}
-        arm = ", ".join(f"{name} {value}" for name, value in values.items()) or "all runs"
+        values = values_of_runs[str(run.path)]
+        named = [f"{name} {value}" for name, value in values.items() if name not in implied]
+        arm = ", ".join(named) or "all runs"
         by_seed = arms.setdefault(arm, {})
         if run.seed in by_seed:
             raise UserError(

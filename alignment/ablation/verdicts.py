@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.ablation import statistics
-from alignment.ablation.design import is_control, varied_values
+from alignment.ablation.design import implied_settings, is_control, varied_values
 from alignment.ablation.measures import OF_RUNS, RunMeasures, evaluation_values, measure_words
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
 from alignment.ablation.study import Run, Study, read_measure
@@ -445,8 +445,9 @@ def refuse_unknown_question(
 
 def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
     """The names of the varied arguments, without the prompts of a step where the group size alone
-    decides them."""
-    names = list(next(iter(varied_values(varied).values())))
+    decides them, and without the settings of components that differ only as these do."""
+    implied = implied_settings(varied)
+    names = [name for name in next(iter(varied_values(varied).values())) if name not in implied]
     if {"group_size", "prompts_per_rollout"} <= set(names):
         pairs = set()
         group_sizes = set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from alignment import sweep
+from alignment.ablation.design import grid, varied_values
 from alignment.ablation.schedule import (
     LocalExecutor,
     SlurmExecutor,
@@ -20,6 +21,7 @@ from alignment.ablation.schedule import (
     note_report,
 )
 from alignment.ablation.statistics import Comparison
+from alignment.ablation.verdicts import choices, factor_contrasts
 from alignment.args import Resources, SweepArgs, SweepOptions, parse
 from alignment.data.tasks import arithmetic
 from alignment.sweep import make_design
@@ -216,6 +218,26 @@ def test_a_question_is_two_arms_two_values_or_an_argument(tmp_path):
             match=f"--question {' '.join(question)}: give loss_type, group_size or two of",
         ):
             make_design(arguments(tmp_path, *grid, "--question", *question))
+
+
+@pytest.mark.parametrize("losses", [("grpo_clip", "gspo"), ("grpo_clip", "sapo")])
+def test_a_component_with_settings_is_one_argument_of_a_grid(losses):
+    """negative_only has two settings that group_baseline lacks, as sapo has two: they are what the
+    component is, and no further arguments."""
+    values = {"advantage": ("group_baseline", "negative_only"), "loss_type": losses}
+    arms = grid("tiny", values, "rollouts")
+    varied = varied_values({name: arm.recorded_values for name, arm in arms.items()})
+    assert len(varied["group_baseline_grpo_clip"]) > 2
+    assert sorted(choices(varied)) == ["advantage", "loss_type"]
+    assert {name: len(pairs) for name, pairs in factor_contrasts(varied).items()} == {
+        "advantage": 1,
+        "loss_type": 1,
+    }
+    # what varies beside its component is an argument
+    thresholds = {"advantage": ("negative_only",), "advantage.threshold": (0.4, 0.5)}
+    arms = grid("tiny", thresholds, "rollouts")
+    varied = varied_values({name: arm.recorded_values for name, arm in arms.items()})
+    assert choices(varied) == ["advantage.threshold"]
 
 
 def test_looking_again_is_paid_for(tmp_path):
