@@ -18,6 +18,7 @@ from alignment.rollouts.config import Schedule
 from alignment.runs.run_folder import last_whole_step
 from alignment.system.files import read_jsonl
 from tests.e2e.conftest import NAME, said
+from tests.e2e.test_held_out_runs import OWN, PREFIXES
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +62,11 @@ def samplers_of(pid: int) -> list[psutil.Process]:
 
 
 def test_without_staleness_it_is_the_synchronous_run(warm, launcher, tmp_path):
-    """Several updates a rollout too, which the old policy's log-probs are needed for; and a
-    reference model that is served."""
+    """Several updates a rollout too, which the old policy's log-probs are needed for; a reference
+    model that is served, and reset; and evaluations of their own, whose log-probs the trainer
+    computes too, under their own distribution."""
     flags = ["--sft_base", str(warm), "--num_steps", "3", "--max_refills", "1", "--beta", "0.1"]
+    flags += ["--reference_reset_interval", "2", "--reference_reset_optimizer", *OWN]
     assert launcher.run(tmp_path / "sync", *flags) == 0, said(tmp_path / "sync")
     assert launcher.run(tmp_path / "async", *flags, *ASYNC, "--max_staleness", "0") == 0, said(
         tmp_path / "async"
@@ -77,11 +80,14 @@ def test_without_staleness_it_is_the_synchronous_run(warm, launcher, tmp_path):
     ours, theirs = (
         read_jsonl(tmp_path / kind / NAME / "metrics.jsonl") for kind in ("async", "sync")
     )
+    assert [step["reference_step"] for step in ours] == [0, 0, 2]
     for one, other in zip(ours, theirs, strict=True):
         assert one.pop("staleness") == 0
         assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
             k: v for k, v in other.items() if not k.startswith(TIMINGS)
         }
+    last = read_jsonl(tmp_path / "async" / NAME / "evals.jsonl")[-1]
+    assert {f"{prefix}avg_all_rewards" for prefix in PREFIXES} < last.keys()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Evaluations of their own in whole runs: they change no step, and resume as exactly."""
+"""Evaluations of their own in whole runs: they change no step, and resume as exactly. (With
+asynchronous rollouts: test_async.py.)"""
 
 import shutil
 
@@ -61,12 +62,3 @@ def test_a_run_that_resumes_repeats_its_evaluations(straight, warm, launcher, tm
     flags = ["--sft_base", str(warm), *OWN, "--resume"]
     assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
     assert digests(run) == digests(straight / NAME)
-
-
-def test_asynchronous_rollouts_have_the_same_evaluations(straight, warm, launcher, tmp_path):
-    """There the trainer computes the log-probs of an evaluation too, under its own distribution."""
-    flags = ["--sft_base", str(warm), *OWN, "--rollouts", "async", "--max_staleness", "0"]
-    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
-    ours, theirs = digests(tmp_path / NAME), digests(straight / NAME)
-    assert ours["weights"] == theirs["weights"]
-    assert ours["evaluations"] == theirs["evaluations"]

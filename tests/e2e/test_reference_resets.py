@@ -1,5 +1,5 @@
-"""Whole runs whose reference is reset: killed ones end as undisturbed ones, with asynchronous
-rollouts too. (With adapters and ranks: test_lora_runs.py.)"""
+"""Whole runs whose reference is reset: killed ones end as undisturbed ones. (With adapters and
+ranks: test_lora_runs.py. With asynchronous rollouts: test_async.py.)"""
 
 import dataclasses
 import shutil
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from alignment.builders.verified_runs import TIMINGS, digests
+from alignment.builders.verified_runs import digests
 from alignment.runs.run_folder import checkpoint_folder
 from alignment.system.files import read_jsonl
 from tests.e2e.conftest import NAME, said
@@ -85,14 +85,3 @@ def test_a_run_resumes_at_and_after_a_reset(undisturbed, of_every_step, launcher
     ours, theirs = digests(cut), digests(undisturbed.output / NAME)
     for part in ("weights", "optimizer", "metrics"):
         assert ours[part] == theirs[part]
-
-
-def test_asynchronous_rollouts_without_staleness_change_nothing(undisturbed, launcher, tmp_path):
-    flags = [*undisturbed.flags, "--rollouts", "async", "--max_staleness", "0"]
-    assert launcher.run(tmp_path, *flags) == 0, said(tmp_path)
-    theirs = read_jsonl(tmp_path / NAME / "metrics.jsonl")
-    for one, other in zip(undisturbed.steps, theirs, strict=True):
-        assert other.pop("staleness") == 0
-        assert {k: v for k, v in one.items() if not k.startswith(TIMINGS)} == {
-            k: v for k, v in other.items() if not k.startswith(TIMINGS)
-        }
