@@ -22,7 +22,9 @@ from alignment.policy import micro_batches
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
+from benchmarks import collectives
 from benchmarks.fake_ranks import fake_ranks
+from tests.command_line import exit_code
 
 ROOT = Path(__file__).parents[2]
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
@@ -166,14 +168,6 @@ def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
 
 
 @pytest.mark.slow
-def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks():
+def test_a_step_sends_what_the_closed_form_says_for_1_to_64_ranks(monkeypatch):
     """Number and bytes of every kind of collective, counted on a fake process group."""
-    command = [sys.executable, "-m", "benchmarks.collectives"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert exit_code(monkeypatch, collectives.main, "benchmarks.collectives") == 0
