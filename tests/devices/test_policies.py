@@ -86,27 +86,17 @@ def on_the_cpu(tiny_folder):
     return results
 
 
+# The others on a GPU of their own: `test_every_way_of_training_trains_as_on_a_cpu`.
 PLACEMENTS = {
     "three GPUs": ("layer_split", ("cuda:2", "cuda:0", "cuda:1"), "cuda:1"),
-}
-FURTHER_PLACEMENTS = {
-    "the others on a GPU of their own": ("single", ("cuda:1",), "cuda:0"),
     "the policy on the host": ("single", ("cpu",), "cuda:1"),
     "one GPU": ("single", ("cuda:0",), "cuda:0"),
     "the others on the host": ("single", ("cuda:0",), "cpu"),
-    "two GPUs": ("layer_split", ("cuda:0", "cuda:1"), "cuda:2"),
 }
-CASES = [
-    *(pytest.param(placement, id=name) for name, placement in PLACEMENTS.items()),
-    *(
-        pytest.param(placement, id=name, marks=pytest.mark.slow)
-        for name, placement in FURTHER_PLACEMENTS.items()
-    ),
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", CASES)
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_every_placement_trains_as_a_cpu_does(placement, tiny_folder, on_the_cpu, tmp_path):
     with simulated_gpus(3):
         found = train(tiny_folder, *placement, save_to=tmp_path / "saved")

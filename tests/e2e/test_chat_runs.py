@@ -22,7 +22,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 FLAGS = ["--prompt", "chat", "--output_dir", ".", "--max_new_tokens", "72", "--max_problems", "4"]
 SFT = ["--model", "chat", "--sft_base", "warm", "--num_steps", "10", "--batch_size", "8"]
 RL = ["--sft_base", "warm", "--num_steps", "2", "--prompts_per_rollout", "4", "--group_size", "4"]
-RL += ["--run_name", "run"]
+RL += ["--num_problems", "64", "--run_name", "run"]
 EVALUATION = ["--model", "run/final", "--run_name", "evaluated"]
 
 

@@ -31,6 +31,8 @@ def test_reinforcement_learning_and_evaluation(tiny_folder, tmp_path, monkeypatc
         "16",
         "--num_steps",
         "2",
+        "--num_problems",
+        "64",  # of 23,677, all of which every start would encode
     ]
     # which an untrained model earns too: what has no gradient is not compared
     small += [
