@@ -1,6 +1,7 @@
 """Sweeps as whole commands: real runs of the embedded model, on Ray and without it, killed and
 continued, to a report."""
 
+import io
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,11 +19,13 @@ from unittest import mock
 import psutil
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from alignment import sweep
+from alignment.ablation import schedule
 from alignment.ablation.report import write_report
 from alignment.ablation.schedule import (
     LOST,
@@ -35,11 +38,13 @@ from alignment.ablation.schedule import (
 from alignment.ablation.study import read_study
 from alignment.ablation.verdicts import decide
 from alignment.args import SweepArgs, parse
+from alignment.rewards import users
+from alignment.runs import summary
 from alignment.sweep import make_design
 from alignment.system.errors import UserError
 from alignment.system.files import read_jsonl
 from alignment.system.processes import start_command
-from tests.command_line import exit_code
+from tests.command_line import exit_code, train_here
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +105,7 @@ def no_trace_of_ray():
 @pytest.fixture(scope="module")
 def done(warm, tmp_path_factory, wait_for):
     """A sweep of two named arms, run one after another by the real command, killed once and
-    continued."""
+    continued by the same in this process."""
     output = tmp_path_factory.mktemp("sweeps")
     arms = output / "arms.toml"
     arms.write_text(
@@ -125,9 +130,11 @@ def done(warm, tmp_path_factory, wait_for):
     first.send_signal(signal.SIGKILL)
     first.wait()
     wait_for(lambda: runs_under(output) == [], 20)  # no run outlives its sweep
-    second = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert second.returncode == 0, second.stdout + second.stderr
-    return output / "small", second.stdout
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(printed):
+        patched.setattr(schedule, "find_spec", lambda name: None)
+        assert main(patched, *words) == 0, printed.getvalue()
+    return output / "small", printed.getvalue()
 
 
 def test_a_killed_sweep_continues_to_its_report(done):
@@ -223,15 +230,21 @@ def long_sweep(patched: pytest.MonkeyPatch, warm: Path, folder: Path, *flags: st
 
 @pytest.fixture(scope="module")
 def undisturbed(warm, tmp_path_factory) -> Path:
-    """The folder of long runs that nothing has disturbed."""
+    """The folder of long runs that nothing has disturbed, trained in this process by one thread, as
+    the others are."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    executor = LocalExecutor(cpus=1)
+    threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(schedule, "start_command", train_here)
+        patched.setattr(summary, "plot_learning_curve", lambda *arguments: None)
         design = long_sweep(patched, warm, folder)
+        states = [State(arm, 0) for arm in design.arms]
+        torch.set_num_threads(1)
         try:
-            run_all(design, executor, [State(arm, 0) for arm in design.arms], Console(width=200))
+            run_all(design, LocalExecutor(), states, Console(width=200))
         finally:
-            executor.close()
+            torch.set_num_threads(threads)
+            users.close_functions()
     return folder / design.folder
 
 

@@ -13,6 +13,7 @@ from alignment.builders.checks import check_rl
 from alignment.rollouts.source import AheadRollouts, SyncRollouts
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import make_console
+from tests.command_line import train_here
 
 HERE = Path(__file__).parent
 
@@ -98,24 +99,10 @@ def weights():
     ).hexdigest()
 
 
-class Ended:
-    """A run of a sweep that has ended well."""
-
-    def wait(self, seconds: float) -> int:
-        return 0
-
-
 @pytest.fixture
 def sweep_in_this_process(rl_flags, monkeypatch, tmp_path, undrawn_curve):
     """Runs the command `alignment.sweep` with further flags, whose runs it trains in this process;
     returns its folder."""
-
-    def train_here(module: str, flags, log, folder, threads) -> Ended:
-        assert module == "alignment.train_rl"
-        args = parse(RLArgs, list(flags))
-        check_rl(args)
-        train_rl.train(args, make_console())
-        return Ended()
 
     def sweeping(*flags: str) -> Path:
         monkeypatch.setattr(schedule, "start_command", train_here)
