@@ -146,17 +146,19 @@ def implied_settings(varied: Mapping[str, Mapping[str, object]]) -> set[str]:
     with one value of `advantage.threshold`, which some have and others lack."""
     implied = set()
     for name in next(iter(varied.values()), {}):
-        root = root_flag(name)
-        if not is_own(name) or not all(root in values for values in varied.values()):
-            continue
-        pairs = set()
-        components = set()
-        for values in varied.values():
-            pairs.add((str(values[root]), str(values[name])))
-            components.add(str(values[root]))
-        if len(pairs) == len(components) > 1:
+        if is_own(name) and is_decided_by(root_flag(name), name, varied):
             implied.add(name)
     return implied
+
+
+def is_decided_by(first: str, second: str, varied: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether two arguments vary, and each value of the first comes with one value of the second:
+    to choose the first is to choose both."""
+    if not all({first, second} <= set(values) for values in varied.values()):
+        return False
+    pairs = {(str(values[first]), str(values[second])) for values in varied.values()}
+    values_of_first = {value for value, _ in pairs}
+    return len(pairs) == len(values_of_first) > 1
 
 
 def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArgs]:

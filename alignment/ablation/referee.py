@@ -144,12 +144,12 @@ def _compute(study: Study) -> Answer:
     words = f"{_amount_words(amounts)} for verdicts"
     if study.tuning is not None:
         words += f", and {_amount_words(study.tuning.amounts)} for tuning"
+    has_equal_updates = _are_equal(updates)
     if study.match in ("tokens", "seconds"):
         words = f"compared at equal {study.match}; {words}"
-    if study.match == "seconds":
-        return Answer(question, "yes", words)
-    equal_tokens = study.match == "tokens" or _are_equal(tokens)
-    if equal_tokens and _are_equal(updates):
+        if study.match == "seconds" or has_equal_updates:
+            return Answer(question, "yes", words)
+    elif _are_equal(tokens) and has_equal_updates:
         return Answer(question, "yes", f"all arms sampled as many tokens; {words}")
     span = (
         f"{min(tokens):,.0f} to {max(tokens):,.0f} sampled tokens, {min(updates):,.0f} to"

@@ -96,7 +96,7 @@ def note_report(folder: Path, seeds: Iterable[int]) -> None:
     file = folder / "sweep.json"
     content = read_json(file)
     number = len({*seeds, *content["seeds"]})
-    content[REPORTED] = sorted({*content.get(REPORTED, ()), number})
+    content[REPORTED] = sorted({*reported_seeds(content, file), number})
     write_json(file, content)
 
 

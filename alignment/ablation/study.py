@@ -303,7 +303,10 @@ def read_run(path: Path) -> Run:
 
 
 def read_study(
-    folders: Sequence[Path], tie: float = ReportArgs.tie, match: str = "steps", measure: str = ""
+    folders: Sequence[Path],
+    tie: float = ReportArgs.tie,
+    match: str = ReportArgs.match,
+    measure: str = ReportArgs.measure,
 ) -> Study:
     """The study of one sweep's folder, with its arms and settings; or of any other folders of runs
     and sweeps, whose runs are grouped into arms by their arguments.
@@ -419,8 +422,7 @@ def _warnings_of_merged(
         if sweep.tuning is not None:
             names = " and ".join(sweep.tuning.names)
             lost.append(f"that each arm tuned {names}, which now is an argument that varies")
-        controls = [arm for arm in sweep.arms if is_control(arm)]
-        if controls:
+        if any(is_control(arm) for arm in sweep.arms):
             lost.append("that arms are controls")
         if lost:
             warnings.append(f"{folder} was made with other rules, left out here: {'; '.join(lost)}")

@@ -217,7 +217,7 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
     lost = study.tuning.most_lost(study.alpha)
     decided = [comparison for comparison in comparisons if comparison.kind != "undecided"]
     place = "after all steps" if study.match == "steps" else f"at equal {study.match}"
-    has_one_measure = _same_as_accuracy(study.tuning.measure) == _same_as_accuracy(study.measure)
+    has_one_measure = _without_samples(study.tuning.measure) == _without_samples(study.measure)
     if decided and not (has_one_measure and study.match == "steps"):
         return (
             f"of the values taken: all verdicts. Arms chose by {study.tuning.measure} after all"
@@ -227,6 +227,10 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
     if not of_values:
         return ""
     verdicts_in_words = "; ".join(comparison.verdict for comparison in of_values)
+    concerned: set[str] = set()
+    for comparison in of_values:
+        concerned.update(comparison.arms)
+    lost = {arm: amount for arm, amount in lost.items() if arm in concerned}
     known = [amount for amount in lost.values() if math.isfinite(amount)]
     words = f"of the values taken: {verdicts_in_words}."
     if max(known, default=0.0) > 0:
@@ -244,6 +248,6 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
     return words.removesuffix(".")
 
 
-def _same_as_accuracy(measure: str) -> str:
-    """The measure; accuracy for avg@N, which is the same mean over a question's samples."""
+def _without_samples(measure: str) -> str:
+    """The measure, whatever number of samples it is a mean over: accuracy for avg@N."""
     return "accuracy" if measure.startswith("avg@") else measure

@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.ablation import statistics
-from alignment.ablation.design import implied_settings, is_control, varied_values
+from alignment.ablation.design import (
+    implied_settings,
+    is_control,
+    is_decided_by,
+    varied_values,
+)
 from alignment.ablation.measures import OF_RUNS, RunMeasures, evaluation_values, measure_words
 from alignment.ablation.statistics import Comparison, Contrast, Scores, compare
 from alignment.ablation.study import Run, Study, read_measure
@@ -201,13 +206,14 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
         arms_of_task.setdefault(task, []).append(arm)
     comparisons = []
     for arms in arms_of_task.values():
+        groups = question_groups(_runs_of(study, arms))
         for table in tables_of_pairs(arms):
             comparisons += compare(
                 {arm: scores[arm] for arm in table.arms},
                 study.tie,
                 table.contrasts,
                 study.alpha / len(arms_of_task),
-                question_groups(_runs_of(study, arms)),
+                groups,
                 arm_bends,
             )
     if not whole_curve:
@@ -448,14 +454,9 @@ def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
     decides them, and without the settings of components that differ only as these do."""
     implied = implied_settings(varied)
     names = [name for name in next(iter(varied_values(varied).values())) if name not in implied]
-    if {"group_size", "prompts_per_rollout"} <= set(names):
-        pairs = set()
-        group_sizes = set()
-        for values in varied.values():
-            pairs.add((values["group_size"], values["prompts_per_rollout"]))
-            group_sizes.add(values["group_size"])
-        if len(pairs) == len(group_sizes):
-            names.remove("prompts_per_rollout")
+    has_both = {"group_size", "prompts_per_rollout"} <= set(names)
+    if has_both and is_decided_by("group_size", "prompts_per_rollout", varied):
+        names.remove("prompts_per_rollout")
     return names
 
 
