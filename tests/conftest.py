@@ -385,12 +385,13 @@ def warm_start(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wait_for():
-    """A function that waits until a condition is true."""
+    """A function that waits until a condition is true, and returns what it then is."""
 
-    def waiting(condition, seconds: float = 300) -> None:
+    def waiting(condition, seconds: float = 300):
         deadline = time.monotonic() + seconds
-        while not condition():
+        while not (met := condition()):
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.01)
+        return met
 
     return waiting

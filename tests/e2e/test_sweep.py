@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import redirect_stdout, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -276,31 +277,39 @@ def cluster():
 def test_a_node_that_is_killed_costs_no_run(
     cluster, warm, undisturbed, tmp_path, monkeypatch, capsys, wait_for
 ):
-    """The run that was on it is continued on the other node, and ends as the undisturbed one
-    does."""
+    """The run that was on it is continued on another, and ends as the undisturbed one does."""
     design = long_sweep(monkeypatch, warm, tmp_path)
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
-    second = cluster.add_node(num_cpus=1)  # only now, so that this process hangs on the first
-    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
-    # A worker that runs already takes its job at once: a slow start would leave both runs, one
-    # after the other, to the first.
-    there = NodeAffinitySchedulingStrategy(second.node_id, soft=False)
-    ray.get(ray.remote(num_cpus=1, scheduling_strategy=there)(lambda: None).remote())
 
-    def has_saved_on_the_second_node() -> bool:
+    class Occupant:
+        def has_begun(self) -> None:
+            pass
+
+    # Nodes are added only now, so that this process hangs on the first, whose core is taken: which
+    # of the others a run is given is left to Ray.
+    first = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    taken = ray.remote(num_cpus=1, scheduling_strategy=first)(Occupant).remote()
+    ray.get(taken.has_begun.remote())
+    raylets = {}
+    for _ in range(2):
+        node = cluster.add_node(num_cpus=1)
+        raylets[node] = psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+    def nodes_where_a_run_has_saved() -> list:
         saved = {checkpoint.parent.name for checkpoint in design.folder.glob("*/step_*")}
-        with suppress(psutil.NoSuchProcess):  # one that ends meanwhile
-            return any(
-                saved.intersection(process.cmdline()) for process in raylet.children(recursive=True)
-            )
-        return False
+        nodes = []
+        for node, raylet in raylets.items():
+            with suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+                words = [process.cmdline() for process in raylet.children(recursive=True)]
+                if saved.intersection(chain.from_iterable(words)):
+                    nodes.append(node)
+        return nodes
 
-    def kill_the_second_node() -> None:
-        wait_for(has_saved_on_the_second_node)
-        cluster.remove_node(second, allow_graceful=False)
+    def kill_a_node() -> None:
+        cluster.remove_node(wait_for(nodes_where_a_run_has_saved)[0], allow_graceful=False)
 
-    killer = threading.Thread(target=kill_the_second_node, daemon=True)
+    killer = threading.Thread(target=kill_a_node, daemon=True)
     killer.start()
     try:
         run_all(design, executor, states, Console(width=200))
