@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -266,12 +267,21 @@ def weights_of(run: Path) -> bytes:
 # --- with Ray -------------------------------------------------------------------------------------
 
 
+@contextmanager
+def cluster_of_one_node(**resources: int) -> Iterator[Cluster]:
+    """A real cluster on this machine, without the processes that no job needs."""
+    spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    made = Cluster(initialize_head=True, head_node_args=resources | spared)
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
 @pytest.fixture
 def cluster():
-    """A real cluster on this machine, of one node with a core."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    yield made
-    made.shutdown()
+    with cluster_of_one_node(num_cpus=1) as made:
+        yield made
 
 
 def test_a_node_that_is_killed_costs_no_run(
@@ -380,28 +390,26 @@ def test_a_signal_ends_runs_on_ray_and_says_so(tmp_path, wait_for):
 def test_a_run_gets_whole_gpus_of_its_own_and_its_exit_code_is_reported(tmp_path):
     """Four GPUs that Ray is told of, two a run: two runs at a time, and no GPU in both. The third
     run fails. Runs of more GPUs than a machine has are refused."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4})
-    refusal = "--cpus_per_run 1 --gpus_per_run 99: no machine has them"
-    with pytest.raises(UserError, match=refusal):
-        RayExecutor(made.address, None, 99)
-    executor = RayExecutor(made.address, None, 2)
-    try:
-        for name in ("a", "b"):
-            other = tmp_path / ("b" if name == "a" else "a")  # both are held until both are there
-            code = (
-                f"import os, time; open({str(tmp_path / name)!r},"
-                " 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
-            )
-            code += f"\nwhile not os.path.exists({str(other)!r}): time.sleep(0.1)"
-            executor.submit(
-                name,
-                partial(start_command, "timeit", ("-n1", "-r1", code), tmp_path / f"{name}.log"),
-            )
-        executor.submit("bad", partial(start_command, "no_such_module", (), tmp_path / "bad.log"))
-        codes = exit_codes(executor, 3)
-    finally:
-        executor.close()
-        made.shutdown()
+    with cluster_of_one_node(num_cpus=3, num_gpus=4) as cluster:
+        refusal = "--cpus_per_run 1 --gpus_per_run 99: no machine has them"
+        with pytest.raises(UserError, match=refusal):
+            RayExecutor(cluster.address, None, 99)
+        executor = RayExecutor(cluster.address, None, 2)
+        try:
+            for name, other in (("a", "b"), ("b", "a")):  # both are held until both are there
+                code = f"""if True:
+                    import os, time
+                    open({str(tmp_path / name)!r}, "w").write(os.environ["CUDA_VISIBLE_DEVICES"])
+                    while not os.path.exists({str(tmp_path / other)!r}):
+                        time.sleep(0.1)
+                """
+                log = tmp_path / f"{name}.log"
+                executor.submit(name, partial(start_command, "timeit", ("-n1", "-r1", code), log))
+            bad = partial(start_command, "no_such_module", (), tmp_path / "bad.log")
+            executor.submit("bad", bad)
+            codes = exit_codes(executor, 3)
+        finally:
+            executor.close()
     assert codes == {"a": 0, "b": 0, "bad": 1} and LOST not in codes.values()
     assert "No module named no_such_module" in (tmp_path / "bad.log").read_text()
     seen = [(tmp_path / name).read_text().split(",") for name in ("a", "b")]
