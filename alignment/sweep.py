@@ -604,8 +604,9 @@ def train(
         if added:
             names = ", ".join(state.name for state in added)
             console.print(f"undecided: adding {names}", markup=False, soft_wrap=True)
-    report(read_study([design.folder]), design.folder, console)
+    # Noted first: a report that is cut short may have been read.
     schedule.note_report(design.folder, [state.seed for state in states])
+    report(read_study([design.folder]), design.folder, console)
     failures = [state for state in states if state.status == "failed"]
     if failures:
         failed = [f"{state.name} ({state.reason or state.note})" for state in failures]

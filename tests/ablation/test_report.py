@@ -668,8 +668,13 @@ def test_unfinished_and_missing_runs_are_named(grid):
     (grid / "grpo_clip_group_size4_seed1" / "summary.json").unlink()
     study = read_study([grid])
     assert study.missing == ("grpo_clip_group_size4_seed1",)
-    html, *_ = write_report(study, grid)
-    assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in html.read_text()
+    page = write_report(study, grid)[0].read_text()
+    assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in page
+    assert 'http-equiv="refresh"' in page
+    change_sweep(grid, reported=[3])  # all seeds: the run has failed, and nothing is to come
+    page = write_report(read_study([grid]), grid)[0].read_text()
+    assert "Missing, and so not in any verdict: grpo_clip_group_size4_seed1" in page
+    assert 'http-equiv="refresh"' not in page
 
 
 def methods_of(study, folder: Path) -> str:
