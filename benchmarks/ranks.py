@@ -158,14 +158,15 @@ def prepared_task(policy: Policy, rollout: Rollout, settings: dict[str, Any]) ->
     return Task(str(settings), rollout, rows_with_gradient(rollout, config), objective)
 
 
-def make_tasks(policy: Policy) -> Iterator[Task]:
-    """Every loss, every normalisation, special cases, what `policy` prepares, and at last SFT.
+def make_tasks(policy: Policy, losses: Sequence[str]) -> Iterator[Task]:
+    """Each of `losses`, every normalisation, special cases, what `policy` prepares, and at last
+    SFT.
 
     A loss is a function of a token or a response, and a normalisation a sum over all of them: no
     pair of the two needs a comparison of its own.
     """
     rollout = make_rollout(prompts=7, silent=2)
-    for loss in LOSSES:
+    for loss in losses:
         yield loss_task(rollout, loss, "token_mean")
     for normalization in NORMALIZATIONS:
         yield loss_task(rollout, "grpo_clip", normalization)
@@ -181,7 +182,7 @@ def make_tasks(policy: Policy) -> Iterator[Task]:
     yield Task("SFT", rollout, list(range(len(rollout.lengths))), sft)
 
 
-def measure(policy: Policy) -> dict[str, torch.Tensor]:
+def measure(policy: Policy, losses: Sequence[str]) -> dict[str, torch.Tensor]:
     """What all kinds of policy must agree on, by name: gradient, loss and norm of every task, then
     log-probs and weights after a step of the last one.
 
@@ -189,7 +190,7 @@ def measure(policy: Policy) -> dict[str, torch.Tensor]:
     """
     policy.use_adapters("random")
     values = {}
-    for task in make_tasks(policy):
+    for task in make_tasks(policy, losses):
         loss = 0.0
         for result in policy.accumulate(task.rollout.batch, task.rows, task.objective):
             loss += float(result.sums["loss"])
@@ -303,16 +304,20 @@ class Agreement:
 
 
 def compare_kinds(kinds: Sequence[str], config: PolicyConfig) -> list[Agreement]:
-    """Compare each kind of policy with one process."""
+    """Compare each kind of policy with one process.
+
+    Losses are of log-probs, whichever weights these are of: adapters are compared by one of them.
+    """
     from alignment.model.loading import load_tokenizer
 
-    expected = measure(open_policy("single", kind_config("single", config)))
+    losses = () if config.lora_rank else tuple(LOSSES)
+    expected = measure(open_policy("single", kind_config("single", config)), losses)
     tokenizer = load_tokenizer(config.model_path)
     agreements = []
     for kind in kinds:
         policy = open_policy(kind, kind_config(kind, config))
         differences = {}
-        for name, value in measure(policy).items():
+        for name, value in measure(policy, losses).items():
             differences[name] = relative_difference(expected[name], value)
         readers = ["single", "layer_split", *kinds]
         reads_checkpoint = compare_checkpoints(policy, config, readers, tokenizer)
@@ -333,7 +338,7 @@ def main(ranks: int = 0, kinds: tuple[str, ...] = RANKED, lora_rank: int = 0):
         return
     with tempfile.TemporaryDirectory() as folder:
         config = PolicyConfig(
-            str(embedded_model("tiny", folder)),
+            str(embedded_model("tiny_student", folder)),
             ("cpu",) * (PROCESSES_HERE or ranks),
             "float32",
             micro_batch_tokens=64,

@@ -1,9 +1,7 @@
-"""Policies of several processes: the same numbers as one process's. (Processes: `benchmarks.ranks`,
-run as a command.)"""
+"""Policies of several processes: the same numbers as one process's."""
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +20,10 @@ from alignment.policy import micro_batches
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.sharded import Shard, deal
 from alignment.system.errors import UserError
+from alignment.system.ranks import close_ranks
 from benchmarks import collectives
 from benchmarks.fake_ranks import fake_ranks
+from benchmarks.ranks import main as compare_ranks
 from tests.command_line import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -157,14 +157,14 @@ def test_ranks_take_the_same_kernels_where_those_of_one_fail(tiny_folder, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--lora_rank", "4", "--kinds", "layer_split", "sharded"]])
-def test_three_processes_have_the_gradients_and_checkpoints_of_one(flags):
+def test_three_processes_have_the_gradients_and_checkpoints_of_one():
     """Every loss and normalisation, a KL penalty, silent rows, ranks without rows, no rows at all,
-    entropy bonus, selected tokens, SFT; within 1e-5."""
-    command = [sys.executable, "-m", "benchmarks.ranks", "--ranks", "3", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    entropy bonus, selected tokens, SFT; then adapters. Within 1e-5."""
+    try:
+        compare_ranks(3)
+        compare_ranks(3, ("layer_split", "sharded"), lora_rank=4)
+    finally:
+        close_ranks()
 
 
 @pytest.mark.slow
