@@ -3,6 +3,7 @@ fails a line."""
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from alignment.core.losses import loss_denominator
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
-from alignment.rollouts.source import open_source
+from alignment.rollouts.source import RolloutSource, open_source
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
 from alignment.training import update
@@ -43,11 +44,20 @@ from alignment.verification.whole_update import (
 from alignment.verify import report
 
 Planted = contextlib.AbstractContextManager
+WARM_START = {"sft_base": ARGS.sft_base}
+
+
+@functools.cache
+def source_of(folder: Path) -> RolloutSource:
+    """The prompts for the model of a folder, which are those of every test here."""
+    return open_source(ARGS.rollout_config, load_tokenizer(str(folder)))
 
 
 def updates_of(folder: Path, **settings) -> TwoRollouts:
-    """The updates of a policy on the CPU, with a sampler of its own."""
-    changes = {"max_new_tokens": 10, "dtype": "float32", "weight_decay": 0.5} | settings
+    """The updates of a policy on the CPU, with a sampler of its own; those of a warm start too
+    where `sft_base` is given."""
+    changes = {"max_new_tokens": 10, "dtype": "float32", "weight_decay": 0.5, "sft_base": ""}
+    changes |= settings
     args = replaced(ARGS, micro_batch_tokens=60, **changes)
     policy = SingleDevicePolicy(
         configuration(
@@ -57,7 +67,7 @@ def updates_of(folder: Path, **settings) -> TwoRollouts:
     tokenizer = load_tokenizer(str(folder))
     model = load_model(str(folder), ("cpu",), torch.float32)
     sampler = TransformersSampler(model, tokenizer, context=128)
-    source = open_source(args.rollout_config, tokenizer)
+    source = dataclasses.replace(source_of(folder), config=args.rollout_config)
     parts = VerifiedParts(policy, sampler, PlainModel(folder), source)
     return plan_updates(args, plan_run(args, str(folder)), parts)
 
@@ -229,7 +239,7 @@ def test_a_planted_fault_is_seen(small_folder, planted):
 
 @pytest.mark.slow
 def test_moments_that_are_not_loaded_end_the_check(small_folder):
-    updates = updates_of(small_folder, epochs_per_rollout=2, beta=0.05)
+    updates = updates_of(small_folder, epochs_per_rollout=2, beta=0.05, **WARM_START)
     with (
         moments_that_are_not_loaded(updates.policy),
         pytest.raises(RunStopped, match="the optimiser does not hold the moments of the file"),
@@ -251,25 +261,29 @@ def test_mini_batches_that_leave_rows_out_are_seen_by_their_line(small_folder):
     assert records[MINI_BATCHES]["measured"] > 0
 
 
-# With the choices that no other entry has, by turns.
+# With the choices that no other entry has, by turns; a warm start has its own optimiser, schedule
+# and type of numbers alone.
 HEALTHY = (
     {"beta": 0.05, "sampling_temperature": 0.8, "sampling_top_p": 0.9},
     {"loss_type": "no_baseline", "group_size": 1},
     {"loss_type": "reinforce_with_baseline", "loss_normalization": "constant"},
     {"loss_type": "grpo_no_clip", "loss_normalization": "token_mean", "std_of": "batch"},
     {"loss_type": "gspo", "cliprange": 3e-3, "advantage": "opo"},
-    {"loss_type": "cispo", "advantage": "maxrl", "optimizer": "muon"},
+    {"loss_type": "cispo", "advantage": "maxrl"},
     {"loss_type": "sapo", "advantage": "positive_only", "entropy_target": 2.0},
-    {"loss_type": "gmpo", "advantage": "negative_only", "lr_schedule": "cosine", "num_steps": 3},
+    WARM_START
+    | {"loss_type": "gmpo", "advantage": "negative_only", "lr_schedule": "cosine", "num_steps": 3},
     {"loss_type": "dppo", "old_log_probs": "sampler", "rollouts": "async"},
     {"token_selection": "top_entropy", "advantage": "problem_average"},
-    {"token_selection": "kl_cov", "sampler_correction": "sequence_mask", "lora_rank": 4},
-    {"token_selection": "clip_cov", "covariance_low": 0.1, "optimizer": "adamw_cpu_offload"},
+    WARM_START
+    | {"token_selection": "kl_cov", "sampler_correction": "sequence_mask", "lora_rank": 4},
+    WARM_START
+    | {"token_selection": "clip_cov", "covariance_low": 0.1, "optimizer": "adamw_cpu_offload"},
     {"advantage": "pass_at_k", "advantage.k": 2},
-    {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
-    {"dtype": "bfloat16", "entropy_coefficient": 0.01},
-    {"adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-4, "optimizer": "muon"},
-    {"max_grad_norm": 0.0, "log_probs_of": "full", "sampling_top_k": 20, "beta": 0.05},
+    WARM_START | {"optimizer": "adamw_8bit", "advantage": "reinforce_plus_plus_baseline"},
+    WARM_START | {"dtype": "bfloat16", "entropy_coefficient": 0.01},
+    WARM_START | {"adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-4, "optimizer": "muon"},
+    WARM_START | {"max_grad_norm": 0.0, "log_probs_of": "full", "sampling_top_k": 20, "beta": 0.05},
 )
 
 
@@ -289,7 +303,7 @@ def test_groups_of_equal_answers_stop_nothing(small_folder):
     def sample(real, *arguments):
         return [[completions[0]] * len(completions) for completions in real(*arguments)]
 
-    updates = updates_of(small_folder)
+    updates = updates_of(small_folder, **WARM_START)
     with changed(updates.sampler, "sample", sample):
         records = records_of(updates)
     assert len(records) == 16
@@ -297,7 +311,7 @@ def test_groups_of_equal_answers_stop_nothing(small_folder):
 
 
 def test_one_update_of_a_rollout_is_compared_too(small_folder):
-    records = records_of(updates_of(small_folder))
+    records = records_of(updates_of(small_folder, **WARM_START))
     assert [record["verdict"] for record in records.values()] == ["passed"] * 16
     assert WEIGHTS.replace("8", "2") in records and WEIGHTS in records
     assert "decay 0.5" in records[WEIGHTS]["note"]
