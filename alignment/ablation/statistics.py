@@ -537,7 +537,7 @@ def _inverse_chi_square(dof: float) -> tuple[np.ndarray, np.ndarray]:
 def half_width(variance: float, dof: int, questions: float, level: float = 0.05) -> float:
     """Half the length of the interval that `tail` leaves with a probability of `level`."""
     # the sum of both errors' half widths, which is never below that of their sum
-    by_seeds = stats.t.isf(level / 2, dof) * math.sqrt(variance)
+    by_seeds = -stdtrit(dof, level / 2) * math.sqrt(variance)
     by_questions = -ndtri(level / 2) * math.sqrt(questions)
     longest = by_seeds + by_questions
     if not longest:
@@ -782,13 +782,12 @@ def _need(estimate: _Estimate, rule: _Rule) -> _Need:
     more = np.arange(1, MOST_SEEDS + 1)
     adjusted_alpha = rule.alpha / rule.family
     # half the length of the interval after so many more seeds, by each test of a verdict
-    quantile_alone = -stdtrit(estimate.seeds - 1 + more, rule.alpha / 2)
+    quantile_alone = _later_quantiles(estimate.seeds - 1, estimate.seeds, rule.alpha)
     if rule.family == 1:
         by_seeds = quantile_alone * math.sqrt(estimate.own_variance)
     else:
-        # the degrees of freedom grow with the seeds
-        dof = estimate.dof * (1 + more / (estimate.seeds - 1))
-        together = -stdtrit(dof, adjusted_alpha / 2) * math.sqrt(estimate.sides_variance)
+        quantile_together = _later_quantiles(estimate.dof, estimate.seeds, adjusted_alpha)
+        together = quantile_together * math.sqrt(estimate.sides_variance)
         largest = max(estimate.own_variance, estimate.sides_variance)
         by_seeds = np.maximum(together, quantile_alone * math.sqrt(largest))
     errors = by_seeds / np.sqrt(estimate.seeds + more)
@@ -803,6 +802,14 @@ def _need(estimate: _Estimate, rule: _Rule) -> _Need:
         return _Need(None, f"more than {MOST_SEEDS} more seeds")
     plural = "s" if first > 1 else ""
     return _Need(first, f"about {first} more seed{plural}")
+
+
+@functools.lru_cache(maxsize=256)  # It takes longer than all else that a comparison computes.
+def _later_quantiles(dof: float, seeds: int, level: float) -> np.ndarray:
+    """Student's t that is exceeded with a probability of `level`, either way, after 1 to MOST_SEEDS
+    seeds more than `seeds` of `dof` degrees of freedom, which grow with the seeds."""
+    more = np.arange(1, MOST_SEEDS + 1)
+    return -stdtrit(dof * (1 + more / (seeds - 1)), level / 2)
 
 
 def _detectable(estimate: _Estimate, rule: _Rule) -> float:
