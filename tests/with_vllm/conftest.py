@@ -59,10 +59,15 @@ def changed_by_ray():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_cache():
-    """Engines get one GiB for keys and values, which they fill with zeros when they start."""
+def small_engines():
+    """Engines get one GiB for keys and values, which they fill with zeros when they start, compute
+    with one thread, since those of several would wait for each other's, and compile none of
+    vLLM's own functions, which takes seven seconds of a core."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patched.setenv("TORCHDYNAMO_DISABLE", "1")
+        patched.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patched.setenv("OMP_NUM_THREADS", "1")
         yield
 
 
@@ -129,7 +134,7 @@ def restarting(start_sampler):
 
 @pytest.fixture
 def sampler(restarting, policy):
-    """The shared engine itself, with the weights of `policy`, whatever the test before gave it."""
-    engine = restarting._engines["engine"]
-    engine.load_weights(policy.named_parameters(), version=0)
-    return engine
+    """The shared engine itself, with the weights of `policy`, whatever the test before did to
+    it."""
+    restarting.load_weights(policy.named_parameters(), version=0)
+    return restarting._engines["engine"]
