@@ -1,6 +1,7 @@
 """Faults, injected into real runs: killed anywhere, stopped by signals, out of disk, beside another
 run of the same folder."""
 
+import dataclasses
 import errno
 import importlib
 import itertools
@@ -33,7 +34,12 @@ from tests.e2e.conftest import NAME, SMALL, STEPS, Launcher, said
 
 pytestmark = pytest.mark.slow
 
-KILLS, KILLS_A_RUN = 22, 5
+ENDS_A_RUN = 5
+
+
+@pytest.fixture(autouse=True)
+def quick_ends(undrawn_curve):
+    """A run's end in this process takes no longer than its steps."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def straight(warm, launcher, tmp_path_factory):
     return output / NAME, json.loads((output / "counts.json").read_text())
 
 
-# --- killed ---------------------------------------------------------------------------------------
+# --- killed and stopped ---------------------------------------------------------------------------
 
 
 def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request) -> int:
@@ -56,16 +62,35 @@ def resume(launcher: Launcher, warm: Path, output: Path, *flags: str, **request)
     )
 
 
-def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launcher, tmp_path):
-    """Killed at points drawn from every phase, inside checkpoints, evaluations and weight syncs
-    too, and resumed.
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """A signal that ends runs, in all phases but `without`, in the middle of what a run with
+    `flags` does."""
 
-    A run is killed several times on its way to the end: of what it resumes, no kill reaches further
-    than the last.
+    number: int
+    code: int
+    times: int
+    without: frozenset[str]
+    flags: tuple[str, ...]
+
+
+KILL = Ending(signal.SIGKILL, -signal.SIGKILL, 22, frozenset(), ())
+# No checkpoint is due before the end, so that those that are there are the signal's.
+STOP = Ending(signal.SIGTERM, 143, 8, frozenset({"report", "start"}), ("--save_interval", "100"))
+
+
+@pytest.mark.parametrize("ending", [KILL, STOP], ids=["SIGKILL", "SIGTERM"])
+def test_a_run_ended_anywhere_and_resumed_ends_as_the_undisturbed_one(
+    ending, straight, warm, launcher, tmp_path
+):
+    """Ended at points drawn from every phase, inside checkpoints, evaluations and weight syncs too.
+
+    A run is ended several times on its way: of what it resumes, no kill reaches further than the
+    last.
     """
     run, counts = straight
     expected = digests(run)
-    rng, killed = random.Random(7), Counter()
+    rng, ended = random.Random(7), Counter()
     assert {
         "checkpoint",
         "evaluation",
@@ -76,25 +101,26 @@ def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(straight, warm, launc
         "start",
         "final",
     } <= set(counts)
-    phases = sorted(counts)
+    phases = sorted(set(counts) - ending.without)
     for trial in itertools.count():
         output, points = tmp_path / str(trial), []
         while not (output / NAME / "summary.json").exists():
-            phase = phases[killed.total() % len(phases)]
+            phase = phases[ended.total() % len(phases)]
             points.append(
                 (phase, rng.randint(1, max(1, counts[phase] // (1 if len(points) == 0 else STEPS))))
             )
-            last = killed.total() >= KILLS or len(points) > KILLS_A_RUN
+            last = ended.total() >= ending.times or len(points) > ENDS_A_RUN
             request = {} if last else {"phase": phase, "nth": points[-1][1]}
-            code = resume(launcher, warm, output, **request)
-            killed[phase] += code == -signal.SIGKILL
-            assert code in (0, -signal.SIGKILL), said(output)
-        assert digests(output / NAME) == expected, f"killed at {points}"
+            request["signal"] = int(ending.number)
+            code = resume(launcher, warm, output, *ending.flags, **request)
+            ended[phase] += code == ending.code
+            assert code in (0, ending.code) and "Traceback" not in said(output), said(output)
+        assert digests(output / NAME) == expected, f"ended at {points}"
         assert not list(output.rglob(".*.tmp"))
-        if killed.total() >= KILLS:
+        if ended.total() >= ending.times:
             break
-    assert set(killed) == set(phases)
-    print(f"\n{killed.total()} kills: {dict(killed)}; weights {expected['weights'][:16]}")
+    assert set(ended) == set(phases)
+    print(f"\n{ended.total()} times: {dict(ended)}; weights {expected['weights'][:16]}")
 
 
 def test_two_runs_with_one_seed_write_the_same_and_other_seeds_do_not(
@@ -153,22 +179,6 @@ def test_a_signal_saves_what_is_done_and_the_run_goes_on_from_there(
     assert not list(tmp_path.rglob(".*.tmp"))
     assert launcher.run(tmp_path, *flags, "--resume") == 0
     assert digests(run) == digests(straight[0])
-
-
-def test_a_signal_in_any_phase_loses_and_doubles_nothing(straight, warm, launcher, tmp_path):
-    run, counts = straight
-    expected, rng = digests(run), random.Random(11)
-    for trial, phase in enumerate(sorted(set(counts) - {"report", "start"})):
-        output = tmp_path / str(trial)
-        flags = ["--sft_base", str(warm), "--save_interval", "100"]
-        # here there is one, at the end
-        calls = counts[phase] // (STEPS if phase == "checkpoint" else 1)
-        code = launcher.run(
-            output, *flags, phase=phase, nth=rng.randint(1, calls), signal=int(signal.SIGTERM)
-        )
-        assert code == 143 and "Traceback" not in said(output), said(output)
-        assert resume(launcher, warm, output, "--save_interval", "100") == 0, said(output)
-        assert digests(output / NAME) == expected, f"stopped in {phase}"
 
 
 def test_ctrl_c_while_a_command_is_still_importing_is_no_traceback(wait_for):
