@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from alignment.model.loading import load_model
 from alignment.policy.single_device import read_parts
 from alignment.runs.run_folder import TRAINER, checkpoint_folder, last_whole_step
 from alignment.system.files import read_jsonl
+from alignment.system.ranks import close_ranks
 from tests.command_line import exit_code
 from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, STEPS, said
 
@@ -95,7 +95,8 @@ def test_supervised_fine_tuning_by_two_processes_is_that_of_one(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert exit_code(monkeypatch, sft.main, "alignment.sft", *flags, "--sft_base", "one") == 0
     by_two = [*flags, "--sft_base", "two", *ranks("sharded", 2)]
-    subprocess.run([sys.executable, "-m", "alignment.sft", *by_two], env=ENVIRONMENT, check=True)
+    assert exit_code(monkeypatch, sft.main, "alignment.sft", *by_two) == 0
+    close_ranks()  # which a command leaves to the end of its process
     one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
     assert one.keys() == two.keys() and all(
         (one[name] - two[name]).abs().max() < 1e-5 for name in one
@@ -109,13 +110,20 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(sharded, warm, launch
     assert digests(cut) == digests(sharded)
 
 
-def test_fewer_ranks_and_then_one_process_go_on_with_a_run_of_three(
-    sharded, warm, launcher, tmp_path
+def test_two_ranks_of_which_one_is_killed_and_then_one_process_go_on_with_a_run_of_three(
+    sharded, warm, launcher, tmp_path, wait_for
 ):
     """Three write steps 1 and 2, two step 3, and one process step 4."""
     cut = cut_after_step_2(sharded, tmp_path)
-    by_two = run_flags(warm, *ranks("sharded", 2), "--resume", "--num_steps", "3")
-    assert launcher.run(tmp_path, *by_two) == 0, said(tmp_path)
+    by_two = run_flags(warm, *ranks("sharded", 2), "--resume")
+    pid = launcher.start(tmp_path, *by_two, pause=3)
+    wait_for(checkpoint_folder(cut, 3).exists)
+    (follower,) = psutil.Process(pid).children()
+    follower.kill()
+    assert launcher.wait() == 1
+    assert "error: rank 1 of 2 on " in said(tmp_path) and "killed by SIGKILL" in said(tmp_path)
+    assert "go on with: uv run -m alignment.train_rl" in said(tmp_path)
+    assert not psutil.pid_exists(follower.pid)
     by_one = run_flags(warm, "--policy_parallelism", "single", "--resume")
     assert launcher.run(tmp_path, *by_one) == 0, said(tmp_path)
     assert_near(cut, sharded)
@@ -190,27 +198,3 @@ def test_two_machines_go_on_with_a_run_of_three_processes(sharded, warm, tmp_pat
     assert codes == [0, 0]
     assert_near(cut, sharded)
     assert last_whole_step(cut) == (STEPS, [])
-
-
-def test_a_killed_process_ends_the_run_with_its_name_and_nothing_is_left(sharded, warm, tmp_path):
-    cut = cut_after_step_2(sharded, tmp_path)
-    line = [sys.executable, *command(warm, *ranks("sharded", 2), "--resume", "--num_steps", "500")]
-    with subprocess.Popen(
-        line,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as started:
-        while started.poll() is None and not checkpoint_folder(cut, 3).exists():
-            time.sleep(0.1)
-        (follower,) = psutil.Process(started.pid).children()
-        follower.kill()
-        rest = started.stdout.read()
-    assert (
-        started.returncode == 1 and "error: rank 1 of 2 on " in rest and "killed by SIGKILL" in rest
-    )
-    assert "go on with: uv run -m alignment.train_rl" in rest and not psutil.pid_exists(
-        follower.pid
-    )
