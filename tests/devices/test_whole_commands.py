@@ -3,13 +3,19 @@ are."""
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from simulated_gpus import environment
+from simulated_gpus import environment, simulated_gpus
+
+from alignment.model.torch_state import kept_torch_state
+from alignment.system.ranks import close_ranks
+from tests.command_line import train_here
 
 pytestmark = pytest.mark.slow
 
@@ -47,48 +53,31 @@ SMALL = [
 ]
 
 
-def run_on(
-    gpus: int, folder: Path, warm_start: Path, *flags: str, root: Path = ROOT
-) -> subprocess.CompletedProcess:
-    """`train_rl` on a machine with so many simulated GPUs, by the package of the folder `root`."""
-    command = [
-        sys.executable,
-        "-m",
-        "alignment.train_rl",
-        "--sft_base",
-        str(warm_start / "sft"),
-        *SMALL,
-    ]
-    variables = {**environment(gpus, root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, "--output_dir", str(folder), *flags],
-        cwd=root,
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
-
-
-def mixes_devices(done: subprocess.CompletedProcess) -> bool:
-    """Whether a command says, in an error or in a warning, that tensors of two devices have met."""
-    return any(
-        words in done.stdout + done.stderr
-        for words in ("DeviceMismatch", "same device", "either on cpu or on")
-    )
-
-
-def metrics(folder: Path) -> list[dict]:
+def train_on(gpus: int, folder: Path, warm_start: Path, *flags: str) -> list[dict]:
+    """The metrics of `train_rl` on a machine with so many simulated GPUs, which this process and
+    those that it starts see."""
+    command = ["--sft_base", str(warm_start / "sft"), *SMALL, "--output_dir", str(folder), *flags]
+    variables = mock.patch.dict(os.environ, environment(gpus))
+    with variables, kept_torch_state(), simulated_gpus(gpus):
+        try:
+            train_here("alignment.train_rl", command, None, folder, 1)
+        finally:
+            close_ranks()
     (file,) = folder.glob("*/metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def mixes_devices(printed: str) -> bool:
+    """Whether a command says, in an error or in a warning, that tensors of two devices have met."""
+    return any(
+        words in printed for words in ("DeviceMismatch", "same device", "either on cpu or on")
+    )
 
 
 @pytest.fixture(scope="module")
 def one_gpu(warm_start, tmp_path_factory):
     """The metrics of a run on one GPU."""
-    folder = tmp_path_factory.mktemp("one")
-    done = run_on(1, folder, warm_start)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(folder)
+    return train_on(1, tmp_path_factory.mktemp("one"), warm_start)
 
 
 # On two GPUs the policy has the first, on five the first two, on eight the first five. Every rank
@@ -102,11 +91,11 @@ MACHINES = {
 
 @pytest.mark.parametrize(("gpus", "flags"), MACHINES.values(), ids=MACHINES)
 def test_what_is_chosen_for_a_machine_trains_as_one_gpu_does(
-    gpus, flags, one_gpu, warm_start, tmp_path
+    gpus, flags, one_gpu, warm_start, tmp_path, capfd
 ):
-    done = run_on(gpus, tmp_path, warm_start, *flags)
-    assert done.returncode == 0 and not mixes_devices(done), done.stdout + done.stderr
-    for ours, expected in zip(metrics(tmp_path), one_gpu, strict=True):
+    metrics = train_on(gpus, tmp_path, warm_start, *flags)
+    assert not mixes_devices("".join(capfd.readouterr()))
+    for ours, expected in zip(metrics, one_gpu, strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
             assert ours[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
@@ -149,7 +138,14 @@ def test_a_planted_mixing_of_devices_is_seen(file, flags, changes, warm_start, t
     planted.write_text(text)
     # The check of kernels would meet what is planted first, and give them up.
     short = ["--num_steps", "1", "--max_new_tokens", "8", "--kernels", "eager"]
-    done = run_on(2, tmp_path / "runs", warm_start, *short, *flags, root=tmp_path)
-    assert mixes_devices(done), done.stderr
+    command = [sys.executable, "-m", "alignment.train_rl", "--sft_base", str(warm_start / "sft")]
+    done = subprocess.run(
+        [*command, *SMALL, "--output_dir", str(tmp_path / "runs"), *short, *flags],
+        cwd=tmp_path,
+        env={**environment(2, tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert mixes_devices(done.stdout + done.stderr), done.stderr
     # A model whose own layers fail is not given up: it takes the plain path, and one line says why.
     assert done.returncode != 0 or "slower, and exact" in done.stderr
