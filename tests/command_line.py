@@ -26,7 +26,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argv: 
 class Ended:
     """A run of a sweep that has ended well."""
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float | None = None) -> int:
         return 0
 
 

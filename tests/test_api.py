@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -431,8 +432,10 @@ def test_processes_of_ranks_end_with_the_call(small):
 
 
 @pytest.mark.slow
-def test_the_script_of_the_page_runs_from_top_to_bottom(tmp_path):
-    """With fewer steps, problems and prompts."""
+def test_the_script_of_the_page_runs_from_top_to_bottom(
+    tmp_path, monkeypatch, capsys, undrawn_curve
+):
+    """With fewer steps, problems and prompts, as cells of a notebook run: in this process."""
     text = (ROOT / "docs" / "from_python.py").read_text()
     for name, number in {"WARM_UP_STEPS": 10, "NUM_STEPS": 2, "MAX_PROBLEMS": 16}.items():
         text, changes = re.subn(rf"(?m)^{name} = \d+", f"{name} = {number}", text)
@@ -442,16 +445,9 @@ def test_the_script_of_the_page_runs_from_top_to_bottom(tmp_path):
     text = text.replace("num_steps=NUM_STEPS,", smaller)
     script = tmp_path / "from_python.py"
     script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
     assert "--group_sise: there is no such flag (did you mean --group_size?)" in said
     assert "loss_type grpo_clip - loss_type no_baseline" in said.partition("final accuracy")[2]
     names = [path.name for path in (tmp_path / "checkpoints" / "from_python").glob("tiny_*seed?")]

@@ -27,7 +27,7 @@ EVALUATION = ["--model", "run/final", "--run_name", "evaluated"]
 
 
 def test_a_model_with_a_chat_template_answers_in_boxes_in_every_command(
-    tiny_folder, tmp_path, monkeypatch, capsys
+    tiny_folder, tmp_path, monkeypatch, capsys, undrawn_curve
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_folder, "chat")

@@ -1,16 +1,19 @@
 """A pipeline of real stages, stopped in the middle and gone on with."""
 
+import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from alignment import pipeline
 from alignment.data.tasks import arithmetic
 from alignment.system.files import read_json, read_jsonl
+from tests.command_line import Ended, exit_code
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +45,21 @@ curriculum = false
 """
 
 
-def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_path, wait_for):
-    """The first stage goes on from a warm start, so that there are right answers to keep."""
+class EndedStage(Ended):
+    """A stage that has run in this process."""
+
+    def __init__(self, returncode: int):
+        self.returncode = returncode
+
+    def terminate(self) -> None:
+        """It has ended."""
+
+
+def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(
+    warm_start, tmp_path, wait_for, monkeypatch, capsys
+):
+    """The first stage goes on from a warm start, so that there are right answers to keep. Before
+    the pipeline is stopped, its stages are processes."""
     shown = [
         {"question": problem.question, "response": response}
         for problem, response in arithmetic.demonstrations("train")
@@ -53,9 +69,9 @@ def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_p
         "SHOWN", str(tmp_path / "shown.jsonl")
     )
     (tmp_path / "stages.toml").write_text(stages)
-    command = [sys.executable, "-m", "alignment.pipeline", "--file", str(tmp_path / "stages.toml")]
-    command += ["--output_dir", str(tmp_path)]
+    flags = ["--file", str(tmp_path / "stages.toml"), "--output_dir", str(tmp_path)]
     folder = tmp_path / "stages"
+    command = [sys.executable, "-m", "alignment.pipeline", *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -67,11 +83,17 @@ def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_p
         and not (folder / "kept.jsonl").exists()
         and (folder / "warm").exists()
     )
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "warm: done already" in done.stdout and "student" in done.stdout
+
+    def run_here(module: str, flags: Sequence[str], log: Path) -> EndedStage:
+        return EndedStage(
+            exit_code(monkeypatch, importlib.import_module(module).main, module, *flags)
+        )
+
+    monkeypatch.setattr(pipeline, "start_command", run_here)
+    code = exit_code(monkeypatch, pipeline.main, "alignment.pipeline", *flags)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "warm: done already" in printed.out and "student: done" in printed.out
     rows = read_jsonl(folder / "kept.jsonl")
     assert rows and all(set(row) == {"id", "question", "ground_truth", "response"} for row in rows)
     assert read_json(folder / "student" / "args.json")["args"]["demonstrations"] == [
@@ -82,5 +104,5 @@ def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(warm_start, tmp_p
         row["problems"] == 16 for row in summary
     )
     (tmp_path / "stages.toml").write_text(stages.replace("num_problems = 64", "num_problems = 32"))
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert other.returncode == 2 and "holds a pipeline of other stages" in other.stderr
+    assert exit_code(monkeypatch, pipeline.main, "alignment.pipeline", *flags) == 2
+    assert "holds a pipeline of other stages" in capsys.readouterr().err

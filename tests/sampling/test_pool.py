@@ -1,5 +1,6 @@
 """Several engines draw together: the completions of one, and any fault of one is seen and named."""
 
+import copy
 import dataclasses
 import socket
 import threading
@@ -11,9 +12,8 @@ import torch
 
 from alignment.core.records import SamplingConfig
 from alignment.model.loading import load_model, load_tokenizer
-from alignment.sampling import pool as module
 from alignment.sampling.arrival import load_proven
-from alignment.sampling.pool import open_sampler
+from alignment.sampling.pool import SamplerPool, open_sampler
 from alignment.sampling.sampler import SAMPLERS, SamplerConfig, SamplerEngine
 from alignment.sampling.transformers import TransformersSampler, open_transformers
 from alignment.system.errors import RunStopped
@@ -130,20 +130,24 @@ def test_all_engines_take_new_weights_and_those_that_are_replaced_take_them_too(
         load_proven(three, first.named_parameters(), 0)
 
 
-def test_weights_that_reach_only_one_engine_are_noticed(tiny_folder, moved, monkeypatch):
+def test_weights_that_reach_only_one_engine_are_noticed(loaded_model, moved, tiny_folder):
     """The other one keeps its old values. (What it sees of faults: test_arrival.py.)"""
-    pool, send = open_engines(tiny_folder, 2), module.send_tensors
-    old = dict(load_model(str(tiny_folder), ("cpu",), torch.float32).named_parameters())
+    tokenizer = load_tokenizer(str(tiny_folder))
 
-    def send_wrongly(connection, tensors, dtype):
-        sent = list(tensors)
-        if connection is pool._engines["engine 2 of 2 on cpu"]._worker.connection:
-            sent = [(name, old[name]) for name, _ in sent]
-        send(connection, sent, dtype)
+    def open_here() -> TransformersSampler:
+        return TransformersSampler(copy.deepcopy(loaded_model), tokenizer, context=256)
 
-    monkeypatch.setattr(module, "send_tensors", send_wrongly)
+    def open_deaf() -> TransformersSampler:
+        sampler = open_here()
+        load = sampler.load_weights
+        sampler.load_weights = lambda tensors, version: load(old.items(), version)
+        return sampler
+
+    old = dict(loaded_model.named_parameters())
+    starts = {"engine 1 of 2": open_here, "engine 2 of 2": open_deaf}
+    pool = SamplerPool(starts, torch.float32, loaded_model.config.vocab_size)
     with pytest.raises(
-        RunStopped, match="^engine 2 of 2 on cpu: after step 1 the sampler holds other weights"
+        RunStopped, match="^engine 2 of 2: after step 1 the sampler holds other weights"
     ):
         load_proven(pool, moved.named_parameters(), 1)
 
