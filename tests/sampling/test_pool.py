@@ -140,7 +140,11 @@ def test_weights_that_reach_only_one_engine_are_noticed(loaded_model, moved, tin
     def open_deaf() -> TransformersSampler:
         sampler = open_here()
         load = sampler.load_weights
-        sampler.load_weights = lambda tensors, version: load(old.items(), version)
+
+        def load_the_old_ones(new, version):
+            load([(name, old[name]) for name, _ in new], version)
+
+        sampler.load_weights = load_the_old_ones
         return sampler
 
     old = dict(loaded_model.named_parameters())
