@@ -114,8 +114,9 @@ def log_probs(policy, rows) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_compiled_layers_have_the_log_probs_and_gradients_of_the_models_own(folder, monkeypatch):
-    # g++ takes half the time where it optimises nothing.
+    # g++ takes a third of the time where it optimises nothing, and reads no headers of vectors.
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
     policies = own, compiled = open_pair(folder)
     assert_same(policies, FIRST, SECOND)
     assert [name for name, _ in compiled.weights()] == [name for name, _ in own.weights()]
