@@ -32,7 +32,7 @@ ROWS = [
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "intermediate_size": 48,

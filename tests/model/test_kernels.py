@@ -4,6 +4,7 @@ a policy takes."""
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,7 @@ from alignment.model.self_check import choose_path
 from alignment.planning.placement import Roles
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
+from alignment.system.ranks import close_ranks
 from benchmarks.fake_ranks import FakeRanks, open_shard
 from benchmarks.families import (
     FAMILIES,
@@ -272,26 +274,29 @@ def mean(rows, log_probs, mask):
     return (log_probs * mask).sum() / 14, {}
 
 
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """Policies of several ranks have the same ones until a test ends."""
+    threads = torch.get_num_threads()  # which ranks share
+    yield
+    close_ranks()
+    torch.set_num_threads(threads)
+
+
 def policy_gradient(folder, kind="single", ranks=1, **fields) -> torch.Tensor:
     config = PolicyConfig(folder, ("cpu",) * ranks, "float32", micro_batch_tokens=30, **fields)
-    threads = torch.get_num_threads()  # which ranks share
     policy = open_policy(kind, config)
     prompts = [(1, 2, 3)] * 2 + [(5, 6), (7,)]
     responses = [(4, 5, 6, 7), (8, 9), (1, 2, 3, 4, 5, 6), (8, 9, 10)]
-    try:
-        batch = collate(prompts, responses, 0)
-        list(policy.accumulate(batch, range(4), Objective(mean, entropy=False)))
-        return policy.gradient()
-    finally:
-        torch.set_num_threads(threads)
-        if kind in ("sharded", "replicated"):
-            policy.ranks.close()  # pyright: ignore[reportAttributeAccessIssue]
+    batch = collate(prompts, responses, 0)
+    list(policy.accumulate(batch, range(4), Objective(mean, entropy=False)))
+    return policy.gradient()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_a_policy_with_compiled_functions_has_the_gradient_of_the_models_own(
-    kind, tiny_folder, monkeypatch
+    kind, tiny_folder, ranks, monkeypatch
 ):
     """Traced and differentiated by the compiler, and run by torch's kernels: a C++ compiler takes
     longer."""
@@ -304,15 +309,15 @@ def test_a_policy_with_compiled_functions_has_the_gradient_of_the_models_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_two_ranks_with_fused_functions_have_the_gradient_of_the_models_own(
-    kind, tiny_folder, uncompiled, monkeypatch
+    tiny_folder, uncompiled, ranks, monkeypatch
 ):
     """Their weights are put together for a pass, and gradients are summed after it."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # of the other rank
     own = policy_gradient(str(tiny_folder))
-    fused = policy_gradient(str(tiny_folder), kind, ranks=2, kernels="compiled")
-    torch.testing.assert_close(fused, own, rtol=0, atol=1e-5 * float(own.abs().max()))
+    for kind in ("sharded", "replicated"):
+        fused = policy_gradient(str(tiny_folder), kind, ranks=2, kernels="compiled")
+        torch.testing.assert_close(fused, own, rtol=0, atol=1e-5 * float(own.abs().max()))
 
 
 @pytest.mark.slow
