@@ -30,7 +30,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, lora_rank: int = 0, lora_targets: str = "") -> ModelShape:
-        """Count a model that has no weights. Raises `UserError` as `of` and `adapted_layers` do."""
+        """Count a model that has no weights. Raises `UserError` as `of` and `adapted_layers` do.
+
+        A plan asks a hundred times for the shape of one model, which takes a tenth of a second."""
+        key = (type(config), config.to_json_string(), lora_rank, lora_targets)
+        if key not in _shapes:
+            _shapes[key] = cls._count(config, lora_rank, lora_targets)
+        return _shapes[key]
+
+    @classmethod
+    def _count(cls, config: Any, lora_rank: int, lora_targets: str) -> ModelShape:
         model = empty_model(config)
         shape = cls.of(model)
         if not lora_rank:
@@ -102,6 +111,10 @@ class ModelShape:
         """Bytes of a model that only computes log-probs: `itemsize` for each number that autocast
         casts, 4 for others."""
         return 4 * sum(self.parameters.values()) - (4 - itemsize) * self.cast
+
+
+_shapes: dict[tuple[type, str, int, str], ModelShape] = {}
+"""Those that were counted, by `from_config`'s arguments."""
 
 
 def empty_model(config: Any) -> PreTrainedModel:
