@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,11 +9,10 @@ import psutil
 import pytest
 
 from alignment.system.files import read_jsonl
-from tests.e2e.conftest import FEW_PROBLEMS, NAME, SMALL, said
+from tests.e2e.conftest import NAME, said
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = ["--prompts_per_rollout", "3"]  # of which two engines draw one and two
 
 
@@ -43,22 +40,17 @@ def test_several_engines_draw_the_completions_of_one_and_make_its_weights(warm, 
 
 
 def test_a_run_that_is_interrupted_while_engines_draw_ends_at_once_and_leaves_nothing(
-    warm, tmp_path
+    warm, launcher, tmp_path, wait_for
 ):
-    line = [sys.executable, "-m", "alignment.train_rl", *SMALL, *FEW_PROBLEMS, *PROMPTS]
-    line += ["--output_dir", ".", "--sft_base", str(warm)]
-    line += ["--sample_device", "cpu", "cpu", "--num_steps", "500"]
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as started:
-        metrics = tmp_path / NAME / "metrics.jsonl"  # of step 1, after which a run can go on
-        while started.poll() is None and not (metrics.exists() and metrics.read_text().count("\n")):
-            time.sleep(0.1)
-        engines = psutil.Process(started.pid).children(recursive=True)
-        started.send_signal(signal.SIGINT)
-        begin, said = time.monotonic(), started.stdout.read().decode()
-    last = said.splitlines()[-1]
-    assert started.returncode == 130 and "Traceback" not in said
+    flags = ["--sft_base", str(warm), *PROMPTS, "--sample_device", "cpu", "cpu"]
+    pid = launcher.start(tmp_path, *flags, "--num_steps", "500")
+    # of step 1, after which a run can go on
+    wait_for(lambda: read_jsonl(tmp_path / NAME / "metrics.jsonl"))
+    engines = psutil.Process(pid).children(recursive=True)
+    os.kill(pid, signal.SIGINT)
+    begin = time.monotonic()
+    assert launcher.wait() == 130 and "Traceback" not in said(tmp_path)
+    last = said(tmp_path).splitlines()[-1]
     assert last.startswith("stopped after step ") and " (SIGINT); go on with: uv run -m " in last
     assert (
         time.monotonic() - begin < 20
