@@ -140,13 +140,15 @@ def test_one_that_cannot_work_is_refused_before_anything_loads(body, tmp_path, m
 
 @pytest.mark.slow
 def test_a_resumed_run_has_its_state_with_rollouts_that_were_drawn_ahead(train_in_two_parts):
-    run = train_in_two_parts(*OWN, "--advantage.decay", "0.5", "--rollouts", "async")
+    flags = ("--advantage.decay", "0.5", "--rollouts", "async", "--sampling_seed", "1")
+    run = train_in_two_parts(*OWN, *flags)
     assert read_json(run / "args.json")["args"]["advantage.decay"] == 0.5
     states = [
         read_json(run / f"step_{step:06d}" / "trainer" / "advantage" / "state.json")["state"]
         for step in (1, 2)
     ]
     rewards = [record["reward"] for record in read_jsonl(run / "metrics.jsonl")]
+    assert rewards[0] != rewards[1]
     assert states == pytest.approx([rewards[0], (rewards[0] + rewards[1]) / 2])
 
 
