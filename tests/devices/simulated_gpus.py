@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -254,13 +254,14 @@ class Kernels(TorchDispatchMode):
             # for a wrapper, such as a distributed tensor, whose own kernels come here next
             return NotImplemented
         name = function._schema.name
+        tensors = _tensors(args) + _tensors(kwargs.values())
         if name.startswith(("aten::_foreach", "aten::_fused")):
             devices = self._check_lists(name, args)
         else:
-            devices = [self._check(function, name, args, kwargs)]
-        known = {id(leaf.untyped_storage()) for leaf in _tensors(args) + _tensors(kwargs)}
+            devices = [self._check(function, tensors, args, kwargs)]
+        known = {id(tensor.untyped_storage()) for tensor in tensors}
         result = self.stand_ins.get(function, function)(*args, **kwargs)
-        outputs = _tensors(result)
+        outputs = _tensors([result])
         if len(devices) == 1:
             devices = devices * len(outputs)
         for output, device in zip(outputs, devices, strict=False):
@@ -269,9 +270,9 @@ class Kernels(TorchDispatchMode):
                 self.claims.claim(output, device)
         return result
 
-    def _check(self, function, name: str, args, kwargs) -> torch.device:
+    def _check(self, function, tensors: list[torch.Tensor], args, kwargs) -> torch.device:
         """The one device of a kernel's tensors. Raises `DeviceMismatch` where there are several."""
-        tensors = _tensors(args) + _tensors(kwargs)
+        name = function._schema.name
         if not tensors:
             return CPU
         first = self.claims.of(tensors[0])
@@ -285,16 +286,15 @@ class Kernels(TorchDispatchMode):
                         f" {self.claims.of(index)}"
                     )
             tensors = [tensors[0], *_tensors(args[2:3])]
-        numbers_may_be_on_the_cpu = (
-            torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS | INDEXED
-        )
         if name.startswith("aten::_scaled_dot_product_efficient_attention_backward"):
             tensors = tensors[:-2]  # without the seeds of dropout
-        if numbers_may_be_on_the_cpu and any(
-            self.claims.of(tensor).type == "cuda" for tensor in tensors
+        devices = set(map(self.claims.of, tensors))
+        if len(devices) > 1 and (
+            torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS | INDEXED
         ):
+            # numbers may be on the CPU
             tensors = [t for t in tensors if t.dim() > 0 or self.claims.of(t).type == "cuda"]
-        devices = list(dict.fromkeys(map(self.claims.of, tensors)))
+            devices = set(map(self.claims.of, tensors))
         if len(devices) > 1:
             shapes = ", ".join(
                 f"{list(tensor.shape)} on {self.claims.of(tensor)}" for tensor in tensors
@@ -302,11 +302,12 @@ class Kernels(TorchDispatchMode):
             raise DeviceMismatch(
                 f"{name}: expected all tensors to be on the same device, but got {shapes}"
             )
-        if devices[0].type == "cuda" and any(
-            isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))
+        (device,) = devices
+        if device.type == "cuda" and any(
+            isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())
         ):
-            raise DeviceMismatch(f"{name} draws on {devices[0]} by a generator of the CPU")
-        return devices[0]
+            raise DeviceMismatch(f"{name} draws on {device} by a generator of the CPU")
+        return device
 
     def _check_lists(self, name: str, args) -> list[torch.device]:
         """The device of each place in the lists of a kernel that takes lists of tensors."""
@@ -325,8 +326,15 @@ class Kernels(TorchDispatchMode):
         return found
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def _tensors(values: Iterable) -> list[torch.Tensor]:
+    """The tensors among a kernel's arguments or results, which are in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _scores(q, k, is_causal: bool, scale: float) -> torch.Tensor:

@@ -282,7 +282,8 @@ def test_a_real_run_takes_no_more_than_was_predicted(setting, steps, tmp_path, m
     """And not much less, had the process as many pages of libraries as predicted: how many are
     resident differs from machine to machine, by 0.1 GB here."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # A run has all cores, unlike a test.
-    flags = f"{SETTINGS[setting]} --prompts_per_rollout 32"
+    length = f"--num_steps {steps} --eval_interval {steps} --save_interval {steps}"
+    flags = f"{SETTINGS[setting]} --prompts_per_rollout 32 {length}"
     for place, of in run(flags, tmp_path).items():
         peak = largest(of, place)
         assert {"evaluation", "sampling", "update", "sync", "checkpoint"} <= set(of)
