@@ -49,14 +49,14 @@ def test_every_pair_is_graded_as_it_is_labelled(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_accepted_for_no_other_ground_truth(kind):
-    """Of ten other ground truths that chance draws for each answer: all of them would take a
-    minute of a core."""
+    """Of four other ground truths that chance draws for each answer: all of them would take
+    minutes of a core."""
     pairs = [pair for pair in PAIRS if pair["kind"] == kind and pair["equal"]]
     truths = sorted({pair["ground_truth"] for pair in pairs})
     rng = random.Random(kind)
     for pair in pairs:
         others = [truth for truth in truths if truth != pair["ground_truth"]]
-        for truth in rng.sample(others, min(10, len(others))):
+        for truth in rng.sample(others, min(4, len(others))):
             if grade(pair["answer"], truth):
                 # A missing unit may be added, so that 5 米 is 500 cm and 5, which are not the same.
                 bare = [text for text in (truth, pair["ground_truth"]) if text.isdigit()]
