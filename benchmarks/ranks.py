@@ -306,7 +306,8 @@ class Agreement:
 def compare_kinds(kinds: Sequence[str], config: PolicyConfig) -> list[Agreement]:
     """Compare each kind of policy with one process.
 
-    Losses are of log-probs, whichever weights these are of: adapters are compared by one of them.
+    A loss is a function of log-probs, whichever weights these are of. So adapters are compared by
+    every task of `make_tasks` but those of single losses.
     """
     from alignment.model.loading import load_tokenizer
 
