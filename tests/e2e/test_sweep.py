@@ -12,9 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -284,11 +283,36 @@ def cluster():
         yield made
 
 
+# The first run that scores a response after both have saved names its raylet, the process of Ray's
+# that leads a node, and waits until it is killed. A call of a reward may take 60 seconds.
+WAITING_REWARD = """
+import os
+import time
+from pathlib import Path
+
+from slow_rewards import slow_reward
+
+def waiting_reward(response, ground_truth):
+    saved = {{checkpoint.parent for checkpoint in Path({folder!r}).rglob("step_*")}}
+    if len(saved) == 2:
+        try:
+            with open({raylet!r}, "x") as file:
+                file.write(os.environ["RAY_RAYLET_PID"])
+        except FileExistsError:
+            return slow_reward(response, ground_truth)
+        time.sleep(600)
+    return slow_reward(response, ground_truth)
+"""
+
+
 def test_a_node_that_is_killed_costs_no_run(
     cluster, warm, undisturbed, tmp_path, monkeypatch, capsys, wait_for
 ):
     """The run that was on it is continued on another, and ends as the undisturbed one does."""
-    design = long_sweep(monkeypatch, warm, tmp_path)
+    raylet = tmp_path / "raylet"
+    text = WAITING_REWARD.format(folder=str(tmp_path), raylet=str(raylet))
+    (tmp_path / "waiting_rewards.py").write_text(text)
+    design = long_sweep(monkeypatch, warm, tmp_path, "--reward", "waiting_rewards:waiting_reward")
     states = [State(arm, seed) for seed in design.seeds for arm in design.arms]
     executor = RayExecutor(cluster.address, None, None)
 
@@ -301,32 +325,23 @@ def test_a_node_that_is_killed_costs_no_run(
     first = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     taken = ray.remote(num_cpus=1, scheduling_strategy=first)(Occupant).remote()
     ray.get(taken.has_begun.remote())
-    raylets = {}
+    nodes = {}
     for _ in range(2):
         node = cluster.add_node(num_cpus=1)
-        raylets[node] = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        nodes[str(node.all_processes["raylet"][0].process.pid)] = node
 
-    def nodes_where_a_run_has_saved() -> list:
-        saved = {checkpoint.parent.name for checkpoint in design.folder.glob("*/step_*")}
-        nodes = []
-        for node, raylet in raylets.items():
-            with suppress(psutil.NoSuchProcess):  # one that ends meanwhile
-                words = [process.cmdline() for process in raylet.children(recursive=True)]
-                if saved.intersection(chain.from_iterable(words)):
-                    nodes.append(node)
-        return nodes
+    def kill_the_node_that_waits() -> None:
+        wait_for(lambda: raylet.exists() and raylet.read_text())
+        cluster.remove_node(nodes[raylet.read_text()], allow_graceful=False)
 
-    def kill_a_node() -> None:
-        cluster.remove_node(wait_for(nodes_where_a_run_has_saved)[0], allow_graceful=False)
-
-    killer = threading.Thread(target=kill_a_node, daemon=True)
+    killer = threading.Thread(target=kill_the_node_that_waits, daemon=True)
     killer.start()
     try:
         run_all(design, executor, states, Console(width=200))
     finally:
         executor.close()
     assert {state.status for state in states} == {"done"}
-    (killed,) = [state for state in states if state.attempts == 2]
+    assert sorted(state.attempts for state in states) == [1, 2]
     assert "its worker or machine is gone; trying again" in capsys.readouterr().out
     for state in states:
         assert_the_same(design.folder / state.name, undisturbed / state.name)
