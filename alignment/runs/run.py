@@ -172,13 +172,15 @@ class Run:
         if summary.exists():
             self._refuse_if_done(read_json(summary).get("steps", 0), at=config.num_steps)
         step, damages = run_folder.last_whole_step(self.path, config.reference_reset_interval)
+        if step == 0:
+            run_folder.refuse_lost_checkpoints(self.path)
         # After exactly `num_steps` steps a run without a summary still has to finish.
         self._refuse_if_done(step, at=config.num_steps + 1)
         for damage in damages:
             self._print(f"{damage}; it is put aside, and the run goes on from step {step}", "red")
         run_folder.put_aside(self.path, after=step)
         # A summary and a final model, if any, are of the same run with a smaller --num_steps. Its
-        # last checkpoint has that model, too.
+        # last checkpoint has that model, too, or the steps after an earlier one make it again.
         summary.unlink(missing_ok=True)
         shutil.rmtree(self.path / "final", ignore_errors=True)
         self.last_step = step

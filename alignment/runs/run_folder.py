@@ -382,6 +382,27 @@ def last_whole_step(run: Path, reset_interval: int = 0) -> tuple[int, list[str]]
     return 0, []
 
 
+def refuse_lost_checkpoints(run: Path) -> None:
+    """Raise `UserError` where a run that has no checkpoint has had one: to begin it anew would
+    delete what it has trained and sampled."""
+    metrics = run / "metrics.jsonl"
+    steps = 0
+    if metrics.exists():
+        steps = max((record["step"] for record in files.read_jsonl(metrics)), default=0)
+    # The step whose checkpoint is the first is logged before it is saved.
+    first_saved = files.read_json(run / "args.json")["args"]["save_interval"]
+    if steps <= first_saved and not (run / "summary.json").exists():
+        return
+    further = ""
+    if (run / "final").exists():
+        further = f", train its model further in another run (--sft_base {run}/final)"
+    raise UserError(
+        f"--resume: {run} has done {steps} steps, but its checkpoints are gone ({run}/step_*), and"
+        " beginning anew would delete what it has trained and sampled. Put a checkpoint"
+        f" back{further}, or start a new one under another --run_name"
+    )
+
+
 def put_aside(run: Path, after: int) -> None:
     """Rename the checkpoints after a step, which are damaged, so that they are neither used nor in
     the way."""
