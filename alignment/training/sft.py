@@ -18,10 +18,12 @@ from alignment.core.text import prompt_token_ids, response_token_ids
 from alignment.core.tokens import collate
 from alignment.policy.policy import Objective, Policy
 from alignment.rollouts.config import derived_seed
-from alignment.system.errors import UserError
+from alignment.system.errors import RunStopped, UserError
 from alignment.system.terminal import say_once
+from alignment.training.update import is_finite
 
 Example = tuple[tuple[int, ...], tuple[int, ...]]  # Prompt ids, response ids.
+MAX_BAD_STEPS = 3  # Training stops after so many steps in a row that are not finite.
 VALIDATION_EXAMPLES = 256  # The validation loss is that of the first so many.
 
 
@@ -62,34 +64,22 @@ def fine_tune(
     step_context: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> None:
     """Train the policy from step `steps_done` + 1 to step `num_steps`. A step minimises the mean
-    negative log-likelihood of the response tokens of one batch.
+    negative log-likelihood of the response tokens of one batch. A step whose loss or gradient is
+    not finite changes nothing.
 
     After each step, `on_step(record, message)` gets the numbers of the step and a message that
     tells the user the last validation loss. The step and this call run inside
-    `step_context(step)`. Training ends after a step for which it returns True."""
+    `step_context(step)`. Training ends after a step for which it returns True. Raises `RunStopped`
+    after `MAX_BAD_STEPS` steps in a row that changed nothing."""
     message = ""
+    bad_steps = 0
     steps = range(steps_done + 1, config.num_steps + 1)
     # A resumed run skips the batches that it has trained on.
     remaining_batches = itertools.islice(batches(data.train, config), steps_done, None)
     for step, examples in zip(steps, remaining_batches, strict=False):
         with step_context(step):
-            # Dropout draws from a seed of the step alone, so that a resumed run draws what an
-            # uninterrupted one does.
-            torch.manual_seed(derived_seed(config.seed, step))
-            micro_batch_loss = partial(batch_loss, count_response_tokens(examples))
-            objective = Objective(micro_batch_loss, entropy=False)
-            batch = collate_examples(examples, data.pad_token_id)
-            results = policy.accumulate(batch, range(len(examples)), objective)
-            loss = sum(result.sums["loss"] for result in results)
-            grad_norm = policy.clip_gradient(config.norm_limit)
-            rate = learning_rate(config, step)
-            policy.step(rate)
-            record = {
-                "step": step,
-                "loss": torch.as_tensor(loss).item(),
-                "grad_norm": grad_norm.item(),
-                "learning_rate": rate,
-            }
+            record = train_batch(policy, examples, data.pad_token_id, config, step)
+            bad_steps = bad_steps + 1 if record["bad_updates"] else 0
             if step % config.eval_interval == 0 or step == config.num_steps:
                 record["validation_loss"] = validation_loss(
                     policy, data.validation, data.pad_token_id
@@ -99,12 +89,50 @@ def fine_tune(
                     share = min(1, step * config.batch_size / len(data.train))
                     message += f", after {share:.0%} of the curriculum"
             is_over = on_step(record, message)
+        if bad_steps == MAX_BAD_STEPS:
+            raise RunStopped(
+                f"{bad_steps} steps in a row, the last of them {step}, had no finite loss and"
+                " gradient, and were left out: start anew with a lower --learning_rate, and look"
+                " at the examples with --preview"
+            )
         if is_over:
             break
 
 
+def train_batch(
+    policy: Policy, examples: Sequence[Example], pad_token_id: int, config: SFTConfig, step: int
+) -> dict[str, float | None]:
+    """Make the update of one step, unless its loss or gradient is not finite. Returns the numbers
+    of the step, None for a loss and a norm that are not finite."""
+    # Dropout draws from a seed of the step alone, so that a resumed run draws what an uninterrupted
+    # one does.
+    torch.manual_seed(derived_seed(config.seed, step))
+    micro_batch_loss = partial(batch_loss, count_response_tokens(examples))
+    objective = Objective(micro_batch_loss, entropy=False)
+    batch = collate_examples(examples, pad_token_id)
+    results = list(policy.accumulate(batch, range(len(examples)), objective))
+    loss = sum(result.sums["loss"] for result in results)
+    grad_norm = policy.clip_gradient(config.norm_limit)
+    rate = learning_rate(config, step)
+    is_good = is_finite(grad_norm, results)
+    if is_good:
+        policy.step(rate)
+    else:
+        policy.drop_gradient()
+    return {
+        "step": step,
+        "loss": torch.as_tensor(loss).item() if is_good else None,
+        "grad_norm": grad_norm.item() if is_good else None,
+        "learning_rate": rate,
+        "bad_updates": int(not is_good),
+    }
+
+
 def best_step(accuracies: Mapping[int, float]) -> int:
-    """The first step with the highest accuracy of some steps."""
+    """The first step with the highest accuracy of some steps; the last where all are 0, of which
+    the one that has learnt most is not known."""
+    if not any(accuracies.values()):
+        return max(accuracies)
     return min(accuracies, key=lambda step: (-accuracies[step], step))
 
 
