@@ -395,17 +395,30 @@ def _values_in_words(arms: Mapping[str, RLArgs], field: str) -> list[str]:
     return sorted(values)
 
 
+# Arguments that decide which questions an evaluation asks, beside the task.
+_QUESTIONS = ("max_problems", "dataset_path", *vars(DataConfig()))
+# Arguments of evaluations alone.
+_ANSWERS = (
+    "eval_temperature",
+    "eval_top_p",
+    "eval_top_k",
+    "eval_samples",
+    "eval_rule",
+    "eval_max_new_tokens",
+)
+
+
 def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
     """Raise `UserError` if arms would be evaluated on different problems, or have one warm start
     for different tasks or models."""
-    for field in ("max_problems", "dataset_path", *vars(DataConfig())):
+    for field in _QUESTIONS:
         values = _values_in_words(arms, field)
         if len(values) > 1:
             raise UserError(
                 f"--{field} {' '.join(values)}: the arms would answer different questions; give one"
                 " value"
             )
-    for field in ("eval_temperature", "eval_top_p", "eval_top_k", "eval_samples", "eval_rule"):
+    for field in _ANSWERS:
         values = _values_in_words(arms, field)
         if len(values) > 1:
             raise UserError(
@@ -697,6 +710,14 @@ def _evaluation_of(args: RLArgs) -> tuple:
         args.eval_max_new_tokens or args.max_new_tokens,
         args.prompt,
     )
+
+
+def are_evaluated_alike(a: RLArgs, b: RLArgs) -> bool:
+    """Whether evaluations of two arms ask the same questions, and sample and score alike."""
+    for field in ("task", *_QUESTIONS, *_ANSWERS):
+        if getattr(a, field) != getattr(b, field):
+            return False
+    return _evaluation_of(a) == _evaluation_of(b)
 
 
 def _side_effects(name: str, a: RLArgs, b: RLArgs) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from alignment.ablation.design import (
     SEED_STD,
     Design,
+    are_evaluated_alike,
     given_value,
     is_control,
     label_of,
@@ -28,6 +29,14 @@ from alignment.system.files import read_json, write_json
 
 FOLDER = "tuning"  # of the tuning runs, in the sweep's folder
 FILE = "tuning.json"  # in the sweep's folder
+OF_EVALUATION = {
+    "sampling_temperature": "eval_temperature",
+    "sampling_top_p": "eval_top_p",
+    "sampling_top_k": "eval_top_k",
+    "max_new_tokens": "eval_max_new_tokens",
+    "reward": "eval_rule",
+}
+"""Arguments of training that evaluations take too -> the evaluations' own, which go before."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +210,13 @@ def tuned_arms(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int]) -> Design:
     """The runs that tune the arms of a design: every tuned arm with every combination of the
     grid's values, evaluated on the validation split. Raises `UserError` where arms differ in a
-    tuned argument, lack it or cannot work with a value."""
+    tuned argument, lack it or cannot work with a value, and where a value changes an evaluation."""
     arms: dict[str, RLArgs] = {}
     folder = design.folder / FOLDER
     for name in grid:
         _refuse_varied(design, name)
     for arm, args in tuned_arms(design.arms).items():
+        _refuse_chosen_evaluations(args, grid)
         for candidate in _candidates(grid):
             own = with_settings(args, candidate)
             facts = flag_values(own)
@@ -258,6 +268,27 @@ def _refuse_varied(design: Design, name: str) -> None:
         raise UserError(
             f"--tune {name}: the arms differ in it, so none of them may choose it; leave out one"
         )
+
+
+def _refuse_chosen_evaluations(arm: RLArgs, grid: Mapping[str, tuple]) -> None:
+    """Raise `UserError` where a value of the grid changes what evaluations of an arm ask, or how
+    they sample and score: each arm would choose the evaluation that suits it."""
+    [first, *_] = _candidates(grid)
+    of_first = with_settings(arm, first)
+    for name, values in grid.items():
+        for value in values:
+            if not are_evaluated_alike(of_first, with_settings(arm, {**first, name: value})):
+                raise UserError(
+                    f"--tune {name}: it changes how an arm is evaluated, and each arm would choose"
+                    f" the evaluation that suits it; {_remedy(name)}"
+                )
+
+
+def _remedy(name: str) -> str:
+    """What to do about a tuned argument that changes evaluations."""
+    if name in OF_EVALUATION:
+        return f"give --{OF_EVALUATION[name]} one value, so that {name} is of training alone"
+    return f"give --{name} one value"
 
 
 def refuse_shared_seeds(tune_seeds: Sequence[int], seeds: Sequence[int], max_seeds: int) -> None:

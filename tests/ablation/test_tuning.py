@@ -118,6 +118,30 @@ def test_the_plan_counts_the_runs_that_tune(tmp_path, capsys):
         sweep.make_tuning_design(sweep.make_design(varied), varied)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("eval_temperature=0,1", "--tune eval_temperature: .*; give --eval_temperature one value"),
+        ("eval_rule=boxed,r1_zero", "--tune eval_rule: it changes how an arm is evaluated"),
+        ("eval_samples=1,4", "--tune eval_samples: it changes how an arm is evaluated"),
+        ("max_problems=100,200", "--tune max_problems: it changes how an arm is evaluated"),
+        ("sampling_temperature=0.6,1", "temperature: .*; give --eval_temperature one value, so"),
+        ("task=arithmetic,countdown", "--tune task: it changes how an arm is evaluated"),
+    ],
+)
+def test_no_arm_chooses_the_evaluation_that_suits_it(words, message, tmp_path):
+    args = dataclasses.replace(arguments(tmp_path), tune=("beta=0,0.1", words))
+    design = sweep.make_design(args)
+    with pytest.raises(UserError, match=message):
+        sweep.make_tuning_design(design, args)
+
+
+def test_a_temperature_of_training_alone_is_tuned(tmp_path):
+    args = arguments(tmp_path, "--eval_temperature", "1")
+    args = dataclasses.replace(args, tune=("sampling_temperature=0.6,1",))
+    assert sweep.make_tuning_design(sweep.make_design(args), args) is not None
+
+
 def test_each_arm_takes_its_own_best_and_a_run_that_failed_rules_its_value_out(tmp_path):
     args = arguments(tmp_path, "--controls")
     design = sweep.make_design(args)
