@@ -15,8 +15,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple, get_type_hints
 
 from alignment.core.records import Completion, Problem, Score
-from alignment.system.errors import RunStopped
-from alignment.system.processes import START_SECONDS, ChildProcess, ProcessLost, answer_requests
+from alignment.system.errors import RunStopped, UsersCodeFailed
+from alignment.system.processes import (
+    START_SECONDS,
+    ChildProcess,
+    ProcessLost,
+    RequestRaised,
+    answer_requests,
+)
 from alignment.system.registry import import_object
 from alignment.system.remote import TORCHRUN_VARIABLE
 
@@ -24,6 +30,8 @@ from alignment.system.remote import TORCHRUN_VARIABLE
 TRL_NAMES = ("prompts", "completions", "completion_ids")
 # What a `Score` has.
 SCORE_KEYS = ("reward", "format_reward", "answer_reward")
+# How Python's and torch's errors of memory begin (`in_one_line`).
+OUT_OF_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 
 
 # The values of rewards' own settings, by name.
@@ -34,9 +42,10 @@ class UsersFunction:
     """The user's function `name`, as package.module:function.
 
     The first call starts the function's process. Later calls go to the same process, so that the
-    function may keep state; threads take turns. Every method raises `RunStopped` if the function
-    fails, takes longer than `seconds`, or returns something else than it should; the message has
-    the line of the user's file that failed, if one did.
+    function may keep state; threads take turns. Every method raises `UsersCodeFailed` if the
+    function raises an exception, or returns something else than it should, and `RunStopped` if it
+    takes longer than `seconds`, is killed or runs out of memory, which may not happen again; the
+    message has the line of the user's file that failed, if one did.
     """
 
     def __init__(
@@ -71,8 +80,12 @@ class UsersFunction:
             try:
                 child = self._running_child()
                 return child.ask(self.seconds, "call", arguments, columns)
+            except RequestRaised as failed:
+                if failed.error_line.startswith(OUT_OF_MEMORY):
+                    raise RunStopped(self._in_words(str(failed))) from None
+                raise self._fault(str(failed)) from None
             except ProcessLost as lost:
-                raise self._fault(str(lost)) from None
+                raise RunStopped(self._in_words(str(lost))) from None
 
     def close(self) -> None:
         """End the function's process. The next call starts another one."""
@@ -145,8 +158,11 @@ class UsersFunction:
             return value
         raise self._fault(f"gave {repr(value)[:100]}, which is no number")
 
-    def _fault(self, fault: str) -> RunStopped:
-        return RunStopped(f"{self._flag} {self.name}: {fault}")
+    def _fault(self, fault: str) -> UsersCodeFailed:
+        return UsersCodeFailed(self._in_words(fault))
+
+    def _in_words(self, fault: str) -> str:
+        return f"{self._flag} {self.name}: {fault}"
 
 
 # (flag, name, its settings) -> the function.

@@ -52,6 +52,15 @@ class ProcessLost(RunStopped):
     the last lines of the child's log."""
 
 
+class RequestRaised(ProcessLost):
+    """A request to a child process raised an exception there, which `error_line` holds in one
+    line."""
+
+    def __init__(self, name: str, error_line: str):
+        super().__init__(f"the {name} failed: {error_line}")
+        self.error_line = error_line
+
+
 class ChildProcess:
     """A child process that calls the function `entry`, "module:function", with the file descriptor
     of its end of a pipe. The parent's end is `connection`. Unlike the spawn method of
@@ -123,9 +132,9 @@ class ChildProcess:
         """The answer to a request, of a process that runs `answer_requests`. `send` writes to the
         pipe what follows the arguments, such as tensors.
 
-        Raises `ProcessLost` if the process fails, dies, or takes longer than `seconds`. Any error
-        closes the process: an answer could still come, and would be read as that to the next
-        request."""
+        Raises `RequestRaised` if the request raises an exception there, and another `ProcessLost`
+        if the process dies, or takes longer than `seconds`. Any error closes the process: an answer
+        could still come, and would be read as that to the next request."""
         if not self.is_open:
             raise RuntimeError(f"the {self.name} is closed")
         with self.time_limit(seconds) as timed_out:
@@ -153,7 +162,7 @@ class ChildProcess:
                 self._owes_answer = False
         if failure:
             self.close()
-            raise ProcessLost(f"the {self.name} failed: {failure}")
+            raise RequestRaised(self.name, failure)
         return answer
 
     def close(self) -> None:

@@ -359,6 +359,13 @@ def hangs(response, ground_truth):
 def waits(completions, **columns):
     time.sleep(600)
 
+def is_killed(response, ground_truth):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def needs_memory(response, ground_truth):
+    raise MemoryError
+
 LOOPS, CALLS, judge = {}, [], Judge()
 """
 
@@ -452,6 +459,26 @@ def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, 
         reward.score([PROBLEM], [[completion(text)]])
     if name == "hangs":
         assert reward.score([PROBLEM], [[completion(GOOD)]])[0].scores[0]["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("breaks", 2),
+        ("leaves", 2),
+        ("no_number", 2),
+        ("too_few", 2),
+        ("is_killed", 1),
+        ("waits", 1),
+        ("needs_memory", 1),
+    ],
+)
+def test_an_exception_of_a_function_is_not_tried_again_but_a_lost_call_may_be(users, name, code):
+    """By the exit code, which a sweep reads: it tries 1 again, and 2 not."""
+    reward = find_reward(f"users_rewards:{name}", MATHS, seconds=0.5)
+    with pytest.raises(RunStopped) as stopped:
+        reward.score([PROBLEM], [[completion(GOOD)]])
+    assert stopped.value.code == code
 
 
 @pytest.mark.parametrize(
