@@ -330,6 +330,7 @@ def test_the_recorded_run_has_the_fields_that_few_runs_have(recorded):
         "correction_mean",
         "overlong_penalty",
         "prompts_sampled",
+        "responses_sampled",
         "reward_sampled",
         "tokens_sampled",
         "selected_fraction",

@@ -452,6 +452,6 @@ def run_config(args: RLArgs) -> RunConfig:
         arguments=arguments,
         changeable=changeable,
         setting=REPRODUCIBILITY_SETTING,
-        has_baseline=args.loss.weight != "raw_rewards",
+        has_baseline=not args.learner_of_equal_groups,
         defaults=defaults | {"reward": args.default_reward},
     )

@@ -423,8 +423,10 @@ class RLArgs(
         is_valid = self.group_size > 1 or not selection.uses_advantages
         wanted = "none or top_entropy with --group_size 1, which has no advantages"
         require(self, "token_selection", is_valid, wanted)
-        # With one update of the current policy's own samples the ratio is 1.
-        is_valid = not selection.adds_gradient or self.updates_per_rollout > 1 or self.staleness > 0
+        # With one update the ratio is 1, but where it is to the log-probs of an older sampler. A
+        # loss without a ratio does not take these.
+        is_older = self.staleness > 0 and self.loss.uses_ratio
+        is_valid = not selection.adds_gradient or self.updates_per_rollout > 1 or is_older
         wanted = (
             "none with one update a rollout, in which the policy is the old policy; give"
             " --epochs_per_rollout or --train_mini_batch_size"
@@ -451,15 +453,20 @@ class RLArgs(
                 " std is undefined (only --loss_type no_baseline works with 1)"
             )
         require(self, "group_size", is_enough, wanted)
-        learner = ""
-        if takes_raw_rewards:
-            learner = f"--loss_type {self.loss_type}"
-        elif estimator.silent_groups:
-            learner = f"--advantage {self.advantage}"
-        elif self.teacher:
-            learner = "--teacher"
+        learner = self.learner_of_equal_groups
         wanted = f"0 with {learner}, which learns from groups of equal rewards too"
         require(self, "max_refills", self.max_refills == 0 or not learner, wanted)
+
+    @property
+    def learner_of_equal_groups(self) -> str:
+        """The flag by which groups of equal rewards have a gradient too; empty without one."""
+        if self.loss.weight == "raw_rewards":
+            return f"--loss_type {self.loss_type}"
+        if self.estimator.silent_groups:
+            return f"--advantage {self.advantage}"
+        if self.teacher:
+            return "--teacher"
+        return ""
 
     def _check_teacher(self) -> None:
         """Raise `UserError` for a --teacher with a loss that cannot take a token's advantage, and

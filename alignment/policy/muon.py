@@ -43,6 +43,10 @@ class Muon(torch.optim.AdamW):
         momentum = state["momentum"]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         direction = orthogonalize(gradient.lerp(momentum, MOMENTUM))
+        # No step without a gradient, as where no row of a batch has one: the momentum that is left
+        # would make one as long as any, again and again. The factor is 1 or 0.
+        norm = gradient.norm()
+        direction.mul_(norm / norm.clamp(min=torch.finfo(norm.dtype).tiny))
         # W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) direction
         scale = RMS_OF_STEPS * max(weight.shape) ** 0.5
         weight.mul_(1 - group["lr"] * group["weight_decay"])

@@ -95,12 +95,7 @@ class RolloutSource:
         check_version(groups, version)
         report = rollout_report(groups, self.config, self.task.rules)
         if self.config.max_refills:
-            # Of all groups that were sampled, those that refills replaced included.
-            rewards = [score["reward"] for score in flatten_scores(sampled)]
-            lengths = [len(completion.token_ids) for completion in flatten_completions(sampled)]
-            report["prompts_sampled"] = len(sampled)
-            report["reward_sampled"] = sum(rewards) / len(rewards)
-            report["tokens_sampled"] = sum(lengths)
+            report |= sampled_report(sampled)
         first = requests[0]
         return SampledStep(
             step,
@@ -110,7 +105,7 @@ class RolloutSource:
             clock.seconds,
             problem_ids=tuple(problem.id for problem in first.problems),
             seed=first.sampling.seed,
-            warnings=length_warning(groups, first.sampling.max_new_tokens),
+            warnings=length_warning(sampled, first.sampling.max_new_tokens),
         )
 
 
@@ -232,6 +227,20 @@ def rollout_report(
         penalties = (length_penalty(completion, config) for completion in completions)
         report["overlong_penalty"] = mean(penalties)
     return report | grading_report(groups, rules)
+
+
+def sampled_report(sampled: Sequence[Group]) -> dict[str, float]:
+    """What is logged of all groups that were sampled for a step, those that refills replaced
+    included."""
+    scores = flatten_scores(sampled)
+    return {
+        "prompts_sampled": len(sampled),
+        "responses_sampled": len(scores),
+        "reward_sampled": sum(score["reward"] for score in scores) / len(scores),
+        "tokens_sampled": sum(len(c.token_ids) for c in flatten_completions(sampled)),
+        # A group whose gradings all fail has equal rewards, so that a refill replaces it.
+        "grading_failed": sum("grading_failed" in score for score in scores),
+    }
 
 
 def collate_groups(groups: Sequence[Group], config: RolloutConfig, pad_token_id: int) -> Rollout:

@@ -77,7 +77,7 @@ class Health:
             )
         recent = self.latest[-GRADER_WINDOW:]
         failed = sum(record["grading_failed"] for record in recent)
-        graded = sum(record["responses"] for record in recent)
+        graded = sum(record.get("responses_sampled", record["responses"]) for record in recent)
         # The flag is a share of the answers of a full window of steps. The first steps do not fill
         # one, and are taken to have as many answers as it would: one early failure must not stop
         # the run.

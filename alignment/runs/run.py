@@ -304,6 +304,7 @@ class Run:
         """Log a step, and print those of its warnings that the step before did not have."""
         restarts = sum(process.restarts for process in self._opened)
         seconds = self.clock.seconds
+        tokens_sampled = sampled.report.get("tokens_sampled", sum(rollout.lengths))
         record: dict[str, Any] = {
             "step": sampled.step,
             "micro_batch_tokens": self.started.policy.micro_batch_tokens,
@@ -313,7 +314,7 @@ class Run:
             "restarts": restarts - self._restarts,
             **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
             "seconds": self.clock.elapsed(),
-            "tokens_per_second_sample": sum(rollout.lengths) / sampled.seconds["sample"],
+            "tokens_per_second_sample": tokens_sampled / sampled.seconds["sample"],
             # Prompts included.
             "tokens_per_second_update": result.report["update_tokens"] / seconds["update"],
         }

@@ -366,6 +366,7 @@ class SampledAnswers:
         rewards = [score["reward"] for score in flatten_scores(reward.groups)]
         expected = {
             "prompts_sampled": len(reward.groups),
+            "responses_sampled": len(completions),
             "reward_sampled": sum(rewards) / len(rewards),
             "tokens_sampled": sum(len(completion.token_ids) for completion in completions),
         }

@@ -202,6 +202,12 @@ CASES = [
         ["--token_selection", "kl_cov", "--train_mini_batch_size", "0"],
         "--token_selection kl_cov: must be none with one update a rollout",
     ),
+    (  # a loss without a ratio does not take the log-probs of the older policy
+        "train_rl",
+        ["--token_selection", "kl_cov", "--train_mini_batch_size", "0", "--rollouts", "async"]
+        + ["--loss_type", "reinforce_with_baseline"],
+        "--token_selection kl_cov: must be none with one update a rollout",
+    ),
     (
         "train_rl",
         ["--covariance_low", "6", "--token_selection", "clip_cov"],

@@ -155,6 +155,13 @@ def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
     # 1 - 0.1 * 0.5, and the momentum is 0
     torch.testing.assert_close(matrix.data, 0.95 * torch.eye(2))
     assert torch.equal(idle.data, torch.eye(2))
+    # nor by a momentum that is left
+    matrix.grad = torch.eye(2)
+    optimizer.step()
+    before = matrix.detach().clone()
+    matrix.grad = torch.zeros(2, 2)
+    optimizer.step()
+    torch.testing.assert_close(matrix.data, 0.95 * before)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -8,7 +8,7 @@ from rollout_helpers import ARGS
 
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.tasks import arithmetic
-from alignment.rollouts.source import check_version, refilled_groups
+from alignment.rollouts.source import check_version, refilled_groups, sampled_report
 
 PROBLEMS = arithmetic.problems("train")
 
@@ -67,6 +67,20 @@ def test_zero_variance_groups_are_replaced_by_others():
         first,
         first,
     )
+
+
+def test_failed_gradings_are_counted_of_all_groups_that_were_sampled():
+    """A group whose gradings all fail has equal rewards, so that a refill replaces it."""
+    failed = dataclasses.replace(
+        group_of(0, 0, 0), scores=({"reward": 0.0, "grading_failed": 1.0},) * 2
+    )
+    assert sampled_report([failed, group_of(1, 1, 0)]) == {
+        "prompts_sampled": 2,
+        "responses_sampled": 4,
+        "reward_sampled": 0.25,
+        "tokens_sampled": 4,
+        "grading_failed": 2,
+    }
 
 
 def test_variance_is_that_of_counted_responses_with_penalties():

@@ -2,6 +2,8 @@
 
 import pytest
 
+from alignment.args import RLArgs
+from alignment.builders.checks import run_config
 from alignment.runs.health import GRADER_WINDOW, WINDOW, Health, health_warnings
 from alignment.system.errors import RunStopped
 
@@ -115,6 +117,19 @@ def test_without_a_baseline_groups_of_equal_rewards_teach():
     assert list(warnings_of(records)) == ["equal_rewards"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "has_baseline"),
+    [
+        ({}, True),
+        ({"loss_type": "no_baseline"}, False),
+        ({"advantage": "positive_only"}, False),
+        ({"teacher": "model"}, False),
+    ],
+)
+def test_flags_tell_whether_groups_of_equal_rewards_teach(flags, has_baseline):
+    assert run_config(RLArgs(sft_base="", **flags)).has_baseline is has_baseline
+
+
 def test_only_bad_steps_in_a_row_stop_a_run():
     bad, skipped = {"updates": 0, "bad_updates": 2}, {"updates": 0}
     stop_if_hopeless(steps(bad, {}, bad))
@@ -129,6 +144,9 @@ def test_failed_gradings_are_counted_over_twenty_steps():
     stop_if_hopeless(steps({"grading_failed": 10}))
     with pytest.raises(RunStopped, match="grading failed on 11 of 50 answers"):
         stop_if_hopeless(steps({"grading_failed": 10}, {"grading_failed": 1}))
+    # of all that were sampled, which refills replace in part
+    refilled = {"grading_failed": 11, "responses_sampled": 100}
+    stop_if_hopeless(steps(refilled))
     # forgotten after twenty steps
     stop_if_hopeless([*steps({"grading_failed": 10}), *steps(*[{}] * 17)])
 
