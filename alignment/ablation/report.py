@@ -176,7 +176,7 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
     """For each arm: its seeds, accuracies, their means and margin, the parts of its gain, its
     arguments and a sample."""
     scores = final_scores(study)
-    budget = verdicts.budget(study)
+    together = verdicts.arms_together(study)
     rows = []
     for arm, runs in study.arms.items():
         accuracies = [float(scores_Q.mean()) for scores_Q in scores[arm].values()]
@@ -192,6 +192,7 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
             "split": [math.nan] * 3,
         }
         if runs:
+            budget = verdicts.budget(study, together[arm])
             gains = [verdicts.split_of_gain(run, study.match, budget) for run in runs.values()]
             row["mean"] = float(np.mean(accuracies))
             row["iqm"] = interquartile_mean(accuracies)

@@ -24,17 +24,41 @@ from alignment.data.tasks import TASKS
 from alignment.system.errors import UserError
 
 
-def budget(study: Study) -> float:
-    """How much of what `study.match` names all runs had taken by their last evaluations; infinite
-    for steps, of which each run counts its own."""
+def budget(study: Study, arms: Iterable[str]) -> float:
+    """How much of what `study.match` names all runs of these arms had taken by their last
+    evaluations; infinite for steps, of which each run counts its own."""
     if study.match == "steps":
         return math.inf
+    return min(_amounts_taken(study, arms, study.match), default=math.inf)
+
+
+def _amounts_taken(study: Study, arms: Iterable[str], match: str) -> list[float]:
+    """What each run of these arms had taken by its last evaluation, in the unit of `match`."""
     amounts = []
-    for run in study.runs:
-        last_evaluation = run.evals[-1:]
-        [amount] = run.amounts_until(study.match, last_evaluation)
+    for run in _runs_of(study, arms):
+        [amount] = run.amounts_until(match, run.evals[-1:])
         amounts.append(float(amount))
-    return min(amounts, default=math.inf)
+    return amounts
+
+
+def arms_of_tasks(study: Study) -> list[list[str]]:
+    """The arms of each task, whose runs answer the same questions."""
+    arms_of_task: dict[str, list[str]] = {}
+    for arm in study.arms:
+        task = str(study.varied[arm].get("task", ""))
+        arms_of_task.setdefault(task, []).append(arm)
+    return list(arms_of_task.values())
+
+
+def arms_together(study: Study) -> dict[str, list[str]]:
+    """By arm, those with which it shares a `budget` where it is shown alone: those of its task that
+    answer the sweep's question, for a control all of its task."""
+    together = {}
+    for arms in arms_of_tasks(study):
+        compared = [arm for arm in arms if not is_control(arm)]
+        for arm in arms:
+            together[arm] = arms if is_control(arm) else compared
+    return together
 
 
 UNITS = {
@@ -56,10 +80,26 @@ def outcome(study: Study) -> Outcome:
     if study.match == "steps":
         return Outcome(*measure_words(study.measure))
     description = (
-        f"the {study.measure} at {budget(study):,.0f} {UNITS[study.match]}, which all runs have"
-        " reached, on straight lines between evaluations"
+        f"the {study.measure} at {_budget_words(study)}, on straight lines between evaluations"
     )
     return Outcome(f"{study.measure} at equal {study.match}", description)
+
+
+def _tables_alone(study: Study) -> list[list[str]]:
+    """The lists of `arms_together`, each once."""
+    tables = {tuple(arms): arms for arms in arms_together(study).values()}
+    return list(tables.values())
+
+
+def _budget_words(study: Study) -> str:
+    """The amounts at which arms are compared, and who has reached them: a table of pairs has one
+    amount."""
+    numbers: dict[str, None] = {}
+    for arms in _tables_alone(study):
+        if _runs_of(study, arms):
+            numbers[f"{budget(study, arms):,.0f}"] = None
+    reached = "which all runs of a table" if len(numbers) > 1 else "which all runs"
+    return f"{' or '.join(numbers)} {UNITS[study.match]}, {reached} have reached"
 
 
 def curve(
@@ -133,64 +173,74 @@ def arm_bend(
     return float(low_X.mean()), float(high_X.mean())
 
 
-def bends(study: Study, whole_curve: bool = False) -> dict[str, tuple[float, float]]:
-    """For each arm with runs the bounds of `arm_bend` at the budget, or of the area under the curve
-    up to it; {} for steps, where the last evaluations themselves are compared."""
+def bends(
+    study: Study, arms: Iterable[str], whole_curve: bool = False
+) -> dict[str, tuple[float, float]]:
+    """For each of these arms with runs the bounds of `arm_bend` at their budget, or of the area
+    under the curve up to it; {} for steps, where the last evaluations themselves are compared."""
     if study.match == "steps":
         return {}
     is_area = whole_curve or study.measure == "area"
     shares_X = AREA_POINTS if is_area else np.ones(1)
-    most = budget(study)
+    arms = list(arms)
+    most = budget(study, arms)
     by_arm = {}
-    for arm, runs in study.arms.items():
+    for arm in arms:
+        runs = list(study.arms[arm].values())
         if runs:
-            by_arm[arm] = arm_bend(list(runs.values()), study.match, most, shares_X, study.measure)
+            by_arm[arm] = arm_bend(runs, study.match, most, shares_X, study.measure)
     return by_arm
 
 
 def final_scores(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the value [Q] of every question that verdicts are on: of the study's
-    measure, where the run's curve ends, in the last evaluation or at `budget`, or of the whole
-    run."""
+    """For each arm and seed, the value [Q] of every question that verdicts are on, where the arm is
+    shown alone: at the budget of `arms_together`."""
+    together = arms_together(study)
+    tables = {tuple(arms): scores_together(study, arms) for arms in _tables_alone(study)}
+    return {arm: tables[tuple(together[arm])][arm] for arm in study.arms}
+
+
+def scores_together(study: Study, arms: Iterable[str]) -> dict[str, Scores]:
+    """For each of these arms and seed, the value [Q] of every question that verdicts on them are
+    on: of the study's measure, where the run's curve ends, in the last evaluation or at their
+    `budget`, or of the whole run."""
+    arms = list(arms)
     kind, _ = read_measure(study.measure)
     if kind == "area":
-        return areas(study)
+        return areas(study, arms)
     if kind in OF_RUNS:
-        given = RunMeasures(study.measure, _shared_tokens(study))
-        return _by_arm_and_seed(study, lambda run: OF_RUNS[kind](run, given))
-    most = budget(study)
+        tokens = min(_amounts_taken(study, arms, "tokens"), default=0.0)
+        given = RunMeasures(study.measure, tokens)
+        return _by_arm_and_seed(study, arms, lambda run: OF_RUNS[kind](run, given))
+    most = budget(study, arms)
 
     def final(run: Run) -> np.ndarray:
         _, values_EQ = curve(run, study.match, most, study.measure)
         return values_EQ[-1]
 
-    return _by_arm_and_seed(study, final)
+    return _by_arm_and_seed(study, arms, final)
 
 
-def _shared_tokens(study: Study) -> float:
-    """The sampled tokens that every run had taken by its last evaluation."""
-    tokens = []
-    for run in study.runs:
-        tokens.append(float(run.amounts_until("tokens", run.evals[-1:])[0]))
-    return min(tokens, default=0.0)
-
-
-def areas(study: Study) -> dict[str, Scores]:
-    """For each arm and seed, the area [Q] under every question's learning curve."""
-    most = budget(study)
+def areas(study: Study, arms: Iterable[str]) -> dict[str, Scores]:
+    """For each of these arms and seed, the area [Q] under every question's learning curve up to
+    their `budget`."""
+    arms = list(arms)
+    most = budget(study, arms)
 
     def area(run: Run) -> np.ndarray:
         amounts_E, rewards_EQ = curve(run, study.match, most, study.measure)
         return statistics.area_under_curve(amounts_E.tolist(), rewards_EQ)
 
-    return _by_arm_and_seed(study, area)
+    return _by_arm_and_seed(study, arms, area)
 
 
-def _by_arm_and_seed(study: Study, score: Callable[[Run], np.ndarray]) -> dict[str, Scores]:
-    """The score [Q] of every run, by arm and seed."""
+def _by_arm_and_seed(
+    study: Study, arms: Iterable[str], score: Callable[[Run], np.ndarray]
+) -> dict[str, Scores]:
+    """The score [Q] of every run of these arms, by arm and seed."""
     scores: dict[str, Scores] = {}
-    for arm, runs in study.arms.items():
-        scores[arm] = {seed: score(run) for seed, run in runs.items()}
+    for arm in arms:
+        scores[arm] = {seed: score(run) for seed, run in study.arms[arm].items()}
     return scores
 
 
@@ -198,26 +248,24 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
     """A comparison for each pair of arms of a task: of final scores, or of the areas under whole
     learning curves. Pairs with a control are a table of their own (`tables_of_pairs`). Raises
     `UserError` if questions differ."""
-    scores = areas(study) if whole_curve else final_scores(study)
-    arm_bends = bends(study, whole_curve)
-    arms_of_task: dict[str, list[str]] = {}
-    for arm in study.arms:
-        task = str(study.varied[arm].get("task", ""))
-        arms_of_task.setdefault(task, []).append(arm)
-    comparisons = []
-    for arms in arms_of_task.values():
+    comparisons: list[Comparison] = []
+    tasks = arms_of_tasks(study)
+    for arms in tasks:
         groups = question_groups(_runs_of(study, arms))
         for table in tables_of_pairs(arms):
-            comparisons += compare(
-                {arm: scores[arm] for arm in table.arms},
+            score = areas if whole_curve else scores_together
+            scores = score(study, table.arms)
+            of_table = compare(
+                scores,
                 study.tie,
                 table.contrasts,
-                study.alpha / len(arms_of_task),
+                study.alpha / len(tasks),
                 groups,
-                arm_bends,
+                bends(study, table.arms, whole_curve),
             )
-    if not whole_curve:
-        comparisons = allow_for_target(study, comparisons, scores)
+            if not whole_curve:
+                of_table = allow_for_target(study, of_table, scores)
+            comparisons += of_table
     return comparisons
 
 
@@ -395,15 +443,15 @@ def decide_factors(study: Study) -> dict[str, list[Comparison]]:
     """Comparisons of each varied argument's values (`factor_contrasts`); {} where an arm has no
     run."""
     factors = factor_contrasts(study.varied)
-    scores = final_scores(study)
-    arms = {arm: scores[arm] for arm in study.arms if not is_control(arm)}
-    if not all(arms.values()) or not factors:
+    arms = [arm for arm in study.arms if not is_control(arm)]
+    if not factors or not all(study.arms[arm] for arm in arms):
         return {}
+    scores = scores_together(study, arms)
     groups = question_groups(_runs_of(study, arms))
-    arm_bends = bends(study)
+    arm_bends = bends(study, arms)
     comparisons = {}
     for name, contrasts in factors.items():
-        of_factor = compare(arms, study.tie, contrasts, study.alpha, groups, arm_bends)
+        of_factor = compare(scores, study.tie, contrasts, study.alpha, groups, arm_bends)
         comparisons[name] = allow_for_target(study, of_factor, scores)
     return comparisons
 

@@ -30,7 +30,7 @@ from alignment.ablation.report import (
 from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_command
-from alignment.ablation.summary import print_verdicts, verdicts_of
+from alignment.ablation.summary import Verdicts, print_verdicts, verdicts_of
 from alignment.ablation.verdicts import (
     areas,
     budget,
@@ -414,7 +414,7 @@ def test_every_choice_of_match_is_an_amount():
 def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict):
     study = unequal(match)
     scores = final_scores(study)
-    assert budget(study) == most
+    assert budget(study, study.arms) == most
     assert scores["long"][1].mean() == pytest.approx(long, abs=1e-12) and scores["short"][
         1
     ].mean() == pytest.approx(0.6)
@@ -423,7 +423,7 @@ def test_arms_are_compared_at_equal_amounts(unequal, match, most, long, verdict)
         long - 0.6, abs=1e-12
     )
     # A straight line's mean is that of its ends.
-    assert areas(study)["long"][1].mean() == pytest.approx((0.1 + long) / 2, abs=1e-12)
+    assert areas(study, study.arms)["long"][1].mean() == pytest.approx((0.1 + long) / 2, abs=1e-12)
     rows = {row["name"]: row for row in arm_rows(study)}
     assert rows["long"]["mean"] == pytest.approx(long) and rows["long"]["split"][
         0
@@ -1144,6 +1144,38 @@ def test_controls_make_no_pair_of_the_question_harder_to_decide(tmp_path):
             for one in (pair, comparison)
         ]
         assert numbers[0] == numbers[1]
+
+
+def with_and_without_control(tmp_path, **settings) -> list[Verdicts]:
+    """The verdicts of two losses, without and with a control that takes a quarter of their
+    tokens."""
+    arms = {loss: {"loss_type": loss, "reward": "r1_zero"} for loss in ("a", "b")}
+    control = {"control_random": {"loss_type": "a", "reward": "random"}}
+    found = []
+    for name, every_arm in (("without", arms), ("with", arms | control)):
+        folder = tmp_path / name
+        for arm, values in every_arm.items():
+            for seed in range(3):
+                accuracy = {"a": 0.6, "b": 0.9}.get(arm, 0.4) + (seed - 1.4) / 400
+                run = make_run(folder / f"{arm}_seed{seed}", seed, accuracy, 400, **values)
+                rewrite_metrics(run, response_length={"a": 12.0, "b": 10.0}.get(arm, 2.5))
+                evaluate_between(run, 1, 3)
+        facts = {"arms": every_arm, "seeds": [0, 1, 2], "tie": 0.03, "hold": "", "alpha": 0.05}
+        facts |= {"warnings": [], "command": [], **settings}
+        (folder / "sweep.json").write_text(json.dumps(facts))
+        found.append(verdicts_of(read_study([folder])))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{"match": "tokens"}, {"measure": "tokens_to@0.5"}])
+def test_what_a_control_took_changes_no_verdict_of_the_question(tmp_path, settings):
+    without, with_control = with_and_without_control(tmp_path, **settings)
+    [alone] = without.comparisons
+    pair, *of_control = with_control.comparisons
+    assert pair == alone and len(of_control) == 2
+    # A control's own pairs are at what all three have taken.
+    if "match" in settings:
+        assert "at 320 or 80 sampled tokens, which all runs of a table have" in with_control.basis
 
 
 def test_a_designs_hash_is_of_what_was_decided_before_its_runs(grid):
