@@ -124,8 +124,9 @@ def build(args: RLArgs, run: Run) -> RunParts:
             run.console.print(proof, soft_wrap=True)
     rollouts = open_rollouts(plan, run, source, sampler, request_reference)
     # Each update compares the sampler of its rollouts. Only one that never draws rollouts needs the
-    # check after an evaluation.
-    check = None if plan.shares_sampler else check_log_probs
+    # check after an evaluation, before which it goes to sleep.
+    draws_rollouts = plan.shares_sampler and args.train_on == "samples"
+    check = None if draws_rollouts else check_log_probs
     others = functions_of_others(evaluations)
     evaluate = announced_evaluation(evaluation, run)
     evaluator = Evaluator(evaluate, args.eval_interval, eval_sampler, run, policy, check, others)

@@ -18,7 +18,8 @@ def split_tensors(state: Any, tensors: dict[str, Tensor]) -> Any:
 
     if isinstance(state, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = state.detach().cpu().contiguous()
+        # A copy: a file of safetensors refuses two tensors that share memory.
+        tensors[name] = state.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {TENSOR: name}
     if type(state) is list:
         return [split_tensors(part, tensors) for part in state]

@@ -177,7 +177,8 @@ def first_warnings(
     broken = first_kl_warning(computed, config, dtype, step)
     # Neither may the rows have been chosen by their rewards, nor the sampler's weights be others.
     are_all = trains_every_row(config) and bool(rollout.counted_B1.all())
-    is_sampled = config.train_on == "samples"
+    # With --log_probs_of full the entropy is not of what top-p and top-k leave to the sampler.
+    is_sampled = config.train_on == "samples" and config.loss_distribution == config.distribution
     if are_all and is_sampled and not config.max_refills and not steps_old:
         broken |= sampled_entropy_warning(computed, rollout)
     return broken

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from alignment.core.advantages import (
     ADVANTAGES,
@@ -155,6 +156,14 @@ def test_an_interrupted_step_leaves_the_state_as_it_was():
     state = {"0": 0.5}
     estimate("problem_average", [[1, 1]], None, state)
     assert state == {"0": 0.5}
+
+
+def test_tensors_of_a_state_that_share_memory_can_be_saved(tmp_path):
+    tensors: dict = {}
+    mean = torch.arange(4.0)
+    split_tensors({"mean": mean, "last": mean, "part": mean[1:]}, tensors)
+    save_file(tensors, tmp_path / "state.safetensors")
+    assert [tensor.tolist() for tensor in tensors.values()] == [[0, 1, 2, 3]] * 2 + [[1, 2, 3]]
 
 
 def test_a_state_becomes_json_and_tensors_and_back():

@@ -28,7 +28,7 @@ from alignment.training.invariants import (
     sampled_entropy_warning,
     step_warning,
 )
-from alignment.training.update import update
+from alignment.training.update import first_warnings, update
 
 POLICY_RATIO = dataclasses.replace(ARGS, epochs_per_rollout=2).update_config
 
@@ -225,6 +225,22 @@ def test_a_surprise_below_the_entropy(surprise, is_seen):
     sums = {"sampling_entropy_sum": 10_000.0, "response_tokens": 100 * rows}
     results = [MicroBatchResult(list(range(rows)), torch.zeros(1, 1), sums)]
     found = sampled_entropy_warning([results], rollout)
+    assert list(found) == ["sampled_entropy"] * is_seen
+
+
+@pytest.mark.parametrize(("log_probs_of", "is_seen"), [("sampled", True), ("full", False)])
+def test_the_entropy_of_the_full_softmax_is_not_compared_with_a_truncated_surprise(
+    log_probs_of, is_seen
+):
+    rows = 200
+    rollout = answers_of([[5] * 100] * rows, log_prob=-0.1)
+    rollout.counted_B1 = torch.ones(rows, 1, dtype=torch.bool)
+    sums = {"sampling_entropy_sum": 10_000.0, "response_tokens": 100 * rows, "kl_sum": 0.0}
+    results = [MicroBatchResult(list(range(rows)), torch.zeros(1, 1), sums)]
+    config = dataclasses.replace(
+        ARGS, beta=0.1, sampling_top_p=0.9, log_probs_of=log_probs_of
+    ).update_config
+    found = first_warnings(rollout, config, torch.float32, [results], step=2, steps_old=0)
     assert list(found) == ["sampled_entropy"] * is_seen
 
 
