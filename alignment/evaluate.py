@@ -33,6 +33,7 @@ from alignment.builders.held_out import GREEDY, task_arguments, with_greedy
 from alignment.data.pass_rates import pass_rate_rows
 from alignment.data.prompts import CHAT
 from alignment.data.tasks import find_task
+from alignment.data.tasks.own_data import read_examples
 from alignment.evaluation import benchmarks
 from alignment.evaluation.audit import AUDITED_FORMATS, write_audit
 from alignment.evaluation.partial_prompts import write_partial_prompts
@@ -367,6 +368,7 @@ def write_report(
         "args": args.recorded_values,
         "rules": {name: task_args.evaluation_rule for name, task_args in tasks.items()},
         "sampled": tasks,
+        "examples": args.examples or len(read_examples(args.few_shot)),
         "versions": versions(),
         "entries": entries_of(args),
     }

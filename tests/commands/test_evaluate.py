@@ -293,6 +293,24 @@ def test_a_runs_checkpoints_on_its_own_task(run, run_folder):
     assert folder.name.endswith("_a_run_arithmetic")
 
 
+@pytest.mark.parametrize("flag", ["--examples", "--few_shot"])
+def test_other_programs_files_say_how_many_examples_were_shown(run, tiny_folder, tmp_path, flag):
+    value = "2"
+    if flag == "--few_shot":
+        rows = [{"question": f"1 + {n}?", "response": f" {1 + n}"} for n in range(2)]
+        file = tmp_path / "examples.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        value = str(file)
+    _, folder = run("--model", tiny_folder, "--max_problems", "2", flag, value)
+    harness = only(folder, "lm_eval/*/results_*.json")
+    assert harness["n-shot"] == {"arithmetic": 2}
+    assert harness["configs"]["arithmetic"]["num_fewshot"] == 2
+    lighteval = only(folder, "lighteval/results/*/results_*.json")
+    for name in ("results", "versions", "config_tasks", "summary_tasks"):
+        assert list(lighteval[name]) == ["arithmetic|2"]
+    assert lighteval["summary_tasks"]["arithmetic|2"]["effective_few_shots"] == 2
+
+
 def test_a_task_of_ones_own_is_a_benchmark_too(run, tiny_folder, data, monkeypatch):
     monkeypatch.syspath_prepend("tests/extending")
     flags = ["--eval_tasks", "gsm8k", "my_package.evens:task", "--dataset_path", data]
