@@ -92,7 +92,7 @@ def make_tuning_design(design: Design, args: SweepOptions) -> Design | None:
     if not args.tune:
         return None
     last_seeds = max(args.max_seeds, len(design.seeds)) if args.until_decided else 0
-    tuning.refuse_shared_seeds(args.tune_seeds, design.seeds, last_seeds)
+    tuning.refuse_shared_seeds(args.tune_seeds, design.seeds, last_seeds, design.folder)
     seeds = tuple(dict.fromkeys(args.tune_seeds))
     runs = tuning.tuning_design(design, tuning.read_grid(args.tune), seeds)
     refuse_faulty_arms(runs.arms, seeds)

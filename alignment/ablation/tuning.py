@@ -291,16 +291,36 @@ def _remedy(name: str) -> str:
     return f"give --{name} one value"
 
 
-def refuse_shared_seeds(tune_seeds: Sequence[int], seeds: Sequence[int], max_seeds: int) -> None:
+def refuse_shared_seeds(
+    tune_seeds: Sequence[int], seeds: Sequence[int], max_seeds: int, folder: Path
+) -> None:
     """Raise `UserError` where a seed that tunes is one of the verdicts', or may become one by
-    --until_decided."""
+    --until_decided, in this command or in earlier ones of the sweep's folder."""
     reached = set(seeds) | set(range(max(seeds) + 1, max(seeds) + 1 + max_seeds))
-    shared = sorted(reached & set(tune_seeds))
+    shared = sorted((reached | seeds_of_folder(folder)) & set(tune_seeds))
     if shared:
         raise UserError(
             f"--tune_seeds {shared[0]}: a verdict may use this seed, so its runs must not choose a"
             " value; give others"
         )
+    shared = sorted(reached & seeds_of_folder(folder / FOLDER))
+    if shared:
+        raise UserError(
+            f"--seed {shared[0]}: runs with this seed chose values before ({folder / FOLDER}), so"
+            " no verdict may use it; give others, or another --run_name"
+        )
+
+
+def seeds_of_folder(folder: Path) -> set[int]:
+    """The seeds of a sweep's earlier commands, those that --until_decided added included; none
+    where there is no sweep yet."""
+    file = folder / "sweep.json"
+    seeds = set(read_json(file).get("seeds", ())) if file.exists() else set()
+    for path in folder.glob("*_seed*"):
+        seed = path.name.rpartition("_seed")[2]
+        if seed.isdigit():
+            seeds.add(int(seed))
+    return seeds
 
 
 def choose(
@@ -309,15 +329,17 @@ def choose(
     accuracies: Mapping[str, Mapping[int, float]],
     seeds: Sequence[int],
 ) -> dict[str, Choice]:
-    """For each tuned arm the candidate with the best mean accuracy over seeds, the first of equal
-    ones. `accuracies` are those of the finished runs, by the names of `tuning_design` and seed. A
-    candidate with a run that did not finish is not taken. Raises `UserError` where an arm has no
-    other."""
+    """For each tuned arm the candidate with the best mean accuracy over these seeds, the first of
+    equal ones. `accuracies` are those of the finished runs, by the names of `tuning_design` and
+    seed. A candidate with a run that did not finish is not taken. Raises `UserError` where an arm
+    has no other."""
     choices = {}
     for arm in tuned_arms(arms):
         candidates = []
         for values in _candidates(grid):
-            by_seed = dict(accuracies.get(_run_name(arm, values), {}))
+            of_all_seeds = accuracies.get(_run_name(arm, values), {})
+            # The folder may have seeds of earlier commands too.
+            by_seed = {seed: of_all_seeds[seed] for seed in seeds if seed in of_all_seeds}
             failed = tuple(seed for seed in seeds if seed not in by_seed)
             candidates.append(Candidate(values, by_seed, failed))
         choice = _best_of(candidates)

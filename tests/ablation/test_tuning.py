@@ -88,13 +88,40 @@ def test_values_are_read_as_their_flags_take_them():
     assert grid["group_size"] == (4, 8) and grid["normalize_by_std"] == (True, False)
 
 
-def test_seeds_that_a_verdict_may_use_do_not_tune():
-    refuse_shared_seeds([100], [0, 1], 0)
+def test_seeds_that_a_verdict_may_use_do_not_tune(tmp_path):
+    refuse_shared_seeds([100], [0, 1], 0, tmp_path)
     with pytest.raises(UserError, match="--tune_seeds 1: a verdict may use this seed"):
-        refuse_shared_seeds([100, 1], [0, 1], 0)
+        refuse_shared_seeds([100, 1], [0, 1], 0, tmp_path)
     # --until_decided may reach seed 9.
     with pytest.raises(UserError, match="--tune_seeds 9"):
-        refuse_shared_seeds([9], [0, 1], 10)
+        refuse_shared_seeds([9], [0, 1], 10, tmp_path)
+
+
+def test_seeds_of_earlier_commands_stay_what_they_were(tmp_path):
+    (tmp_path / "sweep.json").write_text('{"seeds": [0, 7]}')
+    (tmp_path / "grpo_clip_seed8").mkdir()  # which --until_decided added
+    (tmp_path / "tuning").mkdir()
+    (tmp_path / "tuning" / "sweep.json").write_text('{"seeds": [100]}')
+    refuse_shared_seeds([100, 101], [0, 1], 0, tmp_path)
+    for seed in (7, 8):
+        with pytest.raises(UserError, match=f"--tune_seeds {seed}: a verdict may use this seed"):
+            refuse_shared_seeds([seed], [0, 1], 0, tmp_path)
+    with pytest.raises(UserError, match="--seed 100: runs with this seed chose values before"):
+        refuse_shared_seeds([101], [0, 100], 0, tmp_path)
+
+
+def test_an_arm_chooses_by_the_seeds_of_its_command(tmp_path):
+    """Seed 100, of an earlier command, has another best value than 101."""
+    args = arguments(tmp_path)
+    design = sweep.make_design(args)
+    grid = read_grid(args.tune)
+    accuracies = {}
+    for arm in design.arms:
+        for value, before in zip(grid["learning_rate"], (0.9, 0.2, 0.1), strict=True):
+            accuracies[f"{arm}_learning_rate{value}"] = {100: before, 101: (1 - before) / 2}
+    choice = choose(design.arms, grid, accuracies, (101,))["grpo_clip"]
+    assert choice.candidate.values == {"learning_rate": 1e-3}
+    assert choice.candidate.accuracies == {101: 0.45}
 
 
 def test_the_plan_counts_the_runs_that_tune(tmp_path, capsys):
