@@ -176,12 +176,15 @@ def make_design(args: SweepOptions) -> Design:
     check_trackers(args.trackers)
     try_users_code(arms.values())
     warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
-    if count_looks(len(seeds), args) == 1:  # else the looks that are planned share the 5 %
+    looks = count_looks(len(seeds), args)
+    # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
+    alpha = ALPHA / looks
+    if looks == 1:
         warnings += schedule.later_looks(folder, seeds)
+    else:
+        schedule.refuse_further_looks(folder, seeds, alpha)
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
-    # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
-    alpha = ALPHA / count_looks(len(seeds), args)
     design = Design(
         folder,
         arms,

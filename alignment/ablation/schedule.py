@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -123,6 +123,22 @@ def later_looks(folder: Path, seeds: Iterable[int]) -> tuple[str, ...]:
         " where a report decides whether seeds are added, only --until_decided, given from the"
         " start, keeps to 5 % in all",
     )
+
+
+def refuse_further_looks(folder: Path, seeds: Collection[int], alpha: float) -> None:
+    """Raise `UserError` where a sweep's looks, of which each has `alpha`, began with other seeds
+    than these: there would be more looks in all than share the chance of a false verdict."""
+    file = folder / "sweep.json"
+    if not file.exists():
+        return
+    before = read_json(file)
+    own = before.get("seeds")
+    if before.get("alpha") == alpha and isinstance(own, list) and set(own) != set(seeds):
+        first = " ".join(map(str, own))
+        raise UserError(
+            f"--until_decided: {folder} began its looks with --seed {first}, and they share the 5 %"
+            " with none that are added; give these seeds, or another --run_name"
+        )
 
 
 def warm_up(design: Design, executor: Executor, output_dir: str, console: Console) -> None:

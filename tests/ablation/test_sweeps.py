@@ -307,6 +307,21 @@ def test_seeds_that_are_added_after_a_report_are_a_second_look(tmp_path):
     assert design_of("0", "1").warnings == (warning,)
 
 
+def test_looks_that_share_the_error_rate_are_not_added_to(tmp_path):
+    """Six looks of 3 to 8 seeds, and six of 8 to 13, would be eleven at 0.05 / 6."""
+    (tmp_path / "sft").mkdir()
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--until_decided"]
+    first = arguments(tmp_path, *flags, "--seed", "0", "1", "2", "--max_seeds", "8")
+    design = make_design(first)
+    design.folder.mkdir()
+    claim_folder(design, ["sweep.py"])
+    note_report(design.folder, range(8))
+    assert make_design(first).alpha == pytest.approx(0.05 / 6)
+    grown = arguments(tmp_path, *flags, "--seed", *map(str, range(8)), "--max_seeds", "13")
+    with pytest.raises(UserError, match="--until_decided: .* began its looks with --seed 0 1 2,"):
+        make_design(grown)
+
+
 def test_one_seed_is_no_look_and_a_report_of_an_older_version_is_one(tmp_path):
     file = tmp_path / "sweep.json"
     file.write_text('{"seeds": [0], "reported": [1]}')
