@@ -169,11 +169,16 @@ def read_turns(place: str, column: str, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _content(place: str, message: Mapping[str, Any]) -> object:
-    """The content of a message, whose parts of text are joined. Raises `UserError` for other
-    parts, such as images."""
+    """The content of a message, as `joined_parts`. Raises `UserError` where it has none."""
     content = message.get("content")
     if content is None:
         raise UserError(f'{place}: a message of the {message["role"]} has no "content"')
+    return joined_parts(place, content)
+
+
+def joined_parts(place: str, content: object) -> object:
+    """The text of a message's content that is a list of parts of text; any other as it is. Raises
+    `UserError` for other parts, such as images."""
     if not isinstance(content, list):
         return content
     texts = []

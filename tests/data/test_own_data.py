@@ -457,6 +457,23 @@ def test_the_shapes_of_demonstrations(row, question, prompt, response, tmp_path)
     assert read_demonstrations(file) == [(Problem(f"{file}:1", question, prompt, ""), response)]
 
 
+@pytest.mark.parametrize("columns", [("messages",), ("prompt", "completion")])
+def test_messages_of_demonstrations_may_be_json_text_and_have_parts(columns, tmp_path):
+    """As in a CSV file, and as chats with images have them: what the same messages of texts say."""
+    plain = turns("Q", " R", "Q2", "R2")
+    in_parts = [dict(turn) for turn in plain]
+    in_parts[1]["content"] = [{"type": "text", "text": " "}, {"type": "text", "text": "R"}]
+    cells = {"messages": in_parts, "prompt": in_parts[:1], "completion": in_parts[1:]}
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows([columns, [json.dumps(cells[name]) for name in columns]])
+    told = tuple((turn["role"], turn["content"]) for turn in plain)
+    assert read_demonstrations(str(file)) == [
+        (Problem(f"{file}:2", "Q", "", "", told[:1]), " R"),
+        (Problem(f"{file}:2", "Q2", "", "", told[:3]), "R2"),
+    ]
+
+
 QUESTIONED = [{"role": "system", "content": "S"}, *turns("Q", "R", "Q2", "R2")]
 TOLD = tuple((turn["role"], turn["content"]) for turn in QUESTIONED)
 
@@ -577,7 +594,7 @@ def test_a_conversation_that_asks_a_test_question_is_left_out(tmp_path, capsys):
         ({"messages": turns("Q", "")}, '"content" must hold'),
         (
             {"messages": [{"role": "user", "content": ["parts"]}, turns("", "R")[1]]},
-            '"content" must hold',
+            'the "content" of a message has a part that is no text',
         ),
         ({"prompt": turns("Q", "R"), "completion": []}, '"completion" must hold'),
         (

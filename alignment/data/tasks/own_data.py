@@ -29,6 +29,7 @@ from alignment.data.answer_cells import (
     cell_at,
     final_answer,
     is_messages,
+    joined_parts,
     opened_json,
     present_column,
     read_turns,
@@ -50,6 +51,8 @@ ANNOTATION = re.compile(r"<<[^<>]*>>")  # of GSM8K's calculator
 VALIDATION_SHARE = 20
 # a problem and a response to it; a problem without a question has its prompt already
 Demonstration = tuple[Problem, str]
+# Columns of demonstrations that may hold messages.
+COLUMNS_OF_MESSAGES = ("messages", "prompt", "completion")
 # Keys under which messages hold what comes before their "content".
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 UNTRAINABLE = ("tool_calls", "function_call")
@@ -355,7 +358,7 @@ def read_demonstrations(*files: str) -> list[Demonstration]:
     `UserError`, naming file and line, for a malformed row."""
     demonstrations: list[Demonstration] = []
     for file in files:
-        rows = read_rows(Path(file))
+        rows = [(place, _with_opened_messages(place, row)) for place, row in read_rows(Path(file))]
         weightless = 0
         for place, row in rows:
             row_demonstrations = _demonstrations(place, row)
@@ -385,9 +388,26 @@ def read_examples(file: str) -> list[tuple[str, str]]:
     return [(problem.question, response) for problem, response in examples]
 
 
+def _with_opened_messages(place: str, row: Row) -> Row:
+    """The row with messages that are JSON text as lists, and the contents of messages that are
+    parts of text as texts. Raises `UserError`, naming the place, for other parts."""
+    opened = dict(row)
+    for column in COLUMNS_OF_MESSAGES:
+        messages = opened_json(row.get(column))
+        if is_messages(messages):
+            opened[column] = [_with_joined_parts(place, message) for message in messages]
+    return opened
+
+
+def _with_joined_parts(place: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": joined_parts(place, message["content"])}
+
+
 def _messages(row: Row) -> Iterator[Row]:
     """The messages in a row, of all the columns that may hold some."""
-    for column in ("messages", "prompt", "completion"):
+    for column in COLUMNS_OF_MESSAGES:
         messages = row.get(column)
         if isinstance(messages, list):
             yield from (message for message in messages if isinstance(message, dict))
