@@ -37,8 +37,9 @@ class Resources:
 @dataclass(frozen=True)
 class SweepOptions:
     """Train every combination of the values given, with every seed, and say which choice made the
-    difference. Every argument of train_rl may be given here, most with several values: --loss_type
-    no_baseline grpo_clip --seed 0 1 2"""
+    difference. Most arguments of train_rl take several values here: --loss_type no_baseline
+    grpo_clip --seed 0 1 2. Those that decide how arms are evaluated take one, and devices, --stop,
+    --target_accuracy and --auto_sft are not a sweep's."""
 
     FIRST_FLAGS: ClassVar[tuple[str, ...]] = (
         "preset",
