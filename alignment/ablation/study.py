@@ -450,15 +450,25 @@ def _argument(run: Run, name: str) -> Any:
     return run.args.get(name, _DEFAULTS.get(name))
 
 
+def _meaning(name: str, value: Any) -> Any:
+    """The value of an argument, None for an empty one. 0 is not empty where the argument's default
+    is None: that stands for the value of another argument."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and name in _DEFAULTS and _DEFAULTS[name] is None:
+        return float(value)
+    return value or None
+
+
 def _differing_arguments(runs: Sequence[Run]) -> list[str]:
     """The names, sorted, of the arguments that may change a result and that have several values
-    among the runs. Empty values such as "", 0, False and None count as the same one."""
+    among the runs. Empty values such as "", 0, False and None count as the same one, but for
+    arguments whose None means another value than 0 (--eval_temperature)."""
     names: set[str] = set()
     for run in runs:
         names.update(run.args)
     differing = []
     for name in sorted(names - BOOKKEEPING):
-        values = {json.dumps(_argument(run, name) or None) for run in runs}
+        values = {json.dumps(_meaning(name, _argument(run, name))) for run in runs}
         if len(values) > 1:
             differing.append(name)
     return differing

@@ -897,6 +897,18 @@ def test_runs_without_a_sweep_are_grouped_by_their_arguments(tmp_path):
         read_study([runs[0], make_run(tmp_path / "again", 0, 0.5, loss_type="a")])
 
 
+@pytest.mark.parametrize("name", ["eval_temperature", "eval_top_k"])
+def test_none_and_zero_of_an_evaluation_are_two_values(tmp_path, name):
+    """0 is greedy, or all tokens; None is what rollouts have. An empty text and None are one."""
+    runs = [
+        make_run(tmp_path / "a", 0, 0.5, **{name: None, "eval_rule": ""}),
+        make_run(tmp_path / "b", 1, 0.5, **{name: 0, "eval_rule": None}),
+        make_run(tmp_path / "c", 2, 0.5, **{name: 0.0}),
+    ]
+    arms = {arm: sorted(by_seed) for arm, by_seed in read_study(runs).arms.items()}
+    assert sorted(arms.values()) == [[0], [1, 2]]
+
+
 @pytest.mark.slow
 def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_path):
     runs = []
