@@ -903,7 +903,7 @@ def test_none_and_zero_of_an_evaluation_are_two_values(tmp_path, name):
     runs = [
         make_run(tmp_path / "a", 0, 0.5, **{name: None, "eval_rule": ""}),
         make_run(tmp_path / "b", 1, 0.5, **{name: 0, "eval_rule": None}),
-        make_run(tmp_path / "c", 2, 0.5, **{name: 0.0}),
+        make_run(tmp_path / "c", 2, 0.5, **{name: 0}),
     ]
     arms = {arm: sorted(by_seed) for arm, by_seed in read_study(runs).arms.items()}
     assert sorted(arms.values()) == [[0], [1, 2]]
