@@ -56,7 +56,7 @@ def checks_of_rewards(args: VerifyArgs) -> Iterator[Check]:
     reward = resolved_reward(args.reward, args.task_in_format.rules)
     names = [name for name, _ in named_parts(reward)]
     yield from checks_of_rules(RULES, (*names, args.evaluation_rule))
-    cosine = partial(PARTS["cosine_length"], settings=CosineLength())
+    cosine = partial(PARTS["cosine_length"], settings=CosineLength(longest=256))
     yield check_of_parts({**CONTROLS, **PARTS, "cosine_length": cosine})
     yield from MadeUpEvaluation(figures, paired_difference, summarised).checks()
 

@@ -261,12 +261,18 @@ def settings_of(args: Any, prefix: str) -> Any:
 
 
 def fields_of(args: Any, prefix: str) -> dict[str, Any]:
-    """The values of the settings that begin with `prefix`, without it."""
+    """The values of the settings that begin with `prefix`, without it. One that is None and follows
+    another flag has that flag's."""
+    flags = own_flags(args)
     values = {}
     for name, value in own_values(args).items():
         choice, _, field = name.partition(".")
-        if choice == prefix:
-            values[field] = value
+        if choice != prefix:
+            continue
+        followed = flags[name].facts.follows
+        if value is None and followed:
+            value = getattr(args, followed)
+        values[field] = value
     return values
 
 

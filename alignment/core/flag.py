@@ -53,6 +53,9 @@ class Flag:
     """Whether it may also be 0, which is not within the bounds above."""
     zero: str = ""
     """What 0 means, if it has a meaning of its own, such as "none"."""
+    follows: str = ""
+    """Of a setting that only a loss, an advantage, a reward or a sampler has: the flag whose value
+    it takes where it is None."""
     because: str = ""
     """The reason for the bounds, which the error message states with them."""
     names_folder: bool = False

@@ -203,8 +203,8 @@ def signed_format(problem: Problem, response: str) -> float:
 class CosineLength:
     """The rewards of short and long responses, right and wrong."""
 
-    longest: int = flag(256, above=0)
-    """cosine_length: tokens of the longest response, as --max_new_tokens."""
+    longest: int | None = flag(None, above=0, follows="max_new_tokens")
+    """cosine_length: tokens of the longest response; by default --max_new_tokens."""
     right_short: float = flag(2.0)
     """cosine_length: reward of a right response of no length."""
     right_long: float = flag(1.0)
@@ -238,6 +238,7 @@ def cosine_length(
 
 
 def _cosine_of_length(completion: Completion, score: Score, settings: CosineLength) -> float:
+    assert settings.longest is not None, "arguments give --max_new_tokens in its place"
     length = len(completion.token_ids)
     if completion.finish_reason == "length" or length >= settings.longest:
         return settings.cut_off

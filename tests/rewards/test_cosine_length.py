@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment.args import RLArgs, parse
 from alignment.core.records import Completion, Problem
 from alignment.rewards.rules import CosineLength, cosine_length, find_reward
 from alignment.verification.papers import paper_cosine_reward
@@ -57,6 +58,19 @@ def test_a_response_that_is_cut_off_earlier_counts_as_the_longest():
 def test_it_is_the_papers_formula(length, is_right):
     expected = paper_cosine_reward(length, 8, is_right, (2.0, 1.0), (-10.0, 0.0))
     assert reward(length, is_right, SETTINGS) == pytest.approx(expected, abs=1e-14)
+
+
+def test_the_longest_response_is_that_of_the_run():
+    """So that a finished answer of 300 tokens is not paid as one that is cut off."""
+    words = ["--reward", "cosine_length", "--max_new_tokens", "512"]
+    args = parse(RLArgs, words)
+    assert dict(args.reward_settings)["longest"] == 512
+    made = find_reward(args.reward, ("r1_zero",), None, args.reward_settings)
+    (group,) = made.score([PROBLEM], [[completion(256, True)]])
+    assert group.scores[0]["reward"] == pytest.approx(1.5, abs=1e-14)
+    # A length of its own stays, also where a run of before recorded it.
+    named = parse(RLArgs, [*words, "--reward.longest", "300"])
+    assert dict(named.reward_settings)["longest"] == 300
 
 
 def test_it_is_a_part_beside_others_with_its_own_settings():

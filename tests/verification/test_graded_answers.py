@@ -63,7 +63,7 @@ def test_a_box_within_thoughts(monkeypatch):
 
 
 def wrong_values(**changes) -> list[str]:
-    cosine = partial(PARTS["cosine_length"], settings=CosineLength())
+    cosine = partial(PARTS["cosine_length"], settings=CosineLength(longest=256))
     found = check_of_parts({**CONTROLS, **PARTS, "cosine_length": cosine, **changes}).quantity()
     assert isinstance(found, list)
     return found
@@ -73,7 +73,7 @@ def test_parts_of_rewards_with_other_values():
     assert wrong_values() == []
     tags = make_text_part(lambda problem, text: float("<answer>" in text))
     assert "tag_count of two answers, the last one wrong" in wrong_values(tag_count=tags)
-    swapped = CosineLength(right_short=1.0, right_long=2.0)
+    swapped = CosineLength(longest=256, right_short=1.0, right_long=2.0)
     assert "cosine_length of a right answer behind the prompt's opening tag" in wrong_values(
         cosine_length=partial(PARTS["cosine_length"], settings=swapped)
     )
