@@ -375,11 +375,17 @@ def name_of(arm: RLArgs, base: RLArgs) -> str:
 def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
     """The arms, and as control arms copies of the first one: one for each reward that is a negative
     control, one for the majority vote, which knows no truth, and one with a learning rate of 0,
-    which does not train."""
+    which does not train. Raises `UserError` where an arm has the name of one of them."""
     first = next(iter(arms.values()))
     controls = {name: replaced(first, reward=name) for name in (*CONTROLS, MAJORITY_VOTE)}
     controls["no_training"] = dataclasses.replace(first, learning_rate=0.0)
-    return {**arms, **{f"{CONTROL}{name}": arm for name, arm in controls.items()}}
+    added = {f"{CONTROL}{name}": arm for name, arm in controls.items()}
+    for name in added:
+        if name in arms:
+            raise UserError(
+                f"--controls adds an arm {name}, and the sweep has one of that name: rename it"
+            )
+    return {**arms, **added}
 
 
 def is_control(arm: str) -> bool:

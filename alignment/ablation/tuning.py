@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.ablation.design import (
+    CONTROL,
     SEED_STD,
     Design,
     are_evaluated_alike,
@@ -210,7 +211,13 @@ def tuned_arms(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
 def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int]) -> Design:
     """The runs that tune the arms of a design: every tuned arm with every combination of the
     grid's values, evaluated on the validation split. Raises `UserError` where arms differ in a
-    tuned argument, lack it or cannot work with a value, and where a value changes an evaluation."""
+    tuned argument, lack it or cannot work with a value, where a value changes an evaluation, and
+    where all arms are controls."""
+    if not tuned_arms(design.arms):
+        raise UserError(
+            f"--tune: the names of all arms begin with {CONTROL}, and controls are not tuned:"
+            " rename the arms that are none"
+        )
     arms: dict[str, RLArgs] = {}
     folder = design.folder / FOLDER
     for name in grid:

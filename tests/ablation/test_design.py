@@ -134,6 +134,8 @@ def test_controls():
         "control_no_training": "auto",
     }
     assert arms["control_no_training"] == dataclasses.replace(arms["a"], learning_rate=0.0)
+    with pytest.raises(UserError, match="--controls adds an arm control_random, and the sweep has"):
+        with_controls({"a": arm(), "control_random": arm()})
     assert all(
         args.learning_rate == arms["a"].learning_rate
         for name, args in arms.items()

@@ -163,6 +163,14 @@ def test_no_arm_chooses_the_evaluation_that_suits_it(words, message, tmp_path):
         sweep.make_tuning_design(design, args)
 
 
+def test_controls_alone_are_not_tuned(tmp_path):
+    args = arguments(tmp_path)
+    design = sweep.make_design(args)
+    arms = {f"control_{name}": arm for name, arm in design.arms.items()}
+    with pytest.raises(UserError, match="--tune: the names of all arms begin with control_"):
+        sweep.make_tuning_design(dataclasses.replace(design, arms=arms), args)
+
+
 def test_a_temperature_of_training_alone_is_tuned(tmp_path):
     args = arguments(tmp_path, "--eval_temperature", "1")
     args = dataclasses.replace(args, tune=("sampling_temperature=0.6,1",))
