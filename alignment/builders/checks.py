@@ -56,12 +56,14 @@ from alignment.data.tasks import (
 )
 from alignment.data.tasks.own_data import Demonstration, read_examples
 from alignment.model.vocabulary import read_vocabulary, refuse_other_vocabulary
+from alignment.rewards.judge import judge_name
 from alignment.rewards.rules import (
     RULES,
     Reward,
     check_reward_name,
     find_reward,
     find_rule,
+    named_parts,
     try_reward,
 )
 from alignment.runs.run import RunConfig
@@ -118,6 +120,7 @@ def check_rl(args: RLArgs) -> None:
     task = check(args)
     check_loss(args)
     reward = find_reward(args.reward, task.rules, args.reward_timeout, args.reward_settings)
+    check_judges(args.resolved_reward)
     if args.sampler_url:
         token = os.environ.get("ALIGNMENT_SAMPLER_TOKEN", "")
         urls = args.sampler_url.split(",")
@@ -172,6 +175,15 @@ def say_numbers_of_tiny(args: RLArgs | SFTArgs, model: str) -> None:
             f" default, which is for a tiny model; name {pronoun}, or another preset (`presets`"
             " lists all)"
         )
+
+
+def check_judges(reward: str) -> None:
+    """Raise `UserError` where the model of a judge in the reward is one of the hub that is neither
+    on this machine nor can be downloaded."""
+    for part, _ in named_parts(reward):
+        judge = judge_name(part)
+        if judge is not None:
+            check_model(judge.model, "--reward judge:")
 
 
 def check_server(url: str) -> None:

@@ -71,7 +71,8 @@ def find_judge(name: JudgeName) -> Callable[..., list[float | None]]:
     rubric = read_rubric(name.rubric)
     folder = Path(name.model).expanduser()
     is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name.model) is not None
-    if not (folder / "config.json").is_file() and (folder.exists() or not is_hub_name):
+    looks_local = folder.exists() or folder.parent.is_dir() or not is_hub_name
+    if not (folder / "config.json").is_file() and looks_local:
         raise UserError(
             f"--reward judge:{name.model}: there is no model in this folder; name one that has a"
             " config.json, or OWNER/NAME of the hub"

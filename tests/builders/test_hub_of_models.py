@@ -5,6 +5,7 @@ import pytest
 from huggingface_hub import constants
 
 from alignment.builders import base_models
+from alignment.builders.checks import check_judges
 from alignment.system.errors import UserError
 
 NAME = "nobody/nothing"
@@ -37,6 +38,13 @@ def test_a_hub_that_does_not_answer_is_named(hub, error, reason):
     hub(error)
     with pytest.raises(UserError, match=f"^--teacher {NAME}: is not on .*: {reason}.; mend the"):
         base_models.check_hub(NAME, "--teacher")
+
+
+def test_a_judge_of_the_hub_is_looked_for_before_anything_loads(hub):
+    hub(TimeoutError())
+    with pytest.raises(UserError, match=f"^--reward judge: {NAME}: is not on this machine, and"):
+        check_judges(f"accuracy,judge:{NAME}@helpful:0.5")
+    check_judges("accuracy,format:0.5")
 
 
 def test_without_the_hub_by_choice_the_variable_is_named(hub, monkeypatch):

@@ -74,11 +74,17 @@ def test_names():
     ("part", "message"),
     [
         ("judge:nowhere@helpful", "judge:nowhere: there is no model in this folder"),
+        # A folder that is missing beside others, and no name of the hub.
+        ("judge:made/later@helpful", "judge:made/later: there is no model in this folder"),
         ("judge:{folder}@helpfull", "@helpfull: there is no such rubric; choose one of harmless,"),
         ("judge:{folder}@{file}", "the rubric has no place for what is judged"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_loads(part, message, tiny_folder, tmp_path):
+def test_what_cannot_be_is_refused_before_a_model_loads(
+    part, message, tiny_folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
     file = tmp_path / "rubric.txt"
     file.write_text("Is it good?")
     with pytest.raises(UserError, match=re.escape(message)):
