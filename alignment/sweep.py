@@ -175,8 +175,10 @@ def make_design(args: SweepOptions) -> Design:
     refuse_unmeasured_arms(arms, args.measure, args.match)
     check_trackers(args.trackers)
     try_users_code(arms.values())
-    warnings = (*lint(arms, seeds), *rare_evaluations(arms, args.match))
     looks = count_looks(len(seeds), args)
+    # --until_decided adds a seed at each further look.
+    most_seeds = range(len(seeds) + looks - 1)
+    warnings = (*lint(arms, most_seeds), *rare_evaluations(arms, args.match))
     # Each time that verdicts are made has its share of the chance of a false one (Bonferroni).
     alpha = ALPHA / looks
     if looks == 1:
@@ -341,6 +343,9 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     arm = next(iter(design.arms.values()))
     questions = len(held_out_problems(arm))
     looks = range(seeds, seeds + count_looks(seeds, args))
+    if len(design.arms) < 2:
+        console.print("one arm: there is nothing to compare it with", soft_wrap=True)
+        return
     if looks[-1] < 2:
         console.print(
             "what a difference would have to be to be seen cannot be told with one seed; the runs"
@@ -461,8 +466,11 @@ class Size:
         if price > 0:
             least, most = self.gpu_hours
             dollars = f" ({span((price * least, price * most))} dollars)"
+        shown = "show no difference"
+        if self.difference <= 1:  # accuracies differ by 1 at most
+            shown = f"show {self.difference:.3f}"
         return (
-            f"{self.seeds} seeds and {self.questions} questions show {self.difference:.3f} for"
+            f"{self.seeds} seeds and {self.questions} questions {shown} for"
             f" {span(self.gpu_hours)} GPU-hours{dollars}"
         )
 

@@ -445,7 +445,7 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
 
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     """Warnings about arms that compute the same, about arms that differ in more than one quantity,
-    and about a single seed."""
+    and about a single seed, where no other may follow."""
     warnings = [*_equivalent(arms), *_confounded(arms)]
     if len(seeds) < 2:
         warnings.append(

@@ -879,11 +879,13 @@ def power(
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each
     number of seeds in `looks`, which share the error rate. Of every arm's mean, `std` is the
     standard deviation of one seed (`score_std`), and `question_std` that by the choice of
-    questions, whatever the seeds: 0 without effects of arms on single questions."""
-    if looks[0] < 2 or family < 1:
+    questions, whatever the seeds: 0 without effects of arms on single questions. A look at one seed
+    shows nothing, but has its share."""
+    if looks[-1] < 2 or family < 1:
         return Power(math.inf, 0.0)
     weights = np.array(weights_A)
     alpha = ALPHA / len(looks)
+    looks = range(max(looks[0], 2), looks.stop)
     rng = np.random.default_rng(0)
     scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     analyses = []

@@ -381,6 +381,12 @@ def test_looks_share_the_error_rate_and_seeds_win_it_back():
     assert two_arms(10).difference < two_arms(3, last=10).difference < two_arms(3).difference
 
 
+def test_a_look_at_one_seed_shows_nothing_and_has_its_share():
+    """Looks of 1 to 10 seeds are those of 2 to 10 at a tenth of the error rate, for a ninth."""
+    from_one = two_arms(1, last=10).difference
+    assert two_arms(2, last=10).difference < from_one < 1.1 * two_arms(2, last=10).difference
+
+
 def test_a_tie_needs_seeds():
     chances = [two_arms(seeds, std=0.012).tie for seeds in (2, 3, 5, 10)]
     assert chances == sorted(chances) and chances[0] < 0.3 and chances[-1] > 0.9

@@ -24,11 +24,12 @@ from alignment.ablation.statistics import Comparison
 from alignment.ablation.verdicts import choices, factor_contrasts
 from alignment.args import Resources, SweepArgs, SweepOptions, parse
 from alignment.data.tasks import arithmetic
-from alignment.sweep import make_design
+from alignment.sweep import make_design, print_power
 from alignment.system.errors import UserError
 from alignment.system.files import write_jsonl
 from alignment.system.locks import lock_run_folder
 from alignment.system.processes import start_command
+from alignment.system.terminal import make_console
 from tests.command_line import exit_code
 
 
@@ -305,6 +306,26 @@ def test_seeds_that_are_added_after_a_report_are_a_second_look(tmp_path):
     note_report(more.folder, more.seeds)
     # the first command again: the folder has four seeds, and has shown verdicts of two
     assert design_of("0", "1").warnings == (warning,)
+
+
+def test_one_seed_that_others_follow_is_no_warning(tmp_path, capsys):
+    (tmp_path / "sft").mkdir()
+    flags = ["--loss_type", "no_baseline", "grpo_clip"]
+    [warning] = make_design(arguments(tmp_path, *flags)).warnings
+    assert "one seed cannot tell an arm from luck" in warning
+    args = arguments(tmp_path, *flags, "--until_decided", "--strict")
+    design = make_design(args)
+    assert design.warnings == ()
+    print_power(design, args, make_console())
+    printed = capsys.readouterr().out
+    assert "smallest difference of two arms" in printed and "cannot show" not in printed
+
+
+def test_a_single_arm_is_compared_with_nothing(tmp_path, capsys):
+    (tmp_path / "sft").mkdir()
+    args = arguments(tmp_path, "--seed", "0", "1")
+    print_power(make_design(args), args, make_console())
+    assert capsys.readouterr().out == "one arm: there is nothing to compare it with\n"
 
 
 def test_looks_that_share_the_error_rate_are_not_added_to(tmp_path):
