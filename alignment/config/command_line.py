@@ -167,9 +167,11 @@ def _print_help(cls: type, options: Mapping[str, Any], words: Sequence[str]) -> 
     formatter.add_text(f"usage: python -m alignment.{Path(sys.argv[0]).stem} [-h] [flags]")
     about = cls.__doc__ or ""
     if "preset" in shown:
+        # Those of a sweep, say, are none of a preset's keys.
+        shape = "a preset's file" if issubclass(cls, Args) else "TOML"
         about += (
-            " `python -m alignment.presets` lists presets; --print_config prints all arguments as a"
-            " preset's file."
+            " `python -m alignment.presets` lists presets; --print_config prints all arguments as"
+            f" {shape}."
         )
     formatter.add_text(about)
     for title, names in _help_sections(cls, list(shown)).items():

@@ -231,7 +231,8 @@ class EvaluateArgs(PromptLengthFlags, Args):
     num_samples: int = flag(1, group="evaluation", at_least=1, aliases=("eval_samples",))
     """Samples a problem; above 1 adds pass@k and maj@k."""
     eval_tasks: tuple[str, ...] = flag((), group="evaluation")
-    """Benchmarks instead of --task: gsm8k math500 aime24 aime25 amc23 minerva olympiad svamp."""
+    """What to evaluate on instead of --task: benchmarks (gsm8k math500 aime24 aime25 amc23 minerva
+    olympiad svamp), tasks, file:FILE, hf:NAME."""
     compare: tuple[str, ...] = flag((), group="evaluation")
     """Two models, instead of --model: the same problems, and the second's paired difference."""
     preview: int = flag(0, group="run", at_least=0, zero="none")

@@ -16,16 +16,18 @@ class DataFlags:
     own, file:FILE (JSONL, JSON, CSV, Parquet) or hf:NAME (a hub's data set or a folder,
     hf:NAME:SUBSET); or your own `Task`, as package.module:name."""
     reward: str = flag("auto", group="data")
-    """What responses are paid for. auto: the task's rule, or with --prompt chat boxed. A rule:
+    """What responses are paid for. auto: boxed with --prompt chat, boxed or question_answer,
+    flexible with question, think_answer with chats that ask for tags, else the task's rule. A rule:
     r1_zero, as published, r1_zero_strict, for exactly one worked-out final answer, think_answer,
     for a thought and an answer in tags with any white space between, boxed, for the last
     \\boxed{}, flexible, for the last box or number, or countdown. Or a weighted sum, such as
     format:0.5,tag_count:0.5,accuracy, of: format, accuracy, tag_count, reasoning_steps,
     language_consistency, cosine_length, signed_format, signed_accuracy, parts as published
     elsewhere (open_r1_format, simple_grpo_format, grpo_zero_answer, soft_format; docs/rewards.md
-    has all), a judge (judge:MODEL@RUBRIC), the negative controls random, format_only and inverted,
-    and functions of your own, as package.module:function, which are called with a response and its
-    ground truth, or as TRL calls them."""
+    has all), a judge (judge:MODEL@RUBRIC), majority_vote, for the answer of most responses to the
+    problem, the negative controls random, format_only and inverted, and functions of your own, as
+    package.module:function, which are called with a response and its ground truth, or as TRL calls
+    them."""
     reward_timeout: float = flag(60.0, group="data", above=0, bookkeeping=True, changeable=True)
     """Seconds of one call of a reward function of your own, after which the run saves and stops."""
     prompt: str = flag("", group="data")
@@ -43,7 +45,7 @@ class DataFlags:
     """Column of your rows' answers."""
     answer_pattern: str = flag("", group="data")
     """Regular expression whose group is the final answer there; empty: the last `####` line, else
-    all."""
+    what is in the last \\boxed{}, else all."""
     test_split: str = flag("", group="data")
     """File, or split of hf: data, of the test problems of --task file: or hf:, or where --task is
     neither, of the one in --eval_tasks; empty: the split test, or one question in 8."""

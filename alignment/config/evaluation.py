@@ -42,7 +42,7 @@ class TrainingEvaluationFlags:
     eval_samples: int = flag(1, group="evaluation", at_least=1)
     """Samples a problem in evaluations; above 1 adds pass@k and maj@k."""
     eval_tasks: tuple[str, ...] = flag((), group="evaluation", swept=False)
-    """Tasks to evaluate on beside --task: benchmarks as evaluate's, tasks, file:FILE."""
+    """Tasks to evaluate on beside --task: benchmarks as evaluate's, tasks, file:FILE, hf:NAME."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class LossFlags:
     correction_cap: float = flag(2.0, group="algorithm", above=0)
     """That cap."""
     max_refills: int = flag(0, group="algorithm", at_least=0, zero="never")
-    """Times a step that groups of equal rewards, which teach nothing, give way to other prompts
-    (DAPO)."""
+    """How often in a step, at most, groups of equal rewards, which teach nothing, are replaced by
+    groups of other prompts (DAPO)."""
     overlong_buffer: int = flag(0, group="algorithm")
     """Tokens before --max_new_tokens in which the reward falls linearly, by up to 1 (DAPO); 0:
     none."""
@@ -89,7 +89,8 @@ class LossFlags:
     kl_cov: those of the highest stay near the old policy. Takes a forward pass before each
     update."""
     selected_share: float | None = flag(None, group="algorithm", above=0, at_most=1)
-    """Share of an update's tokens that are selected; by default 0.2, 0.0002 (at most) and 0.002."""
+    """Share of an update's tokens that are selected; by default 0.2 (top_entropy), at most 0.0002
+    (clip_cov), 0.002 (kl_cov)."""
     covariance_low: float = flag(1.0, group="algorithm")
     """clip_cov: the least covariance of a token that may be selected."""
     covariance_high: float = flag(5.0, group="algorithm")

@@ -55,9 +55,8 @@ class OptimizerFlags:
         False, group="optimisation", bookkeeping=True, changeable=True, setting=True
     )
     """Compute each layer's activations again in backward, which takes a third more time and much
-    less memory. Without it what is inside of MLPs is, in as few layers as that takes, where a row
-    or the given --micro_batch_tokens would not fit, and whole layers where a row would still
-    not."""
+    less memory. Without it layers are computed again only where memory is short: first the inside
+    of MLPs, in as few layers as suffice; whole layers where one row would still not fit."""
 
 
 @dataclass(frozen=True)
