@@ -432,20 +432,43 @@ def compared_sides(design: Design) -> dict[str, ComparedSides]:
 
 @dataclasses.dataclass(frozen=True)
 class SeedCost:
-    """What one seed of all arms takes, in GPU-hours, each an array of the least and the most."""
+    """What one seed of some arms takes, in GPU-hours, each an array of the least and the most."""
 
     gpu_hours: np.ndarray
-    evaluations_gpu_hours: np.ndarray
-    """The evaluations' part of it."""
+    evaluations: np.ndarray
+    """The part of it that evaluations of the arms' task take."""
+    further_evaluations: np.ndarray
+    """The part of it that evaluations of --eval_tasks take."""
     questions: int
-    """The number of questions that an evaluation asks."""
+    """The number of questions that an evaluation of the task asks."""
+    samples: int
+    """The number of answers that are sampled to each."""
 
-    def scaled(self, seeds: int, questions: int) -> tuple[float, float]:
+    def scaled(self, seeds: int, questions: float) -> tuple[float, float]:
         """The least and the most GPU-hours of so many seeds whose evaluations ask so many
         questions."""
         added_share = questions / self.questions - 1
-        least, most = seeds * (self.gpu_hours + added_share * self.evaluations_gpu_hours)
+        least, most = seeds * (self.gpu_hours + added_share * self.evaluations)
         return float(least), float(most)
+
+    def of_answers(self, seeds: int, answers: int) -> float:
+        """The most GPU-hours of so many seeds whose evaluations sample so many answers."""
+        return self.scaled(seeds, answers / self.samples)[1]
+
+    def tuning(self) -> SeedCost:
+        """The same of runs that tune, which are not evaluated on --eval_tasks."""
+        without = self.gpu_hours - self.further_evaluations
+        return dataclasses.replace(self, gpu_hours=without)
+
+
+def sum_costs(costs: Sequence[SeedCost]) -> SeedCost:
+    """The cost of a seed of several arms, which are evaluated on the same questions."""
+    import numpy as np
+
+    parts = {}
+    for name in ("gpu_hours", "evaluations", "further_evaluations"):
+        parts[name] = np.sum([getattr(cost, name) for cost in costs], axis=0)
+    return dataclasses.replace(costs[0], **parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -491,16 +514,17 @@ def print_cost(
     and the cheapest design with --show_difference."""
     from alignment.builders.prediction import span
 
-    cost = print_seed_cost(design, args, console)
+    costs = print_seed_costs(design, args, console)
+    cost = sum_costs(list(costs.values()))
     arm = next(iter(design.arms.values()))
     questions = len(held_out_problems(arm))
     if tuning_runs is not None:
-        # A tuning run takes what a run of its arm takes, but for the number of its questions.
-        seeds = (
-            len(tuning_runs.seeds) * len(tuning_runs.arms) // len(tuning.tuned_arms(design.arms))
-        )
+        # A tuning run takes what a run of its arm takes, but for its evaluations.
+        tuned = tuning.tuned_arms(design.arms)
+        of_tuned = sum_costs([costs[name] for name in tuned]).tuning()
+        seeds = len(tuning_runs.seeds) * len(tuning_runs.arms) // len(tuned)
         asked = len(held_out_problems(next(iter(tuning_runs.arms.values()))))
-        console.print(f"tuning before: {span(cost.scaled(seeds, asked))} GPU-hours")
+        console.print(f"tuning before: {span(of_tuned.scaled(seeds, asked))} GPU-hours")
     seeds = max(2, len(design.seeds))
     sizes = [size_of(design, cost, number, questions) for number in (seeds, 2 * seeds)]
     console.print("; ".join(size.describe(args.price) for size in sizes), soft_wrap=True)
@@ -531,9 +555,7 @@ def print_splits(design: Design, cost: SeedCost, args: SweepOptions, console: Co
         components = components_of_study(read_study([Path(args.pilot)]), args.pilot)
         source = f"of {args.pilot}"
     all_questions = len(held_out_problems(next(iter(design.arms.values())), 0))
-    budget = Budget(
-        args.budget, all_questions, lambda seeds, answers: cost.scaled(seeds, answers)[1]
-    )
+    budget = Budget(args.budget, all_questions, cost.of_answers)
     for sides, table in compared_sides(design).items():
         found = splits(budget, components, table.weights_A, table.family, MOST_SEEDS)
         if not found:
@@ -553,27 +575,42 @@ def print_splits(design: Design, cost: SeedCost, args: SweepOptions, console: Co
     console.print(f"by {components.describe()}, {source}", soft_wrap=True)
 
 
-def print_seed_cost(design: Design, args: SweepOptions, console: Console) -> SeedCost:
-    """Print the GPU-hours of a seed of every arm, and return those of all arms together. Raises
-    `UserError` for unknown hardware."""
+def print_seed_costs(design: Design, args: SweepOptions, console: Console) -> dict[str, SeedCost]:
+    """Print the GPU-hours of a seed of every arm, and return them by arm. Raises `UserError` for
+    unknown hardware."""
     hardware = hardware_of(args.hardware)
     import numpy as np
 
-    from alignment.builders.prediction import calibrate, duration, planned_machines, predict, span
+    from alignment.builders.prediction import (
+        calibrate,
+        duration,
+        evaluated_rows,
+        planned_machines,
+        predict,
+        span,
+    )
 
     machines = planned_machines(hardware)
-    predictions = [predict(arm, machines) for arm in design.arms.values()]
-    step = predictions[0].step
-    known = calibrate(args.calibrate, step.itemsize)
-    durations = [duration(prediction, hardware, known) for prediction in predictions]
-    for name, hours in zip(design.arms, durations, strict=True):
+    predictions = {name: predict(arm, machines) for name, arm in design.arms.items()}
+    first = next(iter(predictions.values()))
+    known = calibrate(args.calibrate, first.step.itemsize)
+    costs = {}
+    for name, arm in design.arms.items():
+        prediction = predictions[name]
+        hours = duration(prediction, hardware, known)
         console.print(f"- {name}: {span(hours.gpu_hours)} GPU-hours a seed", soft_wrap=True)
-    questions = step.sampled["evaluation"].prompts
-    return SeedCost(
-        np.sum([hours.gpu_hours for hours in durations], axis=0),
-        np.sum([hours.evaluations_gpu_hours for hours in durations], axis=0),
-        questions,
-    )
+        questions = len(held_out_problems(arm))
+        of_task = evaluated_rows(dataclasses.replace(arm, eval_tasks=()), questions).prompts
+        share = min(1.0, of_task / prediction.step.sampled["evaluation"].prompts)
+        evaluations = np.array(hours.evaluations_gpu_hours)
+        costs[name] = SeedCost(
+            np.array(hours.gpu_hours),
+            share * evaluations,
+            (1 - share) * evaluations,
+            questions,
+            arm.eval_samples,
+        )
+    return costs
 
 
 def cheapest_size(

@@ -65,6 +65,32 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
     assert f"chance of 80 %: {designs[0].split()[6]}" in said
 
 
+def test_greedy_answers_and_further_tasks_are_no_further_questions(designed):
+    """Half a percent for rounding: hours are printed with two digits."""
+    cost = r"for ([\d.]+) to ([\d.]+) GPU-hours; 4 seeds"
+    for flags in (["--eval_greedy"], ["--eval_tasks", "aime24"]):
+        said = designed("--seed", "0", "1", "--hardware", "L4", *flags)
+        of_seed = [float(most) for most in re.findall(r"to ([\d.]+) GPU-hours a seed", said)]
+        [(_, most)] = re.findall(cost, said)
+        assert float(most) == pytest.approx(2 * sum(of_seed), rel=0.06)
+
+
+def test_controls_are_not_tuned_and_cost_nothing_before(designed):
+    flags = ["--hardware", "L4", "--tune", "learning_rate=1e-4,1e-3"]
+    [before] = re.findall("tuning before: .*", designed(*flags))
+    assert before in designed(*flags, "--controls")
+
+
+def test_answers_are_charged_as_answers(designed):
+    """Hours that pay 2 seeds of 512 questions of 8 samples pay as many answers, however split."""
+    flags = ["--seed", "0", "1", "--hardware", "L4", "--eval_samples", "8"]
+    said = designed(*flags)
+    [hours] = re.findall(r"512 questions show [\d.]+ for [\d.]+ to ([\d.]+) GPU-hours; 4", said)
+    table = designed(*flags, "--budget", hours)
+    [(questions, samples)] = re.findall(r"│ 2 +│ (\d+) +│ (\d+) ", table)
+    assert int(questions) * int(samples) == pytest.approx(512 * 8, rel=0.15)
+
+
 @pytest.mark.slow
 def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designed):
     said = designed("--hardware", "L4", "--show_difference", "0.03")
