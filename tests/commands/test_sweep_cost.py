@@ -7,11 +7,12 @@ import pytest
 
 from alignment import sweep
 from alignment.ablation.statistics import power
-from alignment.args import RLArgs, from_preset
+from alignment.args import RLArgs, SweepArgs, from_preset, parse
 from alignment.builders.prediction import Known, duration, planned_machines, predict, span
 from alignment.core.power import score_std
 from alignment.planning.seconds import hardware_of
 from alignment.system.errors import UserError
+from alignment.system.terminal import make_console
 
 LOSSES = ("no_baseline", "grpo_clip")
 
@@ -65,14 +66,21 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
     assert f"chance of 80 %: {designs[0].split()[6]}" in said
 
 
-def test_greedy_answers_and_further_tasks_are_no_further_questions(designed):
-    """Two seeds take twice what is printed of one: 6 % are for the rounding to two digits."""
-    cost = r"for ([\d.]+) to ([\d.]+) GPU-hours; 4 seeds"
-    for flags in (["--eval_greedy"], ["--eval_tasks", "aime24"]):
-        said = designed("--seed", "0", "1", "--hardware", "L4", "--eval_interval", "1", *flags)
-        of_seed = [float(most) for most in re.findall(r"to ([\d.]+) GPU-hours a seed", said)]
-        [(_, most)] = re.findall(cost, said)
-        assert float(most) == pytest.approx(2 * sum(of_seed), rel=0.06)
+@pytest.mark.parametrize(
+    ("flags", "of_task"),
+    [(["--eval_greedy", "True"], 1.0), (["--eval_tasks", "aime24"], 512 / (512 + 30))],
+)
+def test_greedy_answers_and_further_tasks_are_no_further_questions(
+    flags, of_task, tiny_folder, tmp_path
+):
+    """An evaluation asks 512 questions, whatever else it samples; AIME 2024 has 30."""
+    own = ["--model", str(tiny_folder), "--sft_base", "", "--sampler", "transformers"]
+    args = parse(SweepArgs, [*own, "--output_dir", str(tmp_path), "--hardware", "L4", *flags])
+    design = sweep.make_design(args)
+    [cost] = sweep.print_seed_costs(design, args, make_console(quiet=True)).values()
+    assert cost.scaled(2, 512) == pytest.approx(tuple(2 * cost.gpu_hours))
+    every_evaluation = cost.evaluations + cost.further_evaluations
+    assert cost.evaluations == pytest.approx(of_task * every_evaluation)
 
 
 def test_controls_are_not_tuned_and_cost_nothing_before(designed):
