@@ -430,8 +430,8 @@ REPORTS = [
         ),
         (
             "a reported reward of the groups that are trained alone",
-            'rewards = [score["reward"] for score in flatten_scores(sampled)]',
-            'rewards = [score["reward"] for score in flatten_scores(groups)]',
+            "report |= sampled_report(sampled)",
+            "report |= sampled_report(groups)",
             WITH_REFILLS,
         ),
     ),
