@@ -2,15 +2,20 @@
 contamination, compute, held-out questions, hashes. Everything is read from the runs' records."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
+
+import numpy as np
 
 from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
-from alignment.ablation.study import Run, Study, amounts_of
+from alignment.ablation.study import AMOUNTS, Record, Run, Study, amounts_of
+from alignment.ablation.verdicts import arms_together, budget
 from alignment.runs.summary import accuracy_with_interval, best_audit
 from alignment.system.files import read_json
 
@@ -50,12 +55,21 @@ def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
     words = f"{span} {noun} an arm, each in the table of arms"
     if numbers[0] < 2:
         return Answer(question, "no", f"{words}; one seed shows no difference")
+    if study.missing:
+        words += f"; {_missing_words(study)} did not finish, and are in no verdict"
     winners = [comparison for comparison in comparisons if comparison.kind == "greater"]
     exact = sum(comparison.exact for comparison in winners)
     if not winners:
         return Answer(question, "partly", f"{words}; no difference was shown")
     words = f"{words}; {exact} of {len(winners)} differences need no model of a run's noise"
-    return Answer(question, "yes" if exact == len(winners) else "partly", words)
+    is_whole = exact == len(winners) and not study.missing
+    return Answer(question, "yes" if is_whole else "partly", words)
+
+
+def _missing_words(study: Study) -> str:
+    """How many of a sweep's runs did not finish."""
+    every_run = len(study.missing) + len(study.runs)
+    return f"{len(study.missing)} of {every_run} runs"
 
 
 def _tuning(study: Study) -> Answer:
@@ -134,12 +148,17 @@ def _compute(study: Study) -> Answer:
     tokens = []
     updates = []
     minutes = []
-    for runs in study.arms.values():
-        if runs:
-            of_arm = amounts_of(list(runs.values()))
-            tokens.append(of_arm["tokens"] / len(runs))
-            minutes.append(of_arm["seconds"] / 60 / len(runs))
-            updates.append(sum(_count_updates(run) for run in runs.values()) / len(runs))
+    together = arms_together(study)
+    arms_with_runs = {arm: runs for arm, runs in study.arms.items() if runs}
+    # At equal amounts controls are compared in a table of their own.
+    of_question = {arm: runs for arm, runs in arms_with_runs.items() if not is_control(arm)}
+    shown = arms_with_runs if study.match == "steps" else of_question or arms_with_runs
+    for arm, runs in shown.items():
+        most = budget(study, together[arm])
+        compared = [_compared_amounts(run, study.match, most) for run in runs.values()]
+        tokens.append(fmean(amounts["tokens"] for amounts in compared))
+        minutes.append(fmean(amounts["seconds"] / 60 for amounts in compared))
+        updates.append(fmean(amounts["updates"] for amounts in compared))
     amounts = amounts_of(study.runs)
     words = f"{_amount_words(amounts)} for verdicts"
     if study.tuning is not None:
@@ -156,6 +175,8 @@ def _compute(study: Study) -> Answer:
         f" {max(updates):,.0f} updates and {min(minutes):.3g} to {max(minutes):.3g} minutes of"
         " steps a run, by arm"
     )
+    if study.match != "steps":
+        span += ", up to where they are compared"
     return Answer(question, "partly", f"{span}; {words}")
 
 
@@ -164,9 +185,22 @@ def _are_equal(amounts: Sequence[float]) -> bool:
     return max(amounts) - min(amounts) <= EQUAL_COMPUTE * max(amounts)
 
 
-def _count_updates(run: Run) -> int:
-    """The optimiser's steps of a run; of older versions, which did not record them, its steps."""
-    return sum(record.get("updates", 1) for record in run.metrics)
+def _count_updates(run: Run, record: Record) -> float:
+    """The optimiser's steps of a step; 1 in older versions, which did not record them."""
+    return record.get("updates", 1)
+
+
+def _compared_amounts(run: Run, match: str, most: float) -> dict[str, float]:
+    """The sampled tokens, seconds and updates that a run had taken where it is compared: when it
+    had taken `most` of what `match` names, or at its end."""
+    cumulated = {}
+    for name, count in {**AMOUNTS, "updates": _count_updates}.items():
+        amounts = [0.0, *(count(run, record) for record in run.metrics)]
+        cumulated[name] = list(itertools.accumulate(amounts))
+    compared = {}
+    for name in ("tokens", "seconds", "updates"):
+        compared[name] = float(np.interp(most, cumulated[match], cumulated[name]))
+    return compared
 
 
 def _amount_words(amounts: Mapping[str, float]) -> str:

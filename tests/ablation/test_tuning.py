@@ -391,4 +391,15 @@ def test_a_study_without_tuning_controls_and_one_design_says_so(tmp_path):
     longer = dataclasses.replace(study, match="tokens")
     at_tokens = referee_answers(longer, [])[5].words
     assert at_tokens.startswith("compared at equal tokens; ") and "as many tokens" not in at_tokens
+    # runs of "a" sample twice as many tokens a step, so that "b" makes two updates for each of them
+    longer_a = {}
+    for seed, run in study.arms["loss_type a"].items():
+        metrics = [{**record, "responses": 16} for record in run.metrics]
+        longer_a[seed] = dataclasses.replace(run, metrics=tuple(metrics))
+    arms = {**study.arms, "loss_type a": longer_a}
+    compute = referee_answers(dataclasses.replace(longer, arms=arms), [])[5]
+    assert compute.status == "partly" and "240 to 240 sampled tokens, 2 to 4 upd" in compute.words
+    missing = dataclasses.replace(study, missing=("loss_type a_seed6",))
+    seeds = referee_answers(missing, decide(missing))[0]
+    assert seeds.status == "partly" and "1 of 13 runs did not finish" in seeds.words
     assert np.isfinite(decide(study)[0].p_exact)
