@@ -55,7 +55,7 @@ from alignment.sampling.arrival import load_proven
 from alignment.sampling.pool import SamplerPool
 from alignment.sampling.sampler import Sampler, put_to_sleep
 from alignment.system.clock import Clock, run_in_background
-from alignment.system.errors import RunStopped, UserError
+from alignment.system.errors import RunStopped, UserError, failure_of_users_code
 from alignment.system.processes import GRACE_SECONDS
 
 
@@ -442,7 +442,9 @@ class AheadRollouts(SyncRollouts):
                 self._sampled[step].set_result(sampled)
             except Exception as error:
                 reason = f"sampling ahead failed: {type(error).__name__}: {error}"
-                stop = error if isinstance(error, UserError) else RunStopped(reason)
+                stop: Exception = error
+                if not isinstance(error, UserError):
+                    stop = failure_of_users_code(error) or RunStopped(reason)
                 for later in range(step, self._steps.stop):
                     self._sampled[later].set_exception(stop)
                 return

@@ -2,13 +2,24 @@
 sampled them."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rollout_helpers import ARGS
 
 from alignment.core.records import Completion, Group, Problem
 from alignment.data.tasks import arithmetic
-from alignment.rollouts.source import check_version, refilled_groups, sampled_report
+from alignment.rollouts.config import Schedule
+from alignment.rollouts.source import (
+    AheadRollouts,
+    check_version,
+    refilled_groups,
+    sampled_report,
+)
+from alignment.system import errors
+from alignment.system.clock import Clock
+from alignment.system.errors import RunStopped
 
 PROBLEMS = arithmetic.problems("train")
 
@@ -100,3 +111,20 @@ def test_variance_is_that_of_counted_responses_with_penalties():
 
     assert (sampled_groups(unfinished), sampled_groups(unfinished, skip_unfinished=True)) == (1, 2)
     assert (sampled_groups(overlong), sampled_groups(overlong, overlong_buffer=8)) == (2, 1)
+
+
+@pytest.mark.parametrize(("module", "code"), [("mine", 2), ("torch", 1)])
+def test_an_error_of_the_users_own_code_is_told_from_others_when_sampled_ahead(
+    module, code, monkeypatch
+):
+    """A sweep does not try it again."""
+    monkeypatch.setattr(errors, "USERS_PACKAGES", {"mine"})
+    named = {"__name__": f"{module}.rules"}
+    exec("def sample_step(step, sampler): raise ValueError('of a task')", named)
+    source = SimpleNamespace(sample_step=named["sample_step"])
+    pool = SimpleNamespace(dtype=torch.float32, policy_version=0, close=lambda: None)
+    rollouts = AheadRollouts(source, pool, Schedule(num_steps=2), Clock())
+    with pytest.raises(RunStopped, match="ValueError: of a task") as stopped:
+        rollouts.next(1)
+    rollouts.close()
+    assert stopped.value.code == code
