@@ -90,7 +90,8 @@ def components_of(answers_ASQN: np.ndarray) -> Components:
 
 def components_of_study(study: Study, folder: str) -> Components:
     """The components of the last evaluations of an earlier sweep, of the seeds that all its arms
-    have. Raises `UserError` where two arms of two seeds on two questions are not there."""
+    have. Raises `UserError` where two arms of two seeds on two questions are not there, and where
+    their answers do not vary."""
     arms = {arm: runs for arm, runs in study.arms.items() if runs}
     shared = set.intersection(*(set(runs) for runs in arms.values())) if arms else set()
     answers = []
@@ -101,7 +102,13 @@ def components_of_study(study: Study, folder: str) -> Components:
         raise UserError(
             f"--pilot {folder}: it needs two arms with two shared seeds, on the same questions"
         )
-    return components_of(np.array(answers))
+    components = components_of(np.array(answers))
+    if not components.of_seed(1, 1) and not components.of_questions(1):
+        raise UserError(
+            f"--pilot {folder}: all answers of an arm have one reward, so they do not tell what"
+            " varies; give a sweep whose accuracies are neither 0 nor 1"
+        )
+    return components
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from alignment.ablation.design import (
     with_settings,
 )
 from alignment.args import RLArgs
+from alignment.config.flag import flags_of_class
 from alignment.config.settings import flag_values
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, write_json
@@ -80,6 +81,8 @@ class Choice:
         for name, value in self.candidate.values.items():
             tried = [candidate.values[name] for candidate in self.candidates]
             following = next_value(tried, value)
+            if following is not None:
+                following = within_bounds(name, value, following)
             if following is not None:
                 beyond[name] = following
         return beyond
@@ -180,6 +183,22 @@ def next_value(tried: Sequence[Any], value: Any) -> float | int | None:
         following = round(following)
         return following if following != value else None
     return float(f"{following:.3g}")
+
+
+def within_bounds(name: str, value: float, following: float) -> float | None:
+    """The next value of an argument, or its bound where it lies between; None where the value
+    itself is the bound."""
+    facts = flags_of_class(RLArgs).get(name)  # a setting of a loss, say, has none
+    if facts is None or facts.admits(following):
+        return following
+    for limit in (facts.at_least, facts.at_most):
+        if limit is not None and (value - limit) * (following - limit) < 0:
+            return type(value)(limit)
+    for limit in (facts.above, facts.below):
+        is_beyond = limit is not None and (value - limit) * (following - limit) <= 0
+        if limit is not None and is_beyond and isinstance(value, float):
+            return float(f"{(value + limit) / 2:.3g}")
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -237,10 +237,17 @@ def areas(study: Study, arms: Iterable[str]) -> dict[str, Scores]:
 def _by_arm_and_seed(
     study: Study, arms: Iterable[str], score: Callable[[Run], np.ndarray]
 ) -> dict[str, Scores]:
-    """The score [Q] of every run of these arms, by arm and seed."""
+    """The score [Q] of every run of these arms, by arm and seed. Raises `UserError` where one is
+    no number."""
     scores: dict[str, Scores] = {}
     for arm in arms:
         scores[arm] = {seed: score(run) for seed, run in study.arms[arm].items()}
+        for seed, scores_Q in scores[arm].items():
+            if not np.isfinite(scores_Q).all():
+                raise UserError(
+                    f"--measure {study.measure}: {study.arms[arm][seed].path} has a value that is"
+                    " no number; `report --measure` takes another"
+                )
     return scores
 
 

@@ -9,10 +9,14 @@ from alignment.ablation.budget import (
     Budget,
     Components,
     components_of,
+    components_of_study,
     shown_splits,
     splits,
 )
 from alignment.ablation.statistics import compare
+from alignment.ablation.study import read_study
+from alignment.system.errors import UserError
+from tests.ablation.test_report import make_run
 
 
 def test_components_by_hand():
@@ -28,6 +32,15 @@ def test_components_by_hand():
     halves = np.zeros((2, 2, 2, 2))
     halves[..., 0] = 1
     assert components_of(halves) == Components(0, 0, 0, 0.5)
+
+
+def test_a_pilot_whose_answers_are_equal_is_refused(tmp_path):
+    runs = []
+    for loss in "ab":
+        for seed in range(2):
+            runs.append(make_run(tmp_path / f"{loss}{seed}", seed, 1.0, loss_type=loss))
+    with pytest.raises(UserError, match="--pilot x: all answers of an arm have one reward"):
+        components_of_study(read_study(runs), "x")
 
 
 def test_components_are_unbiased():

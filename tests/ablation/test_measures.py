@@ -3,6 +3,7 @@ runs."""
 
 import itertools
 import json
+import math
 from pathlib import Path
 from statistics import multimode
 
@@ -223,6 +224,15 @@ def test_measures_of_whole_runs_have_reports(runs, tmp_path, measure, a, title):
     assert f"Does loss_type make a difference to the {title}?" in page.read_text()
     assert f"verdicts are on {outcome(study).description}" in summary.read_text()
     assert ("Choosing and scoring the best" in page.read_text()) == (measure == "best")
+
+
+def test_a_measure_that_is_no_number_names_its_run(runs, tmp_path):
+    folder = read_study(runs).runs[0].path
+    records = [{"step": step, "entropy": math.nan} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    study = read_study(runs, measure="entropy")
+    with pytest.raises(UserError, match=f"--measure entropy: {folder} has a value that is no"):
+        decide(study)
 
 
 def test_a_target_that_runs_do_not_reach_shows_no_tie(runs):

@@ -67,6 +67,22 @@ def test_the_next_value_lies_beyond_the_edge_by_the_factor_or_the_step():
 
 
 @pytest.mark.parametrize(
+    ("name", "values", "taken", "following"),
+    [
+        ("beta", (0.0, 0.01), 0.0, {}),
+        ("sampling_top_p", (0.9, 1.0), 1.0, {}),
+        ("sampling_top_p", (0.8, 0.95), 0.95, {"sampling_top_p": 1.0}),
+        ("max_refills", (0, 1), 0, {}),
+        ("learning_rate", (1e-4, 1e-3), 1e-3, {"learning_rate": 1e-2}),
+        ("adam_beta2", (0.9, 0.99), 0.99, {"adam_beta2": 0.995}),
+    ],
+)
+def test_no_next_value_is_out_of_its_flags_bounds(name, values, taken, following):
+    candidates = tuple(Candidate({name: value}, {}) for value in values)
+    assert Choice(candidates, values.index(taken)).edges() == following
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["learning_rate=1e-5"], "give an argument once, with two values or more"),
