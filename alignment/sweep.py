@@ -343,8 +343,8 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     arm = next(iter(design.arms.values()))
     questions = len(held_out_problems(arm))
     looks = range(seeds, seeds + count_looks(seeds, args))
-    if len(design.arms) < 2:
-        console.print("one arm: there is nothing to compare it with", soft_wrap=True)
+    if not any(table.family for table in compared_sides(design).values()):
+        console.print("there are no two arms of a task to compare", soft_wrap=True)
         return
     if looks[-1] < 2:
         console.print(
@@ -389,23 +389,28 @@ def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
     std = score_std(SEED_STD, questions)
     power_of_sides = {}
     for sides, table in compared_sides(design).items():
-        power_of_sides[sides] = power(table.weights_A, table.family, looks, std, design.tie)
+        power_of_sides[sides] = power(
+            table.weights_A, table.family, looks, std, design.tie, alpha=table.alpha
+        )
     return power_of_sides
 
 
 class ComparedSides(NamedTuple):
     """A table of contrasts that are alike: the weights of the arms in the first one, which stands
-    for all, and their number."""
+    for all, their number, and the chance of a false verdict that all looks share."""
 
     weights_A: list[float]
     family: int
+    alpha: float
 
 
 def compared_sides(design: Design) -> dict[str, ComparedSides]:
-    """The tables of verdicts of a design, by the two sides that each compares."""
+    """The tables of verdicts of a design, by the two sides that each compares; of several tasks
+    the largest one."""
     from alignment.ablation.verdicts import (
         OF_QUESTION,
         WITH_CONTROL,
+        arms_of_tasks,
         factor_contrasts,
         tables_of_pairs,
     )
@@ -415,18 +420,23 @@ def compared_sides(design: Design) -> dict[str, ComparedSides]:
     tables: dict[str, tuple[Sequence[str], Sequence[Contrast]]] = {}
     for name, contrasts in factor_contrasts(design.varied).items():
         tables[f"two values of {name}"] = (arms, contrasts)
+    tasks = arms_of_tasks(design.varied)
     if not tables:
-        for table in tables_of_pairs(list(design.arms)):
-            sides = {OF_QUESTION: "two arms", WITH_CONTROL: CONTROL_SIDES}[table.name]
-            tables[sides] = (table.arms, table.contrasts)
-    if not tables:  # of a single arm
+        two_arms = "two arms of a task" if len(tasks) > 1 else "two arms"
+        for arms_of_task in tasks:
+            for table in tables_of_pairs(arms_of_task):
+                sides = {OF_QUESTION: two_arms, WITH_CONTROL: CONTROL_SIDES}[table.name]
+                if sides not in tables or len(table.contrasts) > len(tables[sides][1]):
+                    tables[sides] = (table.arms, table.contrasts)
+    if not tables:  # no two arms of a task
         tables["two arms"] = (arms, ())
+    alpha = ALPHA / len(tasks)
     sides_compared = {}
     for sides, (judged_by, contrasts) in tables.items():
         weights_A: list[float] = []
         if contrasts:
             weights_A = [contrasts[0].weights.get(arm, 0.0) for arm in judged_by]
-        sides_compared[sides] = ComparedSides(weights_A, len(contrasts))
+        sides_compared[sides] = ComparedSides(weights_A, len(contrasts), alpha)
     return sides_compared
 
 
@@ -557,7 +567,7 @@ def print_splits(design: Design, cost: SeedCost, args: SweepOptions, console: Co
     all_questions = len(held_out_problems(next(iter(design.arms.values())), 0))
     budget = Budget(args.budget, all_questions, cost.of_answers)
     for sides, table in compared_sides(design).items():
-        found = splits(budget, components, table.weights_A, table.family, MOST_SEEDS)
+        found = splits(budget, components, table.weights_A, table.family, MOST_SEEDS, table.alpha)
         if not found:
             raise UserError(
                 f"--budget {args.budget:g}: two seeds of every arm take"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignment.ablation.design import SEED_STD
+from alignment.ablation.design import ALPHA, SEED_STD
 from alignment.ablation.statistics import power
 from alignment.ablation.study import Study
 from alignment.system.errors import UserError
@@ -144,10 +144,16 @@ class Budget:
 
 
 def splits(
-    budget: Budget, components: Components, weights_A: Sequence[float], family: int, most_seeds: int
+    budget: Budget,
+    components: Components,
+    weights_A: Sequence[float],
+    family: int,
+    most_seeds: int,
+    alpha: float = ALPHA,
 ) -> list[Split]:
     """For each number of seeds that the budget pays, the split that shows the smallest difference
-    of a contrast with these weights of the arms, one of `family`.
+    of a contrast with these weights of the arms, one of `family`, which err with a chance of
+    `alpha`.
 
     So many answers show most as single answers to different questions: each component but the
     seeds' falls with the questions, and only the last one with the samples. Further samples come
@@ -166,6 +172,7 @@ def splits(
             components.of_seed(questions, samples),
             tie=0.0,
             question_std=components.of_questions(questions),
+            alpha=alpha,
         )
         cost = budget.cost(seeds, questions * samples)
         found.append(Split(seeds, questions, samples, shown.difference, cost))

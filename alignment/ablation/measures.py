@@ -167,7 +167,10 @@ def last_mean(run: Run, key: str) -> float:
     values = [record[key] for record in run.metrics[-LAST_STEPS:] if record.get(key) is not None]
     if not values:
         raise UserError(f"--measure {key}: {run.path} has no such metric")
-    return float(np.nanmean(np.array(values, dtype=float)))
+    numbers = np.array(values, dtype=float)
+    if np.isnan(numbers).all():
+        return math.nan
+    return float(np.nanmean(numbers))
 
 
 @dataclass(frozen=True)

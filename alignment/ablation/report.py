@@ -126,6 +126,8 @@ def contents(study: Study) -> dict[str, Any]:
         "varied": varied,
         "levels": {name: _levels(study, name) for name in varied},
         "compared": verdicts.outcome(study),
+        "threshold": 100 * verdicts.alpha_of_table(study),
+        "number_of_tasks": len(verdicts.arms_of_tasks(study.varied)),
         "headline": headline(factors, pairs),
         "factors": factors,
         "caution": caution(study, [*pairs, *_flatten(factors)]),

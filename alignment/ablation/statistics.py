@@ -875,29 +875,30 @@ def power(
     std: float,
     tie: float,
     question_std: float = 0.0,
+    alpha: float = ALPHA,
 ) -> Power:
     """The power of a contrast with these weights of all arms, one of `family` contrasts, after each
-    number of seeds in `looks`, which share the error rate. Of every arm's mean, `std` is the
-    standard deviation of one seed (`score_std`), and `question_std` that by the choice of
+    number of seeds in `looks`, which share the error rate `alpha`. Of every arm's mean, `std` is
+    the standard deviation of one seed (`score_std`), and `question_std` that by the choice of
     questions, whatever the seeds: 0 without effects of arms on single questions. A look at one seed
     shows nothing, but has its share."""
     if looks[-1] < 2 or family < 1:
         return Power(math.inf, 0.0)
     weights = np.array(weights_A)
-    alpha = ALPHA / len(looks)
+    alpha_of_look = alpha / len(looks)
     looks = range(max(looks[0], 2), looks.stop)
     rng = np.random.default_rng(0)
     scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
     analyses = []
     for seeds in looks:
-        tables = ScoredTables(scores_NAS[:, :, :seeds], weights, family, alpha)
+        tables = ScoredTables(scores_NAS[:, :, :seeds], weights, family, alpha_of_look)
         analyses.append(halves_of_tables(tables))
     # The choice of questions shifts every look alike, by an error that verdicts allow for.
     by_questions = question_std * float(np.linalg.norm(weights))
     shift_N = by_questions * rng.normal(size=DRAWS)
     errors_LN = np.array([analysis.error_N for analysis in analyses]) + shift_N
     halves_LN = np.array([analysis.half_N for analysis in analyses])
-    halves_LN = np.hypot(halves_LN, -ndtri(alpha / family / 2) * by_questions)
+    halves_LN = np.hypot(halves_LN, -ndtri(alpha_of_look / family / 2) * by_questions)
 
     def shortfall(difference: float) -> float:
         is_shown_N = (errors_LN + difference > halves_LN).any(axis=0)

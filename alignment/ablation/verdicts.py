@@ -41,20 +41,25 @@ def _amounts_taken(study: Study, arms: Iterable[str], match: str) -> list[float]
     return amounts
 
 
-def arms_of_tasks(study: Study) -> list[list[str]]:
-    """The arms of each task, whose runs answer the same questions."""
+def arms_of_tasks(varied: Mapping[str, Mapping[str, object]]) -> list[list[str]]:
+    """The arms of each task, whose runs answer the same questions, by the arguments in which arms
+    differ."""
     arms_of_task: dict[str, list[str]] = {}
-    for arm in study.arms:
-        task = str(study.varied[arm].get("task", ""))
-        arms_of_task.setdefault(task, []).append(arm)
+    for arm, values in varied.items():
+        arms_of_task.setdefault(str(values.get("task", "")), []).append(arm)
     return list(arms_of_task.values())
+
+
+def alpha_of_table(study: Study) -> float:
+    """The chance that a table of pairs has any false verdict: all tasks share that of a look."""
+    return study.alpha / max(1, len(arms_of_tasks(study.varied)))
 
 
 def arms_together(study: Study) -> dict[str, list[str]]:
     """By arm, those with which it shares a `budget` where it is shown alone: those of its task that
     answer the sweep's question, for a control all of its task."""
     together = {}
-    for arms in arms_of_tasks(study):
+    for arms in arms_of_tasks(study.varied):
         compared = [arm for arm in arms if not is_control(arm)]
         for arm in arms:
             together[arm] = arms if is_control(arm) else compared
@@ -256,8 +261,7 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
     learning curves. Pairs with a control are a table of their own (`tables_of_pairs`). Raises
     `UserError` if questions differ."""
     comparisons: list[Comparison] = []
-    tasks = arms_of_tasks(study)
-    for arms in tasks:
+    for arms in arms_of_tasks(study.varied):
         groups = question_groups(_runs_of(study, arms))
         for table in tables_of_pairs(arms):
             score = areas if whole_curve else scores_together
@@ -266,7 +270,7 @@ def decide(study: Study, whole_curve: bool = False) -> list[Comparison]:
                 scores,
                 study.tie,
                 table.contrasts,
-                study.alpha / len(tasks),
+                alpha_of_table(study),
                 groups,
                 bends(study, table.arms, whole_curve),
             )

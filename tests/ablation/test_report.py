@@ -931,6 +931,17 @@ def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_
     assert "Interquartile mean over tasks" in write_report(study, tmp_path)[0].read_text()
 
 
+def test_the_page_names_the_level_that_p_values_are_held_against(tmp_path):
+    runs = []
+    for task in ("sums", "gsm8k"):
+        for loss in "ab":
+            name = tmp_path / f"{task}_{loss}"
+            runs.append(make_run(name, 0, 0.5, loss_type=loss, task=task))
+    page = " ".join(write_report(read_study(runs), tmp_path)[0].read_text().split())
+    assert "is at most 5 % (Holm); the 2 tasks share that. p values are held against 2.5 %," in page
+    assert "(Holm): where it is below 2.5 % too, a difference needs no model" in page
+
+
 def test_other_questions_are_refused(tmp_path):
     study = read_study(
         [

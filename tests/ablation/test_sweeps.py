@@ -1,6 +1,7 @@
 """Sweeps before anything runs: mistakes, what SLURM is given, and which runs an undecided pair
 gets."""
 
+import dataclasses
 import os
 import random
 from functools import partial
@@ -325,7 +326,25 @@ def test_a_single_arm_is_compared_with_nothing(tmp_path, capsys):
     (tmp_path / "sft").mkdir()
     args = arguments(tmp_path, "--seed", "0", "1")
     print_power(make_design(args), args, make_console())
-    assert capsys.readouterr().out == "one arm: there is nothing to compare it with\n"
+    assert capsys.readouterr().out == "there are no two arms of a task to compare\n"
+
+
+def test_the_power_of_several_tasks_is_that_of_pairs_of_one(tmp_path):
+    """Two arms of each of two tasks are two comparisons, of which each task has one."""
+    (tmp_path / "sft").mkdir()
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1", "2"]
+    design = make_design(arguments(tmp_path, *flags))
+    arms = {}
+    for name, arm in design.arms.items():
+        arms[name] = arm
+        arms[f"{name}_countdown"] = dataclasses.replace(arm, task="countdown", sft_base="")
+    of_tasks = dataclasses.replace(design, arms=arms)
+    [(sides, table)] = sweep.compared_sides(of_tasks).items()
+    assert sides == "two arms of a task"
+    assert table == sweep.ComparedSides([1.0, -1.0], 1, 0.025)
+    [power] = sweep.powers(of_tasks, range(3, 4), 500).values()
+    [alone] = sweep.powers(design, range(3, 4), 500).values()
+    assert 1.2 * alone.difference < power.difference < 1.6 * alone.difference
 
 
 def test_looks_that_share_the_error_rate_are_not_added_to(tmp_path):
