@@ -440,9 +440,10 @@ class AheadRollouts(SyncRollouts):
                 sampled = self.source.sample_step(step, self.sampler)
                 self._on_sampled(sampled)
                 self._sampled[step].set_result(sampled)
-            except Exception as error:
+            # A task of the user's own may call sys.exit.
+            except (Exception, SystemExit) as error:
                 reason = f"sampling ahead failed: {type(error).__name__}: {error}"
-                stop: Exception = error
+                stop: BaseException = error
                 if not isinstance(error, UserError):
                     stop = failure_of_users_code(error) or RunStopped(reason)
                 for later in range(step, self._steps.stop):

@@ -175,7 +175,13 @@ class SamplerPool:
         weights = named_tensors
 
         def load(engine: Sampler) -> None:
-            load_proven(engine, weights, version)
+            try:
+                load_proven(engine, weights, version)
+            except SamplerLost:
+                # The other ranks of a sharded policy gather the weights with this one, and would
+                # wait for the rest of them while a new engine starts.
+                collections.deque(weights, maxlen=0)
+                raise
 
         def load_or_replace(name: str) -> None:
             # A new engine starts with the new weights, so it is not asked to load them again.

@@ -40,7 +40,7 @@ from alignment.system.errors import RunStopped, UserError
 from alignment.system.processes import ROOT, START_SECONDS, ChildProcess, trim_heap
 from alignment.system.registry import import_object
 from alignment.system.remote import TORCHRUN_VARIABLE, Machine, ProcessHost
-from alignment.system.signals import SIGNALS, deferred_signals
+from alignment.system.signals import SIGNALS, deferred_signals, received_signal
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats, and between two looks for those of others
 EVIDENCE_SECONDS = 3.0  # After a connection broke, so long the failed rank has to say why.
@@ -115,6 +115,7 @@ class Ranks:
         self.children = children or []
         self.fault = ""  # Says which rank is lost, and why; empty where none is.
         self.opened_count = 0  # Objects that were opened so far.
+        self.results: Iterator = iter(())  # What the last call that gave an iterator iterates over.
         self.object: Any = None
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -262,15 +263,20 @@ class Ranks:
         message = (method, arguments, named, torch.initial_seed())
         # A signal within would leave the others in the middle of a collective.
         with deferred_signals(), self.report_lost_rank():
+            # So would an iterator that its caller has given up.
+            deque(self.results, maxlen=0)
             dist.broadcast_object_list([message], group=self.call_group)
             result = self._run(method, *arguments, **named)
         if isinstance(result, Iterator):
+            self.results = result
             return self._guarded(result)
         return result
 
     def _guarded(self, results: Iterator) -> Iterator:
         with self.report_lost_rank():
-            yield from results
+            # Unlike `yield from`, this leaves `results` open when the caller gives up.
+            for result in results:  # noqa: UP028
+                yield result
 
     def _run(self, method: str, *arguments, **named) -> object:
         """This rank's part of a call."""
@@ -407,8 +413,12 @@ class Ranks:
             try:
                 silent = self._exchange_heartbeats(store, beat)
                 if self.rank == 0 and store.check(["signal"]):
-                    os.kill(os.getpid(), int(store.get("signal")))
+                    number = int(store.get("signal"))
                     store.delete_key("signal")
+                    # torchrun and SLURM signal every rank: what this process has got itself would
+                    # count as the user's second signal, which ends it at once.
+                    if received_signal() is None:
+                        os.kill(os.getpid(), number)
                 self.store_answered = time.monotonic()
             except RuntimeError:  # the machine that kept the store has gone
                 silent = list(self.heartbeats)

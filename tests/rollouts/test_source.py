@@ -113,18 +113,21 @@ def test_variance_is_that_of_counted_responses_with_penalties():
     assert (sampled_groups(overlong), sampled_groups(overlong, overlong_buffer=8)) == (2, 1)
 
 
-@pytest.mark.parametrize(("module", "code"), [("mine", 2), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("module", "fault", "code"),
+    [("mine", "ValueError", 2), ("torch", "ValueError", 1), ("mine", "SystemExit", 2)],
+)
 def test_an_error_of_the_users_own_code_is_told_from_others_when_sampled_ahead(
-    module, code, monkeypatch
+    module, fault, code, monkeypatch
 ):
     """A sweep does not try it again."""
     monkeypatch.setattr(errors, "USERS_PACKAGES", {"mine"})
     named = {"__name__": f"{module}.rules"}
-    exec("def sample_step(step, sampler): raise ValueError('of a task')", named)
+    exec(f"def sample_step(step, sampler): raise {fault}('of a task')", named)
     source = SimpleNamespace(sample_step=named["sample_step"])
     pool = SimpleNamespace(dtype=torch.float32, policy_version=0, close=lambda: None)
     rollouts = AheadRollouts(source, pool, Schedule(num_steps=2), Clock())
-    with pytest.raises(RunStopped, match="ValueError: of a task") as stopped:
+    with pytest.raises(RunStopped, match="of a task") as stopped:
         rollouts.next(1)
     rollouts.close()
     assert stopped.value.code == code

@@ -62,6 +62,8 @@ def main(what):
         )
         ranks.open("ranked_object:Held", 0)
         print(ranks.call("total"))
+        next(ranks.call("steps", 2))  # and no further
+        print(ranks.call("total"))
         return
     if what == "end":
         ranks.call("harm", what)
