@@ -142,7 +142,8 @@ _LEAD = (
     r"(?i)^(?:#### ?|= ?)?"
     r"(?:(?:so|thus|therefore|hence|and|finally|in conclusion|at(?! (?:least|most))),? )?(?:→ )?"
     r"(?:(?:the |my |our |your )?(?:(?:final|correct|exact) )?"
-    r"(?:answers?|solutions?|roots?|results?|values?)(?: (?:is|are):?|:| ?=) ?){0,2}"
+    r"(?:answers?|solutions?|roots?|results?|values?|remainders?(?: when [^.;]{1,60}? is divided by"
+    r" [^.;]{1,30}?)?)(?: (?:is|are):?|:| ?=) ?){0,2}"
     r"(?:(?:it|this|that)'s |final answer (?=[-0-9$\\(]))?"
 )
 
@@ -161,6 +162,9 @@ _RULES: list[tuple[str, Replacement]] = [
     (r"^\\(?:text|mbox)\s*\{\s*\$([^$]*)\$\s*\}$", r"\1"),
     # The sign √ and sloppy LaTeX cover the whole number.
     (r"\\sqrt(?=[0-9])([0-9]+)", r"\\sqrt{\1}"),
+    # A difference in words, at the end: "$5 more". Before a noun or "than" the word stays.
+    (r"(?<!or )((?<!\S)[$£€]?[0-9][0-9,]*(?:\.[0-9]+)?) more(?=[.]?$)", r"\1"),
+    (r"^([$£€]?[0-9][0-9,]*(?:\.[0-9]+)?) (?:fewer|less)(?=[.]?$)", r"\1"),
     # Markdown: what is struck out is not stated; headings, and emphasis by * and _. A sign of
     # emphasis stands at a word's outside: 2*3*4 and 2**3 are products and powers.
     (r"~~.*?~~", " "),
