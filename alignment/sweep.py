@@ -50,7 +50,7 @@ from alignment.config.data import ALL_PASS_RATES
 from alignment.config.presets import values_of_preset
 from alignment.data.tasks import find_task, try_rows
 from alignment.planning.seconds import hardware_of
-from alignment.rewards.rules import find_reward
+from alignment.rewards.rules import RULES, find_reward
 from alignment.runs.run_folder import plain_name
 from alignment.system.errors import UserError, run_command
 from alignment.system.locks import LOCK
@@ -240,6 +240,11 @@ def refuse_unmeasured_arms(arms: Mapping[str, RLArgs], measure: str, match: str)
             raise UserError(
                 f"--measure {measure}: {name} samples {samples} answers a question in evaluations;"
                 f" give --eval_samples {number:.0f}"
+            )
+        if kind == "maj" and arm.evaluation_rule not in RULES:
+            raise UserError(
+                f"--measure {measure}: {name} is evaluated by {arm.evaluation_rule}, a function of"
+                " your own, and which answers it would count is not known; measure avg@N or pass@K"
             )
         if kind == "greedy" and not arm.eval_greedy:
             raise UserError(f"--measure greedy: {name} has no greedy answers; give --eval_greedy")

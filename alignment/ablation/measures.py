@@ -38,8 +38,8 @@ def evaluation_values(run: Run, measure: str) -> np.ndarray:
     for rewards_QN, votes_QN in zip(scores.rewards_of_samples, scores.votes, strict=True):
         if kind == "maj" and np.isnan(votes_QN).any():
             raise UserError(
-                f"--measure {measure}: {run.path} has no votes, as evaluations of one sample and"
-                " those of older versions"
+                f"--measure {measure}: {run.path} has no votes, as evaluations of one sample,"
+                " those by a rule of your own and those of older versions"
             )
         values.append(OF_SAMPLES[kind](rewards_QN, votes_QN, int(number)))
     return np.array(values)

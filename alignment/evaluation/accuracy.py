@@ -25,7 +25,13 @@ from alignment.core.records import (
     flatten_scores,
 )
 from alignment.rewards.r1_zero import r1_zero_reward_fn
-from alignment.rewards.rules import RewardFn, extracted_answer, grading_report, score_groups
+from alignment.rewards.rules import (
+    RewardFn,
+    extracted_answer,
+    grading_report,
+    has_votes,
+    score_groups,
+)
 from alignment.sampling.arrival import load_proven
 from alignment.sampling.sampler import (
     OnResponseEnd,
@@ -95,7 +101,7 @@ def summarise(
 ) -> Evaluation:
     """Figures, categories, lengths and grading of groups scored by `rule`, all of one size."""
     by_metric = figures(groups, rule)
-    if len(groups[0].completions) > 1:
+    if len(groups[0].completions) > 1 and has_votes(rule):
         groups = [with_votes(group, rule) for group in groups]
     completions = flatten_completions(groups)
     finished = sum(completion.finish_reason == "stop" for completion in completions)
@@ -119,7 +125,7 @@ def figures(
     groups: Sequence[Group], rule: RewardFn = r1_zero_reward_fn
 ) -> dict[str, dict[str, Any]]:
     """The `figure` of each metric, for groups of k samples scored by `rule`: `AVERAGES`; avg@k, the
-    mean reward; pass@j for j = 1, 2, 4, ... and j = k; maj@k."""
+    mean reward; pass@j for j = 1, 2, 4, ... and j = k; maj@k of a rule that `has_votes`."""
     k = len(groups[0].completions)
     scores_by_metric = {name: _score_rows(groups, part) for name, part in AVERAGES.items()}
     scores_by_metric[f"avg@{k}"] = scores_by_metric["avg_all_rewards"]
@@ -132,7 +138,8 @@ def figures(
     # is repeated k times.
     for j in sorted({k, *powers_of_two}):
         scores_by_metric[f"pass@{j}"] = [[pass_at_k(k, correct, j)] * k for correct in correct_P]
-    scores_by_metric[f"maj@{k}"] = [[majority_share(group, rule)] * k for group in groups]
+    if has_votes(rule):
+        scores_by_metric[f"maj@{k}"] = [[majority_share(group, rule)] * k for group in groups]
     return {metric: figure(scores_PG) for metric, scores_PG in scores_by_metric.items()}
 
 

@@ -36,13 +36,19 @@ def countdown_reward_fn(response: str, ground_truth: str) -> Score:
     an answer in its tags. Answer, which is the reward: 1 where the last answer is right.
     """
     turn = f"<think>{response}".strip()
-    answers = ANSWER.findall(turn)
-    answer_reward = float(bool(answers) and is_right(answers[-1], ground_truth))
+    answer = countdown_answer(response)
+    answer_reward = float(answer is not None and is_right(answer, ground_truth))
     return {
         "reward": answer_reward,
-        "format_reward": _format_reward(turn, has_answer=bool(answers)),
+        "format_reward": _format_reward(turn, has_answer=answer is not None),
         "answer_reward": answer_reward,
     }
+
+
+def countdown_answer(response: str) -> str | None:
+    """The text of the last answer in its tags; None where there is none."""
+    answers = ANSWER.findall(response)
+    return answers[-1].strip() if answers else None
 
 
 def _format_reward(turn: str, has_answer: bool) -> float:

@@ -74,12 +74,12 @@ def r1_zero_strict_reward_fn(
     of the prompt. The block is graded as a whole, with the text around a \boxed in it. If the
     ground truth is a number, an expression that is still to be evaluated (48/2 + 48) is wrong.
     """
-    response = _BEFORE_ANSWER.sub("</think> <answer>", response)
     answer = strict_answer(response)
     if answer is None:
         return _score(False, None)
     # An answer that is wrong by `r1_zero_reward_fn` is wrong by the strict rule too.
-    verdict = grade_detail(_last_answer(response) or "", ground_truth, fast)
+    last_answer = _last_answer(_with_one_space(response)) or ""
+    verdict = grade_detail(last_answer, ground_truth, fast)
     if not verdict.equal or not is_worked_out(answer, ground_truth):
         return _score(True, Verdict(False, verdict.stage))
     return _score(True, grade_detail(answer, ground_truth, fast))
@@ -119,13 +119,18 @@ def _last_answer(response: str) -> str | None:
 def strict_answer(response: str) -> str | None:
     r"""The text of the one answer block, with the content of each \boxed{...} in its place. None
     if the format is wrong by the rule of `r1_zero_strict_reward_fn`."""
-    thinking, end, after_thinking = response.partition("</think>")
+    thinking, end, after_thinking = _with_one_space(response).partition("</think>")
     match = _ANSWER_BLOCK.fullmatch(after_thinking)
     if not end or match is None or "<think>" in thinking.removeprefix("<think>"):
         return None
     # Twice `MAX_CHARS` are read and no more: answers over `MAX_CHARS` are wrong.
     content = match["answer"][: 2 * MAX_CHARS]
     return find_boxes(content).opened.strip()
+
+
+def _with_one_space(response: str) -> str:
+    """The response with the one space of the published rule between `</think>` and `<answer>`."""
+    return _BEFORE_ANSWER.sub("</think> <answer>", response)
 
 
 def is_worked_out(answer: str, ground_truth: str) -> bool:

@@ -26,7 +26,7 @@ from alignment.rewards.boxed import (
     flexible_answer,
     flexible_reward_fn,
 )
-from alignment.rewards.countdown import countdown_reward_fn
+from alignment.rewards.countdown import countdown_answer, countdown_reward_fn
 from alignment.rewards.grading.cascade import grade
 from alignment.rewards.judge import JudgeSettings, find_judge, judge_name
 from alignment.rewards.language import share_in_language
@@ -46,6 +46,7 @@ from alignment.rewards.r1_zero import (
     extract_answer,
     r1_zero_reward_fn,
     r1_zero_strict_reward_fn,
+    strict_answer,
 )
 from alignment.rewards.tags import tagged_answer, think_answer_reward_fn
 from alignment.rewards.users import Settings, fields_among, settings_class, users_function
@@ -69,9 +70,12 @@ RULES = {
 }
 # Rules that leave thoughts out. They must see the tag with which a prompt opens one.
 _RULES_OF_TURNS = (boxed_reward_fn, flexible_reward_fn)
-# A rule -> the answer that it grades, as text; `extract_answer` for all others.
+# A rule of ours -> the answer that it grades, as text. What a user's rule grades is not known.
 _EXTRACTORS: Mapping[RewardFn, Callable[[str], str | None]] = {
+    r1_zero_reward_fn: extract_answer,
+    r1_zero_strict_reward_fn: strict_answer,
     think_answer_reward_fn: tagged_answer,
+    countdown_reward_fn: countdown_answer,
     boxed_reward_fn: boxed_final_answer,
     flexible_reward_fn: flexible_answer,
 }
@@ -131,9 +135,14 @@ def graded_text(rule: RewardFn, problem: Problem, response: str) -> str:
     return response
 
 
+def has_votes(rule: RewardFn) -> bool:
+    """Whether it is known which part of a response a rule grades: only for ours."""
+    return rule in _EXTRACTORS
+
+
 def extracted_answer(rule: RewardFn, problem: Problem, response: str) -> str | None:
-    """The answer of a response that a rule grades; None where it has none."""
-    return _EXTRACTORS.get(rule, extract_answer)(graded_text(rule, problem, response))
+    """The answer of a response that a rule which `has_votes` grades; None where it has none."""
+    return _EXTRACTORS[rule](graded_text(rule, problem, response))
 
 
 def random_reward(response: str, ground_truth: str) -> float:
@@ -510,8 +519,14 @@ def _find_part(
         return partial(find_judge(judge), settings=JudgeSettings(**fields))
     rules_as_parts = {key: make_rule_part(rule) for key, rule in RULES.items()}
     table = {**rules_as_parts, **CONTROLS, **PARTS}
-    if rules:
-        table["majority_vote"] = make_vote_part(find_rule(rules[0], seconds))
+    if rules and name == "majority_vote":
+        if rules[0] not in RULES:
+            raise UserError(
+                f"--reward majority_vote: the task is graded by {rules[0]}, a function of your own,"
+                " and which answers it would count is not known; it goes with"
+                f" {', '.join(RULES)}"
+            )
+        table[name] = make_vote_part(RULES[rules[0]])
     part: Callable = find(
         "--reward", name, table, lambda _: users_function(name, seconds, settings).rewards
     )

@@ -51,7 +51,8 @@ def further_accuracies(evals: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         largest = max((_samples_of(key, f"{prefix}pass@") for key in keys), default=0)
         if largest > 1:
             for metric in (f"pass@{largest}", f"maj@{largest}"):
-                labels[f"{prefix}{metric}".replace("/", " ")] = f"{prefix}{metric}"
+                if f"{prefix}{metric}" in keys:
+                    labels[f"{prefix}{metric}".replace("/", " ")] = f"{prefix}{metric}"
     return labels
 
 

@@ -25,6 +25,7 @@ from alignment.evaluation.accuracy import (
     summarise,
 )
 from alignment.rewards.r1_zero import r1_zero_reward_fn
+from alignment.rewards.rules import RULES, find_reward, score_groups
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
 
@@ -68,6 +69,41 @@ def test_votes_number_the_answers_of_a_problem():
     evaluation = summarise([group(*answers)], 0.0)
     assert [score["vote"] for score in evaluation.groups[0].scores] == [0, -1, 1, 0]
     assert "vote" not in summarise([group(("5", "right"))], 0.0).groups[0].scores[0]
+
+
+VOTES_OF_RULES = {
+    "r1_zero": " t </think> <answer> 5 </answer>",
+    "r1_zero_strict": " t </think>\n<answer> 5 </answer>",
+    "think_answer": " t </think>\n<answer>\n5\n</answer>",
+    "countdown": " 3 + 4 = 7 ; 7 * 2 = 14 </think>\n<answer>(3 + 4) * 2</answer>",
+    "boxed": r" t </think> \boxed{5}",
+    "flexible": " t </think> It is 5.",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_answer_that_a_rule_pays_has_a_vote(name):
+    problem = Problem("p", "", "<think>", "14 = 2 3 4" if name == "countdown" else "5")
+    completion = Completion((1,), (2,), (0.0,), VOTES_OF_RULES[name], "stop", 0)
+    groups = score_groups([problem], [[completion] * 2], RULES[name])
+    evaluation = summarise(groups, 0.0, rule=RULES[name])
+    assert [score["reward"] for score in evaluation.groups[0].scores] == [1, 1]
+    assert [score["vote"] for score in evaluation.groups[0].scores] == [0, 0]
+    assert evaluation.record["maj@2"] == 1
+    reward = find_reward("majority_vote", (name,))
+    [voted] = reward.score([problem], [[completion] * 2])
+    assert [score["reward"] for score in voted.scores] == [1, 1]
+
+
+def test_a_rule_of_ones_own_has_no_votes():
+    """Which part of a response it grades is not known; 0 would look like a measurement."""
+    evaluation = summarise(
+        [group(("5", "right"), ("5", "right"))], 0.0, rule=lambda response, truth: GRADES["right"]
+    )
+    assert not any(metric.startswith("maj@") for metric in evaluation.record["figures"])
+    assert "vote" not in evaluation.groups[0].scores[0]
+    with pytest.raises(UserError, match=r"--reward majority_vote: .*countdown:countdown_reward_fn"):
+        find_reward("majority_vote", ("alignment.rewards.countdown:countdown_reward_fn",))
 
 
 def test_categories():

@@ -243,6 +243,8 @@ def test_accuracies_beside_the_first_have_labels():
         "math500 pass@4": "math500/pass@4",
         "math500 maj@4": "math500/maj@4",
     }
+    without_votes = {"avg_all_rewards": 0.5, "pass@4": 0.9}
+    assert further_accuracies([without_votes]) == {"pass@4": "pass@4"}
     assert further_accuracies([{"avg_all_rewards": 0.5, "pass@1": 0.5, "maj@1": 0.5}]) == {}
 
 
