@@ -130,7 +130,7 @@ def contents(study: Study) -> dict[str, Any]:
         "number_of_tasks": len(verdicts.arms_of_tasks(study.varied)),
         "headline": headline(factors, pairs),
         "factors": factors,
-        "caution": caution(study, [*pairs, *_flatten(factors)]),
+        "caution": caution([*pairs, *_flatten(factors)]),
         "censored": verdicts.censored_words(study),
         "choice_caution": choice_caution(study, decided_tables),
         "pairs": ranked(pairs),
@@ -305,7 +305,7 @@ def figures(study: Study, comparisons: Sequence[Comparison]) -> dict[str, Figure
         drawn[f"{compared.capitalize()} by arm"] = _draw(_draw_final, study)
     tuning = study.tuning
     if tuning is not None and len(tuning.names) == 1 and not tuning.are_words:
-        title = f"Validation accuracy by {tuning.names[0]}"
+        title = f"Validation {tuning.measure} by {tuning.names[0]}"
         drawn[title] = _draw(_draw_tuning, study, tuning)
     return drawn
 
@@ -475,8 +475,9 @@ def _points(run: Run, key: str, cost: str) -> Curve:
 
 
 def _draw_tuning(axes: Axes, styles: Styles, study: Study, tuning: Tuning) -> None:
-    """Draw each arm's validation accuracy over the values of the tuned argument: a point for each
-    seed, a line for the mean, and a larger point for the value that the arm took."""
+    """Draw what each arm chose by on the validation questions over the values of the tuned
+    argument: a point for each seed, a line for the mean, and a larger point for the value that the
+    arm took."""
     [name] = tuning.names
     smallest = math.inf
     for arm, choice in tuning.choices.items():
@@ -496,7 +497,7 @@ def _draw_tuning(axes: Axes, styles: Styles, study: Study, tuning: Tuning) -> No
     tried_values = [candidate.values[name] for candidate in first.candidates]
     axes.set_xticks(tried_values, [f"{value:g}" for value in tried_values])
     axes.set_xticks([], minor=True)
-    axes.set(xlabel=name, ylabel="validation accuracy")
+    axes.set(xlabel=name, ylabel=f"validation {tuning.measure}")
 
 
 def _draw_final(axes: Axes, styles: Styles, study: Study) -> None:

@@ -17,7 +17,7 @@ from scipy.special import nctdtrinc, ndtr, ndtri, stdtrit
 
 from alignment.ablation.design import ALPHA
 from alignment.ablation.flips import seeds_for_exact, sign_flip_p
-from alignment.ablation.places import Places, arms_in_two_places, hidden_shift
+from alignment.ablation.places import Places, arms_in_two_places, hidden_shift, unseen_share
 from alignment.core.power import POWER
 
 Scores = Mapping[int, np.ndarray]
@@ -54,7 +54,8 @@ class Comparison:
     that a run is its arm's mean plus noise, and `exact_seeds` is about the number of seeds that
     would do without: None for a tie, which no number shows without it, and for an undecided
     comparison. `is_small` says of a winner that its difference is shown to be below the margin of a
-    tie, too, which its words then say."""
+    tie, too, which its words then say. `unseen_share` is the largest share of an arm's runs that
+    may end where no seed has shown it, by this table's arms."""
 
     a: str
     b: str
@@ -74,6 +75,7 @@ class Comparison:
     exact: bool = False
     exact_seeds: int | None = None
     is_small: bool = False
+    unseen_share: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -669,6 +671,7 @@ def _decide(estimate: _Estimate, p: float, p_tie: float, rule: _Rule) -> Compari
         hidden=hidden,
         firm=firm,
         is_small=is_small,
+        unseen_share=unseen_share(estimate.seeds, rule.unseen),
     )
     return as_undecided(comparison, objection) if objection else comparison
 

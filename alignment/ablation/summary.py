@@ -10,7 +10,6 @@ from rich.console import Console
 
 from alignment.ablation import verdicts
 from alignment.ablation.design import is_control
-from alignment.ablation.places import unseen_share
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Study
 from alignment.ablation.verdicts import decide, decide_factors
@@ -78,7 +77,7 @@ def verdicts_of(study: Study) -> Verdicts:
         warnings = (*warnings, censored)
     return Verdicts(
         tables,
-        caution(study, every_comparison),
+        caution(every_comparison),
         tuple(warnings),
         basis,
         study.missing,
@@ -144,15 +143,15 @@ def ranked(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return sorted(comparisons, key=rank)
 
 
-def caution(study: Study, comparisons: Sequence[Comparison]) -> str:
-    """What verdicts "in runs like these" leave open, by the fewest seeds of one; "" where every
-    verdict is firm."""
+def caution(comparisons: Sequence[Comparison]) -> str:
+    """What verdicts "in runs like these" leave open, by the one that has seen least of its arms; ""
+    where every verdict is firm."""
     infirm = [c for c in comparisons if c.kind != "undecided" and not c.firm]
     if not infirm:
         return ""
-    seeds = min(comparison.seeds for comparison in infirm)
-    arms_with_runs = [arm for arm, runs in study.arms.items() if runs]
-    share = unseen_share(seeds, study.alpha / max(1, len(arms_with_runs)))
+    least_seen = max(infirm, key=lambda comparison: comparison.unseen_share)
+    seeds = least_seen.seeds
+    share = least_seen.unseen_share
     shift = max(comparison.hidden for comparison in infirm)
     size = f"up to {shift:.2g}" if math.isfinite(shift) else "any amount"
     return (

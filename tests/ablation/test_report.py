@@ -30,7 +30,7 @@ from alignment.ablation.report import (
 from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_command
-from alignment.ablation.summary import Verdicts, print_verdicts, verdicts_of
+from alignment.ablation.summary import Verdicts, caution, print_verdicts, verdicts_of
 from alignment.ablation.verdicts import (
     areas,
     budget,
@@ -1196,6 +1196,8 @@ def test_what_a_control_took_changes_no_verdict_of_the_question(tmp_path, settin
     [alone] = without.comparisons
     pair, *of_control = with_control.comparisons
     assert pair == alone and len(of_control) == 2
+    # Two arms share 5 %, of three seeds: 1 - 0.025^(1/3).
+    assert "3 seeds cannot exclude that up to 71% of an arm's runs" in caution([pair])
     # A control's own pairs are at what all three have taken.
     if "match" in settings:
         assert "at 320 or 80 sampled tokens, which all runs of a table have" in with_control.basis

@@ -11,7 +11,7 @@ import pytest
 from alignment import sweep
 from alignment.ablation import schedule
 from alignment.ablation.referee import design_hash, referee_answers
-from alignment.ablation.report import write_report
+from alignment.ablation.report import figures, write_report
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import read_study
 from alignment.ablation.summary import choice_caution, survives_choice
@@ -283,6 +283,11 @@ def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeyp
     answers = {answer.question: answer for answer in referee_answers(study, [comparison])}
     tuned = answers["Was every arm tuned alike, the baseline too?"]
     assert tuned.status == "partly" and "among 3 values of learning_rate, by 2 seeds" in tuned.words
+
+    tuned_by_pass = dataclasses.replace(study.tuning, measure="pass@4")
+    drawn = figures(dataclasses.replace(study, tuning=tuned_by_pass), [comparison])
+    drawn_tuning = drawn["Validation pass@4 by learning_rate"]
+    assert drawn_tuning.axes[0].get_ylabel() == "validation pass@4"
 
     # stopped before any verdict's run, it goes on; another grid is another sweep
     (folder / "sweep.json").unlink()
