@@ -292,7 +292,11 @@ def make_graded_turn_part(function: Callable[[str, str], float]) -> PartFn:
 
 def make_rule_part(rule: RewardFn) -> PartFn:
     """The part that is a rule's reward."""
-    return make_part(lambda problem, text, score: rule(text, problem.ground_truth)["reward"])
+
+    def reward(problem: Problem, text: str, score: Score) -> float:
+        return rule(graded_text(rule, problem, text), problem.ground_truth)["reward"]
+
+    return make_part(reward)
 
 
 def make_vote_part(rule: RewardFn) -> PartFn:

@@ -146,6 +146,17 @@ def completion(text: str) -> Completion:
     return Completion((1,), (2,), (-0.1,), text, "stop", 0)
 
 
+@pytest.mark.parametrize("rule", ["boxed", "flexible"])
+def test_a_rule_as_a_part_sees_the_thought_that_the_prompt_has_opened(rule):
+    in_thought = [[completion(r"It may be \boxed{5}, but")]]
+    for name in (rule, f"{rule}:1.0"):
+        [group] = find_reward(name, ("boxed", "flexible")).score([PROBLEM], in_thought)
+        assert (
+            group.scores[0]["reward"]
+            == find_rule(rule)("<think>It may be \\boxed{5}, but", "5")["reward"]
+        ), name
+
+
 def rewarded(name: str, response: str, problem: Problem = PROBLEM) -> dict[str, float]:
     """The score of one response by --reward `name`."""
     (group,) = find_reward(name, MATHS).score([problem], [[completion(response)]])
