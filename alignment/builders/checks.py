@@ -15,6 +15,7 @@ from alignment.args import (
     CHANGEABLE_ON_RESUME,
     REPRODUCIBILITY_SETTING,
     Args,
+    EvaluateArgs,
     RLArgs,
     SFTArgs,
     configuration,
@@ -61,6 +62,7 @@ from alignment.rewards.rules import (
     RULES,
     Reward,
     check_reward_name,
+    find_evaluation_rule,
     find_reward,
     find_rule,
     named_parts,
@@ -326,8 +328,12 @@ def check_rules(args: Args, task: Task, problems: Problems) -> None:
     names = dict.fromkeys((*task.rules, args.evaluation_rule))
     for name in names:
         if name not in RULES and problems:
-            flag = "--eval_rule" if name == args.eval_rule else "--reward"
-            rule = find_rule(name, args.reward_timeout, flag=flag)
+            evaluates = isinstance(args, RLArgs | SFTArgs | EvaluateArgs)
+            if evaluates and name == args.evaluation_rule:
+                rule = find_evaluation_rule(name, args.reward_timeout, args.eval_rule)
+            else:
+                flag = "--eval_rule" if name == args.eval_rule else "--reward"
+                rule = find_rule(name, args.reward_timeout, flag=flag)
             try_reward(Reward(rule), problems[0])
 
 

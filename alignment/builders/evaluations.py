@@ -16,7 +16,7 @@ from alignment.evaluation.partial_prompts import (
     continues_question,
     partial_problems,
 )
-from alignment.rewards.rules import find_rule
+from alignment.rewards.rules import find_evaluation_rule
 from alignment.rollouts.config import with_short_prompts
 from alignment.runs.health import all_cut_off
 from alignment.sampling.sampler import OnResponseEnd, Sampler, StoppableSampler
@@ -82,7 +82,7 @@ def prepare_evaluation(
     )
     return PreparedEvaluation(
         problems=_problems_asked(args, problems, tokenizer),
-        rule=find_rule(args.evaluation_rule, args.reward_timeout),
+        rule=find_evaluation_rule(args.evaluation_rule, args.reward_timeout, args.eval_rule),
         sampling=eval_sampling(args, n),
         rules=tuple(dict.fromkeys((*task.rules, *other_rules))),
         limit_flag=flag_of_limit(args),

@@ -96,6 +96,17 @@ def find_rule(
     return find(flag, name, RULES, wrap)
 
 
+def find_evaluation_rule(name: str, seconds: float | None = None, eval_rule: str = "") -> RewardFn:
+    """The rule `name`, as `find_rule` has it, for evaluations: the user's own one raises
+    `UsersCodeFailed` at a score outside of [0, 1].
+
+    Errors name the flag --eval_rule where that names the rule."""
+    if name in RULES:
+        return RULES[name]
+    flag = "--eval_rule" if name == eval_rule else "--reward"
+    return users_function(name, seconds, flag=flag).share
+
+
 def settings_of_reward(name: str) -> list[type | None]:
     """The classes of settings that the parts of a reward have of their own (`settings_class`)."""
     classes = []

@@ -118,6 +118,18 @@ class UsersFunction:
             raise self._fault(f"gave {score!r}; a rule gives {keys}")
         return {key: self._number(value) for key, value in score.items()}
 
+    def share(self, response: str, ground_truth: str) -> Score:
+        """The score of a response in an evaluation, whose intervals are of shares of 1."""
+        score = self.score(response, ground_truth)
+        for key in SCORE_KEYS:
+            if not 0 <= score[key] <= 1:
+                raise self._fault(
+                    f"gave {key} {score[key]:g} in an evaluation, whose scores are from 0 to 1;"
+                    " map it to these in a rule for --eval_rule (rewards of training may be any"
+                    " numbers)"
+                )
+        return score
+
     def rewards(
         self, problems: Sequence[Problem], completions: Sequence[Completion], _: Sequence[Score]
     ) -> list[float | None]:

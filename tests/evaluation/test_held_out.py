@@ -7,7 +7,7 @@ import pytest
 from rollout_helpers import ARGS
 
 from alignment.args import EvaluateArgs, RejectionArgs, SFTArgs, from_preset
-from alignment.builders.checks import check_evaluation_rule, check_held_out
+from alignment.builders.checks import check_evaluation_rule, check_held_out, check_rules
 from alignment.builders.evaluations import eval_sampling, prepare_evaluations
 from alignment.builders.held_out import held_out_arguments, task_arguments, with_greedy
 from alignment.builders.prediction import evaluated_rows, seconds_of_evaluation
@@ -15,9 +15,11 @@ from alignment.core.records import Completion, Distribution, Group, Problem
 from alignment.data.tasks import DataConfig
 from alignment.evaluation.accuracy import Evaluation, figures, joined_record
 from alignment.model.loading import load_tokenizer
+from alignment.rewards.rules import find_evaluation_rule, find_rule
+from alignment.rewards.users import close_functions
 from alignment.runs.held_out import evaluation_words, further_accuracies
 from alignment.runs.run_folder import RunFolder
-from alignment.system.errors import UserError
+from alignment.system.errors import RunStopped, UserError
 from alignment.system.files import read_jsonl
 
 
@@ -166,6 +168,28 @@ def test_another_rule_grades_evaluations_and_not_rewards():
         check_held_out_rule(with_flags(eval_rule="countdown"))
     with pytest.raises(UserError, match=r"--eval_rule r1_zer0"):
         check_held_out_rule(with_flags(eval_rule="r1_zer0"))
+
+
+def test_scores_of_evaluations_are_from_0_to_1(tmp_path, monkeypatch):
+    """Intervals are of shares. What the made-up responses do not show is named at its score; a
+    reward of training may be any number."""
+    (tmp_path / "signed_rules.py").write_text(
+        "def signed(response, ground_truth):\n"
+        "    value = 1 if ground_truth in response else -1\n"
+        "    return {'reward': value, 'format_reward': 1, 'answer_reward': 1}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = Problem("p", "q", "", "5")
+    args = with_flags(eval_rule="signed_rules:signed")
+    fault = "^--eval_rule signed_rules:signed: gave reward -1 in an evaluation.* made-up response"
+    with pytest.raises(UserError, match=fault):
+        check_rules(args, args.task_in_format, [problem])
+    rule = find_evaluation_rule("signed_rules:signed", eval_rule="signed_rules:signed")
+    assert rule("5", "5")["reward"] == 1
+    with pytest.raises(RunStopped, match="gave reward -1 in an evaluation"):
+        rule("6", "5")
+    assert find_rule("signed_rules:signed")("6", "5")["reward"] == -1
+    close_functions()
 
 
 def check_held_out_rule(args):
