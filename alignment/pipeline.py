@@ -145,6 +145,8 @@ def _make_stages(
     """The stage and, where it makes a model, the evaluation of that model."""
     output = _output_of(name, command, folder)
     flags = _checked_flags(command, {**arguments, **output.arguments}, folder, place)
+    if command == "train_rl":
+        _refuse_model_without_warm_start(arguments, flags, place)
     stage = Stage(name, command, flags, str(output.result), output.done)
     if command == "rejection_sample":
         return [stage]
@@ -166,6 +168,20 @@ def _make_stages(
         folder / evaluation_name / "summary.json",
     )
     return [stage, evaluation]
+
+
+def _refuse_model_without_warm_start(
+    arguments: Mapping[str, object], flags: Sequence[str], place: str
+) -> None:
+    """Raise `UserError` where a stage of RL names a model and no --sft_base, and its preset has a
+    warm start, from which it would begin instead."""
+    preset_base = parse(RLArgs, list(flags)).sft_base
+    if "model" in arguments and "sft_base" not in arguments and preset_base:
+        raise UserError(
+            f"{place}: model = {arguments['model']!r}: RL begins from sft_base, here the preset's"
+            f' {preset_base}; give the model as sft_base, such as sft_base = "{{cold}}" for the'
+            ' result of the stage cold, or also sft_base = "" to begin from model itself'
+        )
 
 
 def _output_of(name: str, command: str, folder: Path) -> Output:
