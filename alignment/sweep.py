@@ -54,7 +54,7 @@ from alignment.rewards.rules import RULES, find_reward
 from alignment.runs.run_folder import plain_name
 from alignment.system.errors import UserError, run_command
 from alignment.system.locks import LOCK
-from alignment.system.terminal import make_console, make_table
+from alignment.system.terminal import counted, make_console, make_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +117,7 @@ def tune(
     for seed in runs.seeds:
         states += [schedule.State(arm, seed) for arm in runs.arms]
     schedule.warm_up(runs, executor, args.output_dir, console)
-    console.print(f"tuning: {len(states)} runs")
+    console.print(f"tuning: {counted(len(states), 'run')}")
     schedule.run_all(runs, executor, states, console)
     study = read_study([runs.folder])
     accuracies = {}
@@ -298,7 +298,8 @@ def print_design(
     for name, arm in arms.items():
         values = [str(value) for value in varied[name].values()]
         rows.append((name, *values, str(arm.rollout_size)))
-    title = f"{len(arms)} arms x {seeds} seeds = {len(arms) * seeds} runs"
+    runs = counted(len(arms) * seeds, "run")
+    title = f"{counted(len(arms), 'arm')} x {counted(seeds, 'seed')} = {runs}"
     console.print(make_table(title, ("arm", *varied_names, "responses a step"), rows))
     if design.hold == "rollouts" and "group_size" in varied_names:
         prompts = " ".join(str(arm.prompts_per_rollout) for arm in arms.values())
@@ -322,14 +323,16 @@ def print_design(
 def print_tuning(design: Design, runs: Design, args: SweepOptions, console: Console) -> None:
     """Print what is tuned, by how many runs and questions, and the number of all runs."""
     grid = tuning.read_grid(args.tune)
-    values = " x ".join(f"{len(tried)} values of {name}" for name, tried in grid.items())
+    values = " x ".join(f"{counted(len(tried), 'value')} of {name}" for name, tried in grid.items())
+    tune_seeds = counted(len(runs.seeds), "seed")
     number = len(runs.arms) * len(runs.seeds)
     tuned = len(tuning.tuned_arms(design.arms))
     in_all = number + len(design.arms) * len(design.seeds)
     questions = len(held_out_problems(next(iter(runs.arms.values()))))
     console.print(
-        f"tuning first: {tuned} arms x {values} x {len(runs.seeds)} seeds = {number} runs, by"
-        f" {questions} validation questions that no verdict asks; {in_all} runs in all",
+        f"tuning first: {counted(tuned, 'arm')} x {values} x {tune_seeds} ="
+        f" {counted(number, 'run')}, by {counted(questions, 'validation question')} that no verdict"
+        f" asks; {counted(in_all, 'run')} in all",
         soft_wrap=True,
     )
 
@@ -366,8 +369,8 @@ def print_power(design: Design, args: SweepOptions, console: Console) -> None:
     if len(looks) > 1:
         until = f", added until they decide, up to {looks[-1]},"
     console.print(
-        f"{seeds} seeds{until} and {questions} questions{of_what}, a standard deviation of"
-        f" {SEED_STD} between seeds:",
+        f"{counted(seeds, 'seed')}{until} and {counted(questions, 'question')}{of_what}, a standard"
+        f" deviation of {SEED_STD} between seeds:",
         soft_wrap=True,
     )
     for sides, power in powers(design, looks, questions).items():
@@ -508,7 +511,7 @@ class Size:
         if self.difference <= 1:  # accuracies differ by 1 at most
             shown = f"show {self.difference:.3f}"
         return (
-            f"{self.seeds} seeds and {self.questions} questions {shown} for"
+            f"{counted(self.seeds, 'seed')} and {counted(self.questions, 'question')} {shown} for"
             f" {span(self.gpu_hours)} GPU-hours{dollars}"
         )
 
@@ -674,8 +677,8 @@ def train(
     if failures:
         failed = [f"{state.name} ({state.reason or state.note})" for state in failures]
         raise UserError(
-            f"{len(failed)} of {len(states)} runs failed and are missing from the verdicts:"
-            f" {', '.join(failed)}"
+            f"{len(failed)} of {counted(len(states), 'run')} failed and are missing from the"
+            f" verdicts: {', '.join(failed)}"
         )
 
 

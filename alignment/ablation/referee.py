@@ -18,6 +18,7 @@ from alignment.ablation.study import AMOUNTS, Record, Run, Study, amounts_of
 from alignment.ablation.verdicts import arms_together, budget
 from alignment.runs.summary import accuracy_with_interval, best_audit
 from alignment.system.files import read_json
+from alignment.system.terminal import counted
 
 Status = Literal["yes", "partly", "no"]
 HASH_CHARACTERS = 16  # of a SHA-256 that a report shows
@@ -50,9 +51,10 @@ def referee_answers(study: Study, comparisons: Sequence[Comparison]) -> list[Ans
 def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
     question = "Are there enough seeds, and are all of them shown?"
     numbers = sorted({len(runs) for runs in study.arms.values() if runs})
-    span = " to ".join(str(number) for number in dict.fromkeys((numbers[0], numbers[-1])))
-    noun = "seed" if span == "1" else "seeds"
-    words = f"{span} {noun} an arm, each in the table of arms"
+    span = counted(numbers[-1], "seed")
+    if numbers[0] < numbers[-1]:
+        span = f"{numbers[0]} to {span}"
+    words = f"{span} an arm, each in the table of arms"
     if numbers[0] < 2:
         return Answer(question, "no", f"{words}; one seed shows no difference")
     if study.missing:
@@ -69,7 +71,7 @@ def _seeds(study: Study, comparisons: Sequence[Comparison]) -> Answer:
 def _missing_words(study: Study) -> str:
     """How many of a sweep's runs did not finish."""
     every_run = len(study.missing) + len(study.runs)
-    return f"{len(study.missing)} of {every_run} runs"
+    return f"{len(study.missing)} of {counted(every_run, 'run')}"
 
 
 def _tuning(study: Study) -> Answer:
@@ -81,7 +83,8 @@ def _tuning(study: Study) -> Answer:
     first = next(iter(tuning.choices.values()))
     words = (
         f"each arm chose among {len(first.candidates)} values of {' and '.join(tuning.names)}, by"
-        f" {len(tuning.seeds)} seeds and {tuning.questions} questions of no verdict"
+        f" {counted(len(tuning.seeds), 'seed')} and {counted(tuning.questions, 'question')} of no"
+        " verdict"
     )
     reasons = tuning.edge_warnings()
     for arm, choice in tuning.choices.items():
@@ -207,7 +210,8 @@ def _amount_words(amounts: Mapping[str, float]) -> str:
     """What runs took, in words."""
     minutes = amounts["seconds"] / 60
     time = f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
-    runs = f"{amounts['runs']:.0f} runs with {amounts['tokens']:,.0f} sampled tokens"
+    number = counted(round(amounts["runs"]), "run")
+    runs = f"{number} with {amounts['tokens']:,.0f} sampled tokens"
     return f"{runs} in {time} of steps"
 
 

@@ -40,7 +40,7 @@ from alignment.runs.run_folder import reproducibility
 from alignment.runs.summary import first_change
 from alignment.system.files import read_jsonl, write_atomically
 from alignment.system.templates import fill_template
-from alignment.system.terminal import printable
+from alignment.system.terminal import counted, printable
 
 SHOWN_PAIRS = 30  # in the Markdown summary and the figure; the page has all
 WINNERS = 4  # differences that the headline names
@@ -78,6 +78,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     values |= {
         "shown": SHOWN_PAIRS,
         "printable": printable,
+        "counted": counted,
         "file_name": _file_name,
         "p_value": _format_p_value,
         "interval": interval_words,

@@ -13,7 +13,7 @@ from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Study
 from alignment.ablation.verdicts import decide, decide_factors
-from alignment.system.terminal import make_table
+from alignment.system.terminal import counted, make_table
 
 
 @dataclass(frozen=True)
@@ -171,17 +171,15 @@ def assumption(comparisons: Sequence[Comparison]) -> str:
     parts = []
     if winners:
         seeds = max(comparison.exact_seeds or 0 for comparison in winners)
-        plural = "s" if len(winners) > 1 else ""
         parts.append(
-            f"{len(winners)} difference{plural}, which the signs of so few seeds cannot show;"
+            f"{counted(len(winners), 'difference')}, which the signs of so few seeds cannot show;"
             f" without that about {seeds} seeds would do"
         )
     margins = sum(comparison.kind == "tie" or comparison.is_small for comparison in comparisons)
     if margins:
-        plural = "s" if margins > 1 else ""
         parts.append(
-            f"{margins} difference{plural} below the margin, which no number of seeds shows without"
-            " that"
+            f"{counted(margins, 'difference')} below the margin, which no number of seeds shows"
+            " without that"
         )
     if not parts:
         return ""
@@ -234,9 +232,9 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
     words = f"of the values taken: {verdicts_in_words}."
     if max(known, default=0.0) > 0:
         words += (
-            f" By {len(study.tuning.seeds)} seeds and {study.tuning.questions} questions an arm may"
-            f" have lost up to {max(known):.2g} by its choice, and with a better one this could be"
-            " otherwise."
+            f" By {counted(len(study.tuning.seeds), 'seed')} and"
+            f" {counted(study.tuning.questions, 'question')} an arm may have lost up to"
+            f" {max(known):.2g} by its choice, and with a better one this could be otherwise."
         )
     unknown = [arm for arm, amount in lost.items() if math.isinf(amount)]
     if unknown:

@@ -123,6 +123,11 @@ def progress_line(
         yield advance
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, with an s but for one: "1 seed", "3 seeds"."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def short_time(seconds: float) -> str:
     """A time as hours, minutes and seconds, without hours where these are 0: 4:05, 1:04:05."""
     return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")

@@ -312,7 +312,10 @@ def test_seeds_that_are_added_after_a_report_are_a_second_look(tmp_path):
 def test_one_seed_that_others_follow_is_no_warning(tmp_path, capsys):
     (tmp_path / "sft").mkdir()
     flags = ["--loss_type", "no_baseline", "grpo_clip"]
-    [warning] = make_design(arguments(tmp_path, *flags)).warnings
+    design = make_design(arguments(tmp_path, *flags))
+    sweep.print_design(design, arguments(tmp_path, *flags), make_console())
+    assert "2 arms x 1 seed = 2 runs" in capsys.readouterr().out
+    [warning] = design.warnings
     assert "one seed cannot tell an arm from luck" in warning
     args = arguments(tmp_path, *flags, "--until_decided", "--strict")
     design = make_design(args)

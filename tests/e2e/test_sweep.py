@@ -140,7 +140,7 @@ def done(warm, tmp_path_factory, wait_for):
 
 def test_a_killed_sweep_continues_to_its_report(done):
     folder, said = done
-    assert "2 arms x 1 seeds = 2 runs" in said and "2 of 2 runs done" in said
+    assert "2 arms x 1 seed = 2 runs" in said and "2 of 2 runs done" in said
     runs = ["no_baseline_seed0", "grpo_clip_seed0"]
     assert all((folder / run / "summary.json").exists() for run in runs)
     for run in runs:

@@ -10,7 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from alignment.system import terminal
-from alignment.system.terminal import count_parts, progress_line
+from alignment.system.terminal import count_parts, counted, progress_line
+
+
+def test_one_has_no_plural():
+    assert [counted(number, "seed") for number in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]
 
 
 def test_the_time_left_is_called_so():
