@@ -43,6 +43,8 @@ from alignment.system.nearest import did_you_mean, did_you_mean_path
 from alignment.system.processes import last_line, start_command
 from alignment.system.terminal import make_console, make_table
 
+# A training command's flag -> the flag of `evaluate` that means the same.
+SAME_OF_EVALUATE = {"eval_samples": "num_samples", "eval_max_new_tokens": "max_new_tokens"}
 COMMANDS = {"rejection_sample": RejectionArgs, "sft": SFTArgs, "train_rl": RLArgs}
 SET_BY_PIPELINE = {
     "rejection_sample": {"output"},
@@ -151,13 +153,7 @@ def _make_stages(
     if command == "rejection_sample":
         return [stage]
     evaluation_name = f"evaluation_of_{name}"
-    evaluation_arguments = {
-        key: value for key, value in arguments.items() if key in EvaluateArgs.__dataclass_fields__
-    }
-    evaluation_arguments.pop("sft_base", None)
-    if evaluation_arguments.get("reward") not in RULES:
-        # an evaluation scores by a rule: here the task's own
-        evaluation_arguments.pop("reward", None)
+    evaluation_arguments = _arguments_of_evaluation(arguments, place)
     evaluation_arguments["model"] = stage.result
     evaluation_arguments["run_name"] = evaluation_name
     evaluation = Stage(
@@ -168,6 +164,27 @@ def _make_stages(
         folder / evaluation_name / "summary.json",
     )
     return [stage, evaluation]
+
+
+def _arguments_of_evaluation(arguments: Mapping[str, object], place: str) -> dict[str, object]:
+    """What the evaluation of a stage's model has of the stage's arguments. Raises `UserError` where
+    it would ask other questions than the stage's own evaluations."""
+    if arguments.get("validation_share"):
+        raise UserError(
+            f"{place}: validation_share: the pipeline evaluates each model on the whole test split;"
+            " leave it and eval_split out, or run train_rl with them by itself"
+        )
+    own = {
+        key: value for key, value in arguments.items() if key in EvaluateArgs.__dataclass_fields__
+    }
+    own.pop("sft_base", None)
+    if own.get("reward") not in RULES:
+        # an evaluation scores by a rule: here the task's own
+        own.pop("reward", None)
+    for key, name in SAME_OF_EVALUATE.items():
+        if arguments.get(key):  # 0 of --eval_max_new_tokens is that of training
+            own[name] = arguments[key]
+    return own
 
 
 def _refuse_model_without_warm_start(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from alignment.args import EvaluateArgs, parse
 from alignment.pipeline import PIPELINES, read_stages
 from alignment.system.errors import UserError
 
@@ -23,6 +24,19 @@ def test_a_stage_of_rl_begins_from_its_sft_base(tmp_path):
         stage = stages_of(WARM + flags, tmp_path)[-2]
         assert stage.name == "rl"
         assert any(word.endswith("runs/cold") for word in stage.flags)
+
+
+def test_the_evaluation_of_a_stage_samples_as_the_stages_own_do(tmp_path):
+    base = WARM + 'sft_base = "{cold}"\nmax_new_tokens = 40\n'
+    own = stages_of(base + "eval_samples = 4\neval_max_new_tokens = 60\n", tmp_path)[-1]
+    args = parse(EvaluateArgs, list(own.flags))
+    assert (args.num_samples, args.max_new_tokens) == (4, 60)
+    as_trained = stages_of(base + "eval_max_new_tokens = 0\n", tmp_path)[-1]
+    args = parse(EvaluateArgs, list(as_trained.flags))
+    assert (args.num_samples, args.max_new_tokens) == (1, 40)
+    split = 'validation_share = 0.5\neval_split = "validation"\n'
+    with pytest.raises(UserError, match="stage rl: validation_share: .* whole test"):
+        stages_of(base + split, tmp_path)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
