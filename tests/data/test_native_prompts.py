@@ -28,7 +28,13 @@ from alignment.config import presets
 from alignment.config.command_line import args_of_run
 from alignment.core.records import Problem
 from alignment.core.text import prompt_token_ids
-from alignment.data.prompts import ChatOptions, prompted, read_system_prompt, read_template
+from alignment.data.prompts import (
+    ChatOptions,
+    chat_turns,
+    prompted,
+    read_system_prompt,
+    read_template,
+)
 from alignment.data.tasks import TASKS, Task, answer_in_box
 from alignment.model.loading import load_tokenizer
 from alignment.rewards.rules import find_reward, find_rule
@@ -276,6 +282,11 @@ def test_a_chat_from_a_file_and_its_examples(tmp_path):
         "assistant\nSo.\n<think>",
     ]
     assert problem.turns[-1] == ("assistant", "So.\n<think>")
+    # Only the last line break of the file is not part of the prompt.
+    file.write_text("### user\n{question}\n### assistant\n<think>\n\n")
+    assert chat_turns(str(file))[-1] == ("assistant", "<think>\n")
+    file.write_text("### user\n{question}\n### assistant\n<think>")
+    assert chat_turns(str(file))[-1] == ("assistant", "<think>")
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def is_chat_file(name: str) -> bool:
 
 
 def read_template(name: str) -> str:
-    """The template `name`, or that file's text less its last line break; of `chat`, and of "" that
-    leaves the choice to the model, the bare question. Raises `UserError` for neither, no
-    {question}, or a chat whose turns cannot be."""
+    """The template `name`, or that file's text less its last line break, which a chat keeps as each
+    of its turns does; of `chat`, and of "" that leaves the choice to the model, the bare question.
+    Raises `UserError` for neither, no {question}, or a chat whose turns cannot be."""
     if name in ("", CHAT):
         return "{question}"
     templates = PROMPTS | CHATS
@@ -80,7 +80,9 @@ def read_template(name: str) -> str:
             f"--prompt {name}: there is no such template{nearest}; choose one of"
             f" {', '.join(names)}, a file"
         )
-    text = read_text(Path(name)).removesuffix("\n")
+    text = read_text(Path(name))
+    if not is_chat_file(name):  # `chat_turns` takes off that of each turn
+        text = text.removesuffix("\n")
     if "{question}" not in text:
         raise UserError(
             f"--prompt {name}: the file has no place for the question; write {{question}} where it"
