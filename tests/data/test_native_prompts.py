@@ -133,7 +133,7 @@ def test_prompt_and_rule_choose_each_other_and_defaults_stay():
     assert format_of(gsm8k, "chat") == ("chat", box, ())
     assert format_of(gsm8k, "chat", "format:0.5,accuracy") == ("chat", box, ())
     assert format_of(gsm8k, "", "boxed") == ("", box, ())
-    assert format_of(gsm8k, "r1_zero", "boxed") == ("r1_zero", box, ())
+    assert format_of(gsm8k, "r1_zero", "boxed") == ("r1_zero", box, gsm8k.stop)
     assert format_of(gsm8k, "tiny") == ("tiny", gsm8k.rules, gsm8k.stop)
     assert format_of(gsm8k, "question")[1] == ("flexible", "boxed")
     assert format_of(gsm8k, "question_answer")[2] == ("\nQuestion:",)
@@ -327,6 +327,20 @@ def test_worked_examples_stand_before_every_question(tiny_folder, tmp_path):
     assert tokenizer.decode(prompt).startswith(shown)
     with pytest.raises(UserError, match="^--few_shot .*: must be left out with --examples"):
         EvaluateArgs(few_shot=str(file), examples=2)
+
+
+@pytest.mark.parametrize("reward", ["flexible", "boxed"])
+def test_an_answer_in_tags_ends_with_them_whatever_rule_grades_it(reward, tmp_path):
+    """Else the last number or box of a base model's continuation would be graded."""
+    gsm8k = TASKS["gsm8k"]
+    file = tmp_path / "mine.txt"
+    file.write_text("{question} Write <answer> your answer </answer>.\n")
+    for prompt in ("r1_zero", "think_answer", "reasoning_answer", str(file)):
+        assert gsm8k.in_format(prompt, reward).stop == ("</answer>",), prompt
+    assert TASKS["arithmetic"].in_format("tiny", reward).stop == ("</answer>",)
+    file.write_text("{question} Put the answer into a box.\n")
+    for prompt in ("boxed", "question", "", str(file)):
+        assert gsm8k.in_format(prompt, reward).stop == (), prompt
 
 
 def test_a_chat_with_tags_is_graded_by_them():

@@ -3,6 +3,7 @@
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Literal, overload
 
 from alignment.core.records import Endless, Problem, Problems
 from alignment.data.answer_cells import IN_BOX, final_answer
-from alignment.data.prompts import ChatOptions, is_chat_file, prompted, trained_response
+from alignment.data.prompts import (
+    ChatOptions,
+    is_chat_file,
+    prompted,
+    read_template,
+    trained_response,
+)
 from alignment.data.questions import (
     Key,
     distinct,
@@ -50,7 +57,8 @@ class AnswerFormat:
 
 
 BOXED_FORMAT = AnswerFormat(BOXED_RULES)
-TAGGED_CHAT_FORMAT = AnswerFormat(("think_answer", "flexible"), ("</answer>",))
+END_OF_TAGS = ("</answer>",)
+TAGGED_CHAT_FORMAT = AnswerFormat(("think_answer", "flexible"), END_OF_TAGS)
 """A chat that asks for a thought and an answer in their tags."""
 # Prompts of mathematical questions that ask for another format than `r1_zero`. "" leaves the choice
 # to the model.
@@ -80,6 +88,15 @@ def format_of_prompt(name: str) -> AnswerFormat | None:
     return FORMATS.get(name)
 
 
+def is_in_tags(name: str) -> bool:
+    """Whether a prompt asks for an answer in tags, whatever rule grades it."""
+    if name == "tiny":  # its model has learnt them
+        return True
+    with suppress(UserError):  # `check` refuses a file that is missing
+        return END_OF_TAGS[0] in read_template(name)
+    return False
+
+
 @dataclass(frozen=True)
 class Task:
     """One source of verifiable problems."""
@@ -96,7 +113,7 @@ class Task:
     rules: tuple[str, ...] = ("r1_zero", "r1_zero_strict")
     """The rules that can grade a response, each of `RULES` or a function of the user's own,
     package.module:function. Evaluations are by the first."""
-    stop: tuple[str, ...] = ("</answer>",)
+    stop: tuple[str, ...] = END_OF_TAGS
     """The strings that end a response."""
     key: Key = question_text
     """Problems with equal `key` ask the same question: evaluations ask it once, and training leaves
@@ -109,9 +126,10 @@ class Task:
 
         The format of the prompt (`format_of_prompt`) replaces the tags of `r1_zero`, and so does
         that of a rule which grades another one, in a prompt of the model's choice if this is a box
-        and no prompt is named here or by the task. Where neither is given, the task's own format
-        stays. A task that `r1_zero` cannot grade keeps its rules, and so does one whose reward is
-        named and one of them: its prompt then asks for no box."""
+        and no prompt is named here or by the task; a response to a prompt in tags ends with them.
+        Where neither is given, the task's own format stays. A task that `r1_zero` cannot grade
+        keeps its rules, and so does one whose reward is named and one of them: its prompt then asks
+        for no box."""
         name = prompt
         leaves_choice = reward in BOXED_RULES and format_of_prompt(self.prompt) is None
         if not prompt and not ("r1_zero" in self.rules and leaves_choice):
@@ -124,7 +142,10 @@ class Task:
             return self if name == self.prompt else replace(self, prompt=name)
         if graded is not None and reward not in answer_format.rules:
             answer_format = graded
-        return replace(self, prompt=name, rules=answer_format.rules, stop=answer_format.stop)
+        stop = answer_format.stop
+        if not stop and is_in_tags(name):
+            stop = END_OF_TAGS
+        return replace(self, prompt=name, rules=answer_format.rules, stop=stop)
 
     def with_stop(self, stop: tuple[str, ...]) -> "Task":
         """This task with the strings of --stop in the place of its own; () leaves those."""
