@@ -408,18 +408,23 @@ def check_sft_share(
 
 
 def refuse_other_share(args: RLArgs) -> None:
-    """Raise `UserError` where the warm start of --sft_base has trained on problems that
-    --sft_share gives to RL, as its args.json says."""
-    record = Path(args.sft_base) / "args.json"
-    if not args.sft_base or not args.sft_share or not record.is_file():
+    """Raise `UserError` where the warm start of --sft_base, or without one the model of an SFT that
+    --model names, has trained on problems that --sft_share gives to RL, as its args.json says."""
+    flag = "--sft_base" if args.sft_base else "--model"
+    folder = args.sft_base or args.model
+    record = Path(folder).expanduser() / "args.json"
+    if not folder or not args.sft_share or not record.is_file():
         return
-    taught = read_json(record).get("args", {}).get("sft_share", 0.0)
+    arguments = read_json(record).get("args", {})
+    if not args.sft_base and "curriculum" not in arguments:  # a flag of SFT alone
+        return
+    taught = arguments.get("sft_share", 0.0)
     if 0 < taught <= args.sft_share:
         return
     trained_on = f"those of --sft_share {taught:g}" if taught else "all problems"
     raise UserError(
-        f"--sft_share {args.sft_share:g}: the warm start {args.sft_base} was trained on"
-        f" {trained_on}, so RL would ask what it has seen; name another --sft_base, or give"
+        f"--sft_share {args.sft_share:g}: the warm start {folder} was trained on"
+        f" {trained_on}, so RL would ask what it has seen; name another {flag}, or give"
         f" --sft_share {taught:g}"
     )
 

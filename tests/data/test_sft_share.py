@@ -134,3 +134,15 @@ def test_a_warm_start_of_another_share_is_refused(taught, share, fault, tmp_path
         return refuse_other_share(args)
     with pytest.raises(UserError, match=fault):
         refuse_other_share(args)
+
+
+def test_a_model_that_an_sft_has_trained_is_a_warm_start_too(tmp_path):
+    rl = RLArgs(sft_base="", model=str(tmp_path), sft_share=0.3)
+    record = tmp_path / "args.json"
+    record.write_text(json.dumps({"args": {"curriculum": False, "sft_share": 0.0}}))
+    with pytest.raises(UserError, match="trained on all problems, .* name another --model"):
+        refuse_other_share(rl)
+    record.write_text(json.dumps({"args": {"curriculum": False, "sft_share": 0.3}}))
+    refuse_other_share(rl)
+    record.write_text(json.dumps({"args": {"loss_type": "grpo"}}))  # of another command
+    refuse_other_share(rl)
