@@ -9,7 +9,7 @@ from alignment.builders.held_out import held_out_arguments
 from alignment.core.records import Distribution, Problem, SamplingConfig, Score
 from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks import Task, answer_in_box
-from alignment.data.tasks.own_data import read_examples
+from alignment.data.tasks.own_data import read_demonstrations, read_examples
 from alignment.evaluation.accuracy import Evaluation, evaluate_vllm
 from alignment.evaluation.partial_prompts import (
     LEAST_WORDS,
@@ -75,6 +75,7 @@ def prepare_evaluation(
     if isinstance(args, EvaluateArgs) and args.partial_prompts:
         return _partial_evaluation(args, problems, tokenizer)
     examples = read_examples(args.few_shot)
+    warn_of_shown_tests(args, task)
     if isinstance(args, EvaluateArgs) and args.examples:
         examples = worked_examples(task, args)
     problems = task.with_prompts(
@@ -151,6 +152,20 @@ def functions_of_others(
 ) -> dict[str, Callable[[Sampler], Evaluation]]:
     """By prefix, what makes each evaluation but the one on --task by its samples."""
     return {prefix: other.evaluate for prefix, other in evaluations.items() if prefix}
+
+
+def warn_of_shown_tests(args: Args, task: Task) -> None:
+    """Say how many examples of --few_shot ask a test question, with its answer in each prompt;
+    --examples takes none."""
+    if not args.few_shot:
+        return
+    shown = read_demonstrations(args.few_shot)
+    number = len(shown) - len(task.untested(shown, args.dataset_path))
+    if number:
+        say_once(
+            f"warning: --few_shot {args.few_shot}: {number} of {len(shown)} examples ask a test"
+            f" question of --task {args.task}, so its accuracy is not of unseen questions"
+        )
 
 
 def worked_examples(task: Task, args: EvaluateArgs) -> list[tuple[str, str]]:

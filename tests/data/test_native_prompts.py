@@ -22,7 +22,7 @@ from alignment.args import (
 )
 from alignment.builders.base_models import has_chat_template
 from alignment.builders.checks import run_config
-from alignment.builders.evaluations import prepare_evaluation
+from alignment.builders.evaluations import prepare_evaluation, warn_of_shown_tests
 from alignment.builders.warm_start import tokenise_demonstrations
 from alignment.config import presets
 from alignment.config.command_line import args_of_run
@@ -341,6 +341,21 @@ def test_an_answer_in_tags_ends_with_them_whatever_rule_grades_it(reward, tmp_pa
     file.write_text("{question} Put the answer into a box.\n")
     for prompt in ("boxed", "question", "", str(file)):
         assert gsm8k.in_format(prompt, reward).stop == (), prompt
+
+
+def test_examples_that_ask_a_test_question_are_said(tmp_path, capsys):
+    task = TASKS["arithmetic"]
+    file = tmp_path / "shown.jsonl"
+    questions = (task.test_problems("", 1)[0].question, "What is one half of two apples?")
+    rows = [json.dumps({"question": question, "response": " so"}) for question in questions]
+    file.write_text("\n".join(rows))
+    warn_of_shown_tests(EvaluateArgs(task="arithmetic", few_shot=str(file)), task)
+    assert "1 of 2 examples ask a test question of --task arithmetic" in "".join(
+        capsys.readouterr()
+    )
+    file.write_text(rows[1])
+    warn_of_shown_tests(EvaluateArgs(task="arithmetic", few_shot=str(file)), task)
+    assert "ask a test question" not in "".join(capsys.readouterr())
 
 
 def test_a_chat_with_tags_is_graded_by_them():
