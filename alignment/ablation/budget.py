@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignment.ablation.design import ALPHA, SEED_STD
-from alignment.ablation.statistics import power
+from alignment.ablation.statistics import PlannedContrast, power_of
 from alignment.ablation.study import Study
 from alignment.system.errors import UserError
 
@@ -165,7 +165,7 @@ def splits(
             break
         questions = min(answers, budget.all_questions)
         samples = answers // questions
-        shown = power(
+        planned = PlannedContrast(
             weights_A,
             family,
             range(seeds, seeds + 1),
@@ -174,6 +174,7 @@ def splits(
             question_std=components.of_questions(questions),
             alpha=alpha,
         )
+        shown = power_of(planned)
         cost = budget.cost(seeds, questions * samples)
         found.append(Split(seeds, questions, samples, shown.difference, cost))
     return found

@@ -871,24 +871,38 @@ class Power(NamedTuple):
     tie: float
 
 
-def power(
-    weights_A: Sequence[float],
-    family: int,
-    looks: range,
-    std: float,
-    tie: float,
-    question_std: float = 0.0,
-    alpha: float = ALPHA,
-) -> Power:
-    """The power of a contrast with these weights of all arms, one of `family` contrasts, after each
-    number of seeds in `looks`, which share the error rate `alpha`. Of every arm's mean, `std` is
-    the standard deviation of one seed (`score_std`), and `question_std` that by the choice of
-    questions, whatever the seeds: 0 without effects of arms on single questions. A look at one seed
-    shows nothing, but has its share."""
+@dataclass(frozen=True)
+class PlannedContrast:
+    """A contrast with these weights of all arms, one of `family` contrasts, which is decided after
+    each number of seeds in `looks`; these share the error rate `alpha`. Of every arm's mean, `std`
+    is the standard deviation of one seed (`score_std`), and `question_std` that by the choice of
+    questions, whatever the seeds: 0 without effects of arms on single questions."""
+
+    weights_A: Sequence[float]
+    family: int
+    looks: range
+    std: float
+    tie: float
+    question_std: float = 0.0
+    alpha: float = ALPHA
+
+
+def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
+    """`power_of` a `PlannedContrast` with these fields."""
+    return power_of(PlannedContrast(weights_A, family, looks, std, tie))
+
+
+def power_of(planned: PlannedContrast) -> Power:
+    """The power of a contrast. A look at one seed shows nothing, but has its share of `alpha`."""
+    weights_A = planned.weights_A
+    family = planned.family
+    looks = planned.looks
+    std = planned.std
+    tie = planned.tie
     if looks[-1] < 2 or family < 1:
         return Power(math.inf, 0.0)
     weights = np.array(weights_A)
-    alpha_of_look = alpha / len(looks)
+    alpha_of_look = planned.alpha / len(looks)
     looks = range(max(looks[0], 2), looks.stop)
     rng = np.random.default_rng(0)
     scores_NAS = rng.normal(scale=std, size=(DRAWS, len(weights_A), looks[-1]))
@@ -897,7 +911,7 @@ def power(
         tables = ScoredTables(scores_NAS[:, :, :seeds], weights, family, alpha_of_look)
         analyses.append(halves_of_tables(tables))
     # The choice of questions shifts every look alike, by an error that verdicts allow for.
-    by_questions = question_std * float(np.linalg.norm(weights))
+    by_questions = planned.question_std * float(np.linalg.norm(weights))
     shift_N = by_questions * rng.normal(size=DRAWS)
     errors_LN = np.array([analysis.error_N for analysis in analyses]) + shift_N
     halves_LN = np.array([analysis.half_N for analysis in analyses])
