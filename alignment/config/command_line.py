@@ -16,7 +16,12 @@ import tyro
 
 from alignment.config.commands import Args
 from alignment.config.data import SFTShareFlags
-from alignment.config.flag import DataclassInstance, defaults_of_flags, flags_of_class
+from alignment.config.flag import (
+    DataclassInstance,
+    defaults_of_flags,
+    flags_of_class,
+    hints_of_flags,
+)
 from alignment.config.presets import from_preset, preset_tables, values_of_preset
 from alignment.config.settings import (
     arguments_of,
@@ -111,6 +116,7 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     is_printed = "--print_config" in words and "preset" in flags_of_class(cls)
     if is_printed:
         words = [word for word in words if word != "--print_config"]
+    words = _with_values_of_switches(cls, words)
     args = tyro.cli(cls, args=check_words(cls, words), **options)
     if issubclass(cls, Args):
         # The preset as its file is known by: a path is whole.
@@ -123,6 +129,20 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         make_console().print(as_toml(args), markup=False, highlight=False, soft_wrap=True)
         sys.exit(0)
     return args
+
+
+def _with_values_of_switches(cls: type, words: Sequence[str]) -> list[str]:
+    """The words of a command line, with True after a flag without a value that takes several of
+    true and false, as a sweep's do: without one it would have none, and be as if not given."""
+    hints = hints_of_flags(cls)
+    whole = []
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
+        whole.append(word)
+        name = word.removeprefix("--").replace("-", "_")
+        is_switch = word.startswith("--") and hints.get(name) == tuple[bool, ...]
+        if is_switch and following.startswith("--"):
+            whole.append("True")
+    return whole
 
 
 def _with_chosen_settings(

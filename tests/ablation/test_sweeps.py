@@ -325,6 +325,14 @@ def test_one_seed_that_others_follow_is_no_warning(tmp_path, capsys):
     assert "smallest difference of two arms" in printed and "cannot show" not in printed
 
 
+def test_a_switch_without_a_value_is_on(tmp_path):
+    args = arguments(
+        tmp_path, "--eval_greedy", "--seed", "0", "--normalize_by_std", "True", "False"
+    )
+    assert args.eval_greedy == (True,) and args.normalize_by_std == (True, False)
+    assert arguments(tmp_path, "--eval_greedy").eval_greedy == (True,)
+
+
 def test_a_single_arm_is_compared_with_nothing(tmp_path, capsys):
     (tmp_path / "sft").mkdir()
     args = arguments(tmp_path, "--seed", "0", "1")
