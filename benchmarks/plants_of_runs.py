@@ -465,8 +465,8 @@ EVALUATIONS = [
         ),
         (
             "evaluations by another rule",
-            "rule=find_rule(args.evaluation_rule, args.reward_timeout)",
-            'rule=find_rule("flexible", args.reward_timeout)',
+            "find_evaluation_rule(args.evaluation_rule, args.reward_timeout, args.eval_rule)",
+            'find_evaluation_rule("flexible", args.reward_timeout, args.eval_rule)',
         ),
         (
             "evaluations of fewer responses than --eval_samples",
