@@ -570,8 +570,11 @@ def muon_direction(
     gradient: torch.Tensor, moments: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Muon's direction, of Nesterov's look-ahead, and the momentum after it. The momentum is an
-    average here, a multiple of the post's sum, which the normalisation removes."""
+    average here, a multiple of the post's sum, which the normalisation removes. Without a gradient
+    there is no step, which the post leaves open."""
     momentum = MUON_MOMENTUM * moments["momentum"] + (1 - MUON_MOMENTUM) * gradient
+    if not gradient.any():
+        return torch.zeros_like(gradient), {"momentum": momentum}
     ahead = MUON_MOMENTUM * momentum + (1 - MUON_MOMENTUM) * gradient
     x = ahead / ahead.norm()
     a, b, c = MUON_COEFFICIENTS

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from alignment import evaluate
+from alignment.rewards import rules
+from alignment.rewards.r1_zero import extract_answer
 from alignment.rewards.rules import RULES
 from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
@@ -56,6 +58,7 @@ def made_up_reward(monkeypatch):
         }
 
     monkeypatch.setitem(RULES, "r1_zero", reward_fn)
+    monkeypatch.setitem(rules._EXTRACTORS, reward_fn, extract_answer)  # it has majorities, too
 
 
 @pytest.fixture
