@@ -210,5 +210,6 @@ def test_what_fails_in_the_sampler_is_said_as_it_is(warm, launcher, tmp_path):
     # two are before the run begins
     (tmp_path / "mine.py").write_text(f"calls = []\ndef reward(text, truth):\n{fails_later}")
     flags = ["--sft_base", str(warm), *ASYNC, "--reward", "mine:reward"]
-    assert launcher.run(tmp_path, *flags, path=str(tmp_path)) == 2  # a mistake of the user's own code
+    # a mistake of the user's own code, which a sweep does not try again
+    assert launcher.run(tmp_path, *flags, path=str(tmp_path)) == 2
     assert "no such column" in said(tmp_path) and "Traceback" not in said(tmp_path)
