@@ -391,7 +391,7 @@ def power_line(sides: str, power: Power, tie: float) -> str:
 def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
     """The power of a verdict on so many questions, by the two sides that it compares. `looks` are
     the numbers of seeds after which verdicts are made."""
-    from alignment.ablation.statistics import PlannedContrast, power_of
+    from alignment.ablation.statistics import PlannedContrast, power
     from alignment.core.power import score_std
 
     std = score_std(SEED_STD, questions)
@@ -400,7 +400,7 @@ def powers(design: Design, looks: range, questions: int) -> dict[str, Power]:
         planned = PlannedContrast(
             table.weights_A, table.family, looks, std, design.tie, alpha=table.alpha
         )
-        power_of_sides[sides] = power_of(planned)
+        power_of_sides[sides] = power(planned)
     return power_of_sides
 
 

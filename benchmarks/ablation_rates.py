@@ -27,6 +27,7 @@ from alignment.ablation.schedule import State, next_runs
 from alignment.ablation.statistics import (
     Comparison,
     Contrast,
+    PlannedContrast,
     Scores,
     area_under_curve,
     compare,
@@ -747,14 +748,14 @@ def printed_power() -> list[PrintedPower]:
         weights = (1, -1) + (0,) * (arms - 2)
         family = arms * (arms - 1) // 2
         looks = range(seeds, seeds + 1)
-        difference = power(weights, family, looks, score_deviation, TIE).difference
+        difference = power(PlannedContrast(weights, family, looks, score_deviation, TIE)).difference
         setting = one_arm_apart(arms, seeds, difference)
         rows.append(PrintedPower(f"{arms} arms, {seeds} seeds", setting, difference))
     for arms, seeds, last in ((2, 2, 8), (3, 3, 10)):
         weights = (1, -1) + (0,) * (arms - 2)
         family = arms * (arms - 1) // 2
         looks = range(seeds, last + 1)
-        difference = power(weights, family, looks, score_deviation, TIE).difference
+        difference = power(PlannedContrast(weights, family, looks, score_deviation, TIE)).difference
         setting = replace(one_arm_apart(arms, seeds, difference), last_seeds=last)
         rows.append(PrintedPower(f"{arms} arms, {seeds} to {last} seeds", setting, difference))
     for grid, seeds in (((2, 2), 3), ((3, 4), 3), ((2, 2, 2), 5)):
@@ -763,7 +764,8 @@ def printed_power() -> list[PrintedPower]:
         compared = contrasts(setting)
         weights = [compared[0].weights.get(str(arm), 0.0) for arm in range(arms)]
         looks = range(seeds, seeds + 1)
-        difference = power(weights, len(compared), looks, score_deviation, TIE).difference
+        planned = PlannedContrast(weights, len(compared), looks, score_deviation, TIE)
+        difference = power(planned).difference
         # the arms at the first level of the last factor
         accuracies = tuple(0.5 + difference * (arm % grid[-1] == 0) for arm in range(arms))
         setting = replace(setting, accuracies=accuracies)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignment.ablation.design import ALPHA, SEED_STD
-from alignment.ablation.statistics import PlannedContrast, power_of
+from alignment.ablation.statistics import PlannedContrast, power
 from alignment.ablation.study import Study
 from alignment.system.errors import UserError
 
@@ -174,7 +174,7 @@ def splits(
             question_std=components.of_questions(questions),
             alpha=alpha,
         )
-        shown = power_of(planned)
+        shown = power(planned)
         cost = budget.cost(seeds, questions * samples)
         found.append(Split(seeds, questions, samples, shown.difference, cost))
     return found

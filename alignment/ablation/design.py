@@ -8,7 +8,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -386,6 +386,14 @@ def with_controls(arms: Mapping[str, RLArgs]) -> dict[str, RLArgs]:
                 f"--controls adds an arm {name}, and the sweep has one of that name: rename it"
             )
     return {**arms, **added}
+
+
+def run_folders(folder: Path) -> Iterator[tuple[Path, str, int]]:
+    """The folders of a sweep's runs, sorted, each with its run's arm and seed."""
+    for path in sorted(folder.glob("*_seed*")):
+        arm, _, seed = path.name.rpartition("_seed")
+        if seed.isdigit():
+            yield path, arm, int(seed)
 
 
 def is_control(arm: str) -> bool:

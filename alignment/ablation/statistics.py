@@ -887,12 +887,7 @@ class PlannedContrast:
     alpha: float = ALPHA
 
 
-def power(weights_A: Sequence[float], family: int, looks: range, std: float, tie: float) -> Power:
-    """`power_of` a `PlannedContrast` with these fields."""
-    return power_of(PlannedContrast(weights_A, family, looks, std, tie))
-
-
-def power_of(planned: PlannedContrast) -> Power:
+def power(planned: PlannedContrast) -> Power:
     """The power of a contrast. A look at one seed shows nothing, but has its share of `alpha`."""
     weights_A = planned.weights_A
     family = planned.family

@@ -20,6 +20,7 @@ from alignment.ablation.design import (
     implied_settings,
     is_control,
     reported_seeds,
+    run_folders,
     varied_values,
 )
 from alignment.ablation.tuning import Tuning, read_tuning
@@ -511,16 +512,15 @@ def _read_sweep(folder: Path) -> Study:
     for seed in sweep["seeds"]:
         if type(seed) is int:
             expected |= {(arm, seed) for arm in arms}
-    for path in sorted(folder.glob("*_seed*")):
-        arm, _, seed = path.name.rpartition("_seed")
-        if arm not in arms or not seed.isdigit():
+    for path, arm, seed in run_folders(folder):
+        if arm not in arms:
             continue
         # Seeds that --until_decided added are not in sweep.json.
-        expected.add((arm, int(seed)))
+        expected.add((arm, seed))
         if (path / "args.json").exists():
             run = read_run(path)
             if run.finished:
-                arms[arm][int(seed)] = run
+                arms[arm][seed] = run
     missing = [f"{arm}_seed{seed}" for arm, seed in sorted(expected) if seed not in arms[arm]]
     reported = reported_seeds(sweep, folder / "sweep.json")
     is_finished = not missing

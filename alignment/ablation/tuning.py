@@ -21,6 +21,7 @@ from alignment.ablation.design import (
     given_value,
     is_control,
     label_of,
+    run_folders,
     with_settings,
 )
 from alignment.args import RLArgs
@@ -342,11 +343,7 @@ def seeds_of_folder(folder: Path) -> set[int]:
     where there is no sweep yet."""
     file = folder / "sweep.json"
     seeds = set(read_json(file).get("seeds", ())) if file.exists() else set()
-    for path in folder.glob("*_seed*"):
-        seed = path.name.rpartition("_seed")[2]
-        if seed.isdigit():
-            seeds.add(int(seed))
-    return seeds
+    return seeds.union(seed for _, _, seed in run_folders(folder))
 
 
 def choose(

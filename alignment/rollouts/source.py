@@ -233,11 +233,12 @@ def sampled_report(sampled: Sequence[Group]) -> dict[str, float]:
     """What is logged of all groups that were sampled for a step, those that refills replaced
     included."""
     scores = flatten_scores(sampled)
+    completions = flatten_completions(sampled)
     return {
         "prompts_sampled": len(sampled),
         "responses_sampled": len(scores),
         "reward_sampled": sum(score["reward"] for score in scores) / len(scores),
-        "tokens_sampled": sum(len(c.token_ids) for c in flatten_completions(sampled)),
+        "tokens_sampled": sum(len(completion.token_ids) for completion in completions),
         # A group whose gradings all fail has equal rewards, so that a refill replaces it.
         "grading_failed": sum("grading_failed" in score for score in scores),
     }

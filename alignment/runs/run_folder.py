@@ -385,10 +385,8 @@ def last_whole_step(run: Path, reset_interval: int = 0) -> tuple[int, list[str]]
 def refuse_lost_checkpoints(run: Path) -> None:
     """Raise `UserError` where a run that has no checkpoint has had one: to begin it anew would
     delete what it has trained and sampled."""
-    metrics = run / "metrics.jsonl"
-    steps = 0
-    if metrics.exists():
-        steps = max((record["step"] for record in files.read_jsonl(metrics)), default=0)
+    records = files.read_jsonl(run / "metrics.jsonl", require_steps=True)
+    steps = max((record["step"] for record in records), default=0)
     # The step whose checkpoint is the first is logged before it is saved.
     first_saved = files.read_json(run / "args.json")["args"]["save_interval"]
     if steps <= first_saved and not (run / "summary.json").exists():

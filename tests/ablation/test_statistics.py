@@ -11,6 +11,7 @@ from scipy import stats
 
 from alignment.ablation.statistics import (
     Contrast,
+    PlannedContrast,
     Power,
     area_under_curve,
     compare,
@@ -356,7 +357,7 @@ def test_names_and_order_of_arms_do_not_matter(seed):
 
 
 def two_arms(seeds: int, last: int = 0, std: float = 0.03, tie: float = 0.03) -> Power:
-    return power((1, -1), 1, range(seeds, max(seeds, last) + 1), std, tie)
+    return power(PlannedContrast((1, -1), 1, range(seeds, max(seeds, last) + 1), std, tie))
 
 
 def test_the_power_of_two_arms_is_that_of_students_t():
@@ -371,8 +372,8 @@ def test_the_power_of_two_arms_is_that_of_students_t():
 
 def test_a_mean_of_two_arms_a_side_is_easier_to_tell_apart_than_an_arm():
     alone, averaged = (
-        power((1, -1, 0, 0), 6, range(5, 6), 0.03, 0.03),
-        power((0.5, 0.5, -0.5, -0.5), 1, range(5, 6), 0.03, 0.03),
+        power(PlannedContrast((1, -1, 0, 0), 6, range(5, 6), 0.03, 0.03)),
+        power(PlannedContrast((0.5, 0.5, -0.5, -0.5), 1, range(5, 6), 0.03, 0.03)),
     )
     assert averaged.difference < alone.difference / math.sqrt(2)
 

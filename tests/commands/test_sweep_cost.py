@@ -6,7 +6,7 @@ import re
 import pytest
 
 from alignment import sweep
-from alignment.ablation.statistics import power
+from alignment.ablation.statistics import PlannedContrast, power
 from alignment.args import RLArgs, SweepArgs, from_preset, parse
 from alignment.builders.prediction import Known, duration, planned_machines, predict, span
 from alignment.core.power import score_std
@@ -55,9 +55,9 @@ def test_hours_and_money_are_joined_to_the_difference_that_seeds_show(designed, 
         assert f"- {loss}: {span(hours[loss])} GPU-hours a seed" in said
     designs = []
     for seeds in (3, 6):
-        difference = power(
-            [1.0, -1.0], 1, range(seeds, seeds + 1), score_std(sweep.SEED_STD, 512), 0.03
-        ).difference
+        looks = range(seeds, seeds + 1)
+        std = score_std(sweep.SEED_STD, 512)
+        difference = power(PlannedContrast([1.0, -1.0], 1, looks, std, 0.03)).difference
         ends = [seeds * sum(each) for each in zip(*hours.values(), strict=True)]
         cost = f"{span(ends)} GPU-hours ({span([0.5 * end for end in ends])} dollars)"
         designs.append(f"{seeds} seeds and 512 questions show {difference:.3f} for {cost}")
@@ -107,13 +107,9 @@ def test_the_cheapest_design_shows_the_difference_and_fewer_seeds_do_not(designe
     ).groups()
 
     def of(number):
-        return power(
-            [1.0, -1.0],
-            1,
-            range(number, number + 1),
-            score_std(sweep.SEED_STD, int(questions)),
-            0.03,
-        ).difference
+        looks = range(number, number + 1)
+        std = score_std(sweep.SEED_STD, int(questions))
+        return power(PlannedContrast([1.0, -1.0], 1, looks, std, 0.03)).difference
 
     assert of(int(seeds)) <= 0.03 < of(int(seeds) - 1) and shown == f"{of(int(seeds)):.3f}"
     assert "no design of up to 64 seeds does" in designed(
