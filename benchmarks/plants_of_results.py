@@ -602,6 +602,8 @@ RESUMES = [
         (
             "a resumed run with the checkpoint for a reference",
             "    elif run.last_step:\n        start = prepare_warm_start(args, run.console)\n"
+            "    if not run.last_reset:  # else a checkpoint of this run\n"
+            '        run.keep_frozen("reference model", start)\n'
             "    source",
             "    source",
             (*RESUMED, *WITH_REFERENCE),

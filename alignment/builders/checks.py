@@ -475,6 +475,6 @@ def run_config(args: RLArgs) -> RunConfig:
         arguments=arguments,
         changeable=changeable,
         setting=REPRODUCIBILITY_SETTING,
-        has_baseline=not args.learner_of_equal_groups,
+        compares_rewards=not args.learner_of_equal_groups,
         defaults=defaults | {"reward": args.default_reward},
     )

@@ -321,6 +321,8 @@ def make_reference(args: RLArgs, run: Run, plan: RunPlan, policy: Policy) -> Log
         start = str(checkpoint_folder(run.path, run.last_reset))
     elif run.last_step:
         start = prepare_warm_start(args, run.console)
+    if not run.last_reset:  # else a checkpoint of this run
+        run.keep_frozen("reference model", start)
     source = open_frozen(args, run, plan, start, plan.roles.reference)
     reload = source.reload
     assert reload is not None
@@ -343,6 +345,7 @@ def make_teacher(args: RLArgs, run: Run, plan: RunPlan) -> LogProbSource | None:
     if not args.teacher:
         return None
     folder = find_teacher(args, plan.base)
+    run.keep_frozen("teacher", folder)
     return open_frozen(args, run, plan, folder, plan.roles.teacher, name="teacher")
 
 

@@ -21,7 +21,7 @@ MISMATCH_FLOOR = 0.005
 
 class Health:
     """Watches the metrics of a run. It keeps only its first and its latest steps, which suffice for
-    all warnings. `steps` are those that a resumed run has made before. `has_baseline`: whether
+    all warnings. `steps` are those that a resumed run has made before. `compares_rewards`: whether
     advantages are rewards less those of a group, so that groups of equal rewards teach nothing."""
 
     def __init__(
@@ -30,12 +30,12 @@ class Health:
         max_new_tokens: int,
         max_bad_steps: int,
         max_grader_failures: float,
-        has_baseline: bool,
+        compares_rewards: bool,
     ):
         self.max_new_tokens = max_new_tokens
         self.max_bad_steps = max_bad_steps
         self.max_grader_failures = max_grader_failures
-        self.has_baseline = has_baseline
+        self.compares_rewards = compares_rewards
         self.latest_count = max(GRADER_WINDOW, max_bad_steps)
         self.first = steps[:WINDOW]
         self.latest = steps[-self.latest_count :]
@@ -51,7 +51,7 @@ class Health:
         if self.latest:
             names_before = set(self.latest[-1]["warnings"])
         steps = [*self.latest, record]
-        warnings = health_warnings(self.first, steps, self.max_new_tokens, self.has_baseline)
+        warnings = health_warnings(self.first, steps, self.max_new_tokens, self.compares_rewards)
         warnings |= of_update
         messages = [warnings[name] for name in sorted(warnings.keys() - names_before)]
         if record["bad_updates"]:
@@ -96,10 +96,10 @@ def all_cut_off(responses: int, where: str, flag: str, limit: int) -> str:
 
 
 def health_warnings(
-    first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int, has_baseline: bool
+    first: Sequence[Record], steps: Sequence[Record], max_new_tokens: int, compares_rewards: bool
 ) -> dict[str, str]:
     """The warnings at the last of `steps`: name -> message. `first` are the first `WINDOW` steps of
-    the run, with which entropy and length are compared; `has_baseline` is `Health`'s."""
+    the run, with which entropy and length are compared; `compares_rewards` is `Health`'s."""
     warnings: dict[str, str] = {}
     if steps and steps[-1].get("finished") == 0:
         warnings["all_cut_off"] = all_cut_off(
@@ -116,7 +116,7 @@ def health_warnings(
             f"entropy is {entropy:.3g} nats a token, it began at {entropy_before:.3g}"
         )
     equal = _mean(recent, "frac_reward_zero_std")
-    if has_baseline and equal > 0.95:
+    if compares_rewards and equal > 0.95:
         warnings["equal_rewards"] = (
             f"in {equal:.0%} of the groups all rewards are equal, which teaches nothing"
         )

@@ -26,11 +26,14 @@ from alignment.runs.summary import write_card, write_summary
 from alignment.system.clock import Clock
 from alignment.system.command import current_command
 from alignment.system.errors import RunStopped, UserError, failure_of_users_code, in_words
-from alignment.system.files import atomic_folder, read_json, read_jsonl
+from alignment.system.files import atomic_folder, read_json, read_jsonl, write_json
 from alignment.system.locks import lock_run_folder
-from alignment.system.manifests import write_manifest
+from alignment.system.manifests import digest_of_weights, write_manifest
 from alignment.system.signals import Interrupted, deferrable_signals, signals_are_deferred
 from alignment.system.terminal import progress_line
+
+# The digests of the weights that a run reads and never trains.
+FROZEN_MODELS = "frozen_models.json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class RunConfig:
     reference_reset_interval: int = 0  # Steps between resets of the reference; 0: never.
     log_state: bool = False  # Whether each step writes a line of state.jsonl before its update.
     target_accuracy: float = 0.0  # The run ends after an evaluation that has it; 0: none.
-    has_baseline: bool = True
+    compares_rewards: bool = True
     """Whether advantages compare a group's rewards, so that equal ones teach nothing."""
 
 
@@ -107,6 +110,7 @@ class Run:
         self.last_step = 0  # The last finished step.
         self.advantage_state: object = None  # Of the estimator of advantages, after that step.
         self.resumed_at = 0
+        self._frozen_models: dict[str, str] = {}  # Name -> digest of its weights.
         self.best_step = 0  # Of SFT with --patience: the step whose weights are the best so far.
         # Whether it is between `start` and `finish`, so that there is something to save.
         self.is_under_way = False
@@ -203,6 +207,23 @@ class Run:
         self._opened.append(process)
         return self.closing.enter_context(closing(process))
 
+    def keep_frozen(self, name: str, folder: str) -> None:
+        """Record the weights of a model that the run reads and never trains, such as the
+        "reference model" of --beta. A run that resumes with other weights would go on under
+        another objective: raises `UserError`. A model of the hub, which is no folder, is left
+        out."""
+        if not Path(folder).is_dir():
+            return
+        self._frozen_models[name] = digest_of_weights(Path(folder))
+        if self._path is None or not (self.path / FROZEN_MODELS).exists():
+            return
+        recorded = read_json(self.path / FROZEN_MODELS).get(name)
+        if recorded not in (None, self._frozen_models[name]):
+            raise UserError(
+                f"--resume: the weights of the {name}, in {folder}, are not those that"
+                f" {self.path} began with; put these back, or begin another run"
+            )
+
     def start(self, policy, tokenizer, rollouts=None, meter=None) -> None:
         """Create the folder, unless the run resumes, and open its log. SFT has no `rollouts`. With
         `meter`, a `PeakMeter`, peaks of memory are logged, too."""
@@ -219,6 +240,8 @@ class Run:
             self.closing.enter_context(lock_run_folder(self.path))
         else:
             run_folder.write_args(self.path, config.arguments, config.seeds, config.automatic)
+        if self._frozen_models and not (self.path / FROZEN_MODELS).exists():
+            write_json(self.path / FROZEN_MODELS, self._frozen_models)
         folder = self.closing.enter_context(
             closing(run_folder.RunFolder(self.path, self.last_step, config.trackers))
         )
@@ -227,7 +250,7 @@ class Run:
             config.max_new_tokens,
             config.max_bad_steps,
             config.max_grader_failures,
-            config.has_baseline,
+            config.compares_rewards,
         )
         self.clock.meter = meter
         # The warm start counts with the steps, because it is made once and serves many runs.

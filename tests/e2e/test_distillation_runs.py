@@ -50,6 +50,26 @@ def test_a_killed_run_ends_as_the_undisturbed_one(undisturbed, flags, launcher, 
     assert digests(cut) == digests(undisturbed)
 
 
+def test_a_run_does_not_go_on_under_another_teacher(undisturbed, flags, warm, launcher, tmp_path):
+    cut = tmp_path / NAME
+    shutil.copytree(undisturbed, cut)
+    for folder in ("final", "step_000012"):
+        shutil.rmtree(cut / folder)
+    (cut / "summary.json").unlink()
+    teacher = Path(flags[flags.index("--teacher") + 1])
+    kept = tmp_path / "kept"
+    shutil.copytree(teacher, kept)
+    try:
+        shutil.copy(warm / "model.safetensors", teacher / "model.safetensors")
+        (teacher / "manifest.sha256.json").unlink(missing_ok=True)
+        assert launcher.run(tmp_path, *flags, "--resume") == 2
+    finally:
+        shutil.rmtree(teacher)
+        shutil.copytree(kept, teacher)
+    assert "the weights of the teacher" in said(tmp_path)
+    assert not (cut / "final").exists()
+
+
 def test_asynchronous_rollouts_without_staleness_change_nothing(
     undisturbed, flags, launcher, tmp_path
 ):

@@ -11,7 +11,7 @@ LIMITS = {
     "max_new_tokens": 48,
     "max_bad_steps": 2,
     "max_grader_failures": 0.05,
-    "has_baseline": True,
+    "compares_rewards": True,
 }
 FINE = {
     "entropy": 1.0,
@@ -34,8 +34,8 @@ def steps(*changes: dict) -> list[dict]:
     ]
 
 
-def warnings_of(records: list[dict], has_baseline: bool = True) -> dict[str, str]:
-    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], 48, has_baseline)
+def warnings_of(records: list[dict], compares_rewards: bool = True) -> dict[str, str]:
+    return health_warnings(records[:WINDOW], records[-GRADER_WINDOW:], 48, compares_rewards)
 
 
 def stop_if_hopeless(records: list[dict]) -> None:
@@ -113,12 +113,12 @@ def test_a_warning_has_the_numbers():
 def test_without_a_baseline_groups_of_equal_rewards_teach():
     """Of --loss_type no_baseline, whose groups may have a single response."""
     records = steps(*[{"frac_reward_zero_std": 1.0}] * 3)
-    assert warnings_of(records, has_baseline=False) == {}
+    assert warnings_of(records, compares_rewards=False) == {}
     assert list(warnings_of(records)) == ["equal_rewards"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "has_baseline"),
+    ("flags", "compares_rewards"),
     [
         ({}, True),
         ({"loss_type": "no_baseline"}, False),
@@ -126,8 +126,8 @@ def test_without_a_baseline_groups_of_equal_rewards_teach():
         ({"teacher": "model"}, False),
     ],
 )
-def test_flags_tell_whether_groups_of_equal_rewards_teach(flags, has_baseline):
-    assert run_config(RLArgs(sft_base="", **flags)).has_baseline is has_baseline
+def test_flags_tell_whether_groups_of_equal_rewards_teach(flags, compares_rewards):
+    assert run_config(RLArgs(sft_base="", **flags)).compares_rewards is compares_rewards
 
 
 def test_only_bad_steps_in_a_row_stop_a_run():

@@ -69,7 +69,7 @@ def test_a_resumed_older_run_has_one_name_for_each_metric(older_run):
     assert read_jsonl(older_run / "evals.jsonl") == [{"step": 0, "avg_all_rewards": 0.5}]
     # The steps before the resumption count for its warnings: all of their groups were equal.
     limits = {"max_new_tokens": 64, "max_bad_steps": 5, "max_grader_failures": 0.1}
-    health = Health(metrics, **limits, has_baseline=True)
+    health = Health(metrics, **limits, compares_rewards=True)
     _, record = health.judge(NEW_STEP | {"step": 6})
     assert record["warnings"] == ["equal_rewards"]
 
