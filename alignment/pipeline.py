@@ -16,12 +16,13 @@ model, or a file), or else the file NAME.jsonl beside the pipeline's own:
     command = "sft"
     demonstrations = ["{kept}"]"""
 
+import os
 import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -39,6 +40,7 @@ from alignment.args import (
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import read_json, read_toml, write_json
 from alignment.system.locks import lock_run_folder
+from alignment.system.manifests import sha256
 from alignment.system.nearest import did_you_mean, did_you_mean_path
 from alignment.system.processes import last_line, start_command
 from alignment.system.terminal import make_console, make_table
@@ -153,7 +155,7 @@ def _make_stages(
     if command == "rejection_sample":
         return [stage]
     evaluation_name = f"evaluation_of_{name}"
-    evaluation_arguments = _arguments_of_evaluation(arguments, place)
+    evaluation_arguments = _arguments_of_evaluation(command, flags, arguments, place)
     evaluation_arguments["model"] = stage.result
     evaluation_arguments["run_name"] = evaluation_name
     evaluation = Stage(
@@ -166,9 +168,11 @@ def _make_stages(
     return [stage, evaluation]
 
 
-def _arguments_of_evaluation(arguments: Mapping[str, object], place: str) -> dict[str, object]:
-    """What the evaluation of a stage's model has of the stage's arguments. Raises `UserError` where
-    it would ask other questions than the stage's own evaluations."""
+def _arguments_of_evaluation(
+    command: str, flags: Sequence[str], arguments: Mapping[str, object], place: str
+) -> dict[str, object]:
+    """What the evaluation of a stage's model has of the stage's arguments, and of its preset.
+    Raises `UserError` where it would ask other questions than the stage's own evaluations."""
     if arguments.get("validation_share"):
         raise UserError(
             f"{place}: validation_share: the pipeline evaluates each model on the whole test split;"
@@ -181,9 +185,16 @@ def _arguments_of_evaluation(arguments: Mapping[str, object], place: str) -> dic
     if own.get("reward") not in RULES:
         # an evaluation scores by a rule: here the task's own
         own.pop("reward", None)
+    training = COMMANDS[command]
+    with_preset = parse(training, list(flags))
     for key, name in SAME_OF_EVALUATE.items():
-        if arguments.get(key):  # 0 of --eval_max_new_tokens is that of training
-            own[name] = arguments[key]
+        field = training.__dataclass_fields__.get(key)
+        if field is None:
+            continue
+        value = getattr(with_preset, key)
+        is_given = key in arguments or value != field.default
+        if is_given and value:  # 0 of --eval_max_new_tokens is that of training
+            own[name] = value
     return own
 
 
@@ -295,12 +306,40 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with lock_run_folder(folder):
         file = folder / "pipeline.json"
-        description = {"stages": [[stage.name, stage.command, *stage.flags] for stage in stages]}
-        if file.exists() and read_json(file) != description:
-            raise UserError(f"{folder} holds a pipeline of other stages; give another --run_name")
+        description = describe(stages, folder)
+        if file.exists():
+            refuse_other_pipeline(read_json(file), description, folder)
         write_json(file, description)
         run(stages, folder, console)
     summarise([stage for stage in stages if stage.command == "evaluate"], folder, console)
+
+
+def describe(stages: Sequence[Stage], folder: Path) -> dict[str, Any]:
+    """What pipeline.json has: the `stages` with their flags, and the SHA-256 of the `files` that
+    these name, but for those that stages write."""
+    digests: dict[str, str] = {}
+    for stage in stages:
+        for flag in stage.flags:
+            name = flag.removeprefix("file:")
+            # Unlike Path.is_file, it takes any text.
+            if os.path.isfile(name) and folder.resolve() not in Path(name).resolve().parents:
+                digests[name] = sha256(Path(name))
+    listed = [[stage.name, stage.command, *stage.flags] for stage in stages]
+    return {"stages": listed, "files": digests}
+
+
+def refuse_other_pipeline(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raise `UserError` where a folder's pipeline had other stages, or files of other contents: a
+    stage that is done would stand for what it never saw."""
+    if before.get("stages") != now["stages"]:
+        raise UserError(f"{folder} holds a pipeline of other stages; give another --run_name")
+    # Older folders have no digests.
+    recorded = before.get("files", now["files"])
+    for file, digest in now["files"].items():
+        if recorded.get(file) != digest:
+            raise UserError(
+                f"{file} has changed since the pipeline in {folder} began; give another --run_name"
+            )
 
 
 def summarise(evaluations: Sequence[Stage], folder: Path, console: Console) -> None:

@@ -103,6 +103,10 @@ def test_stages_run_in_a_row_and_go_on_where_they_were_stopped(
     assert [row["stage"] for row in summary] == ["warm", "student"] and all(
         row["problems"] == 16 for row in summary
     )
+    with (tmp_path / "shown.jsonl").open("a") as file:
+        file.write("\n")
+    assert exit_code(monkeypatch, pipeline.main, "alignment.pipeline", *flags) == 2
+    assert "shown.jsonl has changed since the pipeline" in capsys.readouterr().err
     (tmp_path / "stages.toml").write_text(stages.replace("num_problems = 64", "num_problems = 32"))
     assert exit_code(monkeypatch, pipeline.main, "alignment.pipeline", *flags) == 2
     assert "holds a pipeline of other stages" in capsys.readouterr().err
