@@ -19,7 +19,7 @@ from alignment.builders.run_plan import RunPlan, plan_engine, plan_run
 from alignment.builders.samplers import make_sampler
 from alignment.builders.training import find_teacher, open_old_policy
 from alignment.builders.verified_data import warm_start_of
-from alignment.config.settings import flag_values, replaced
+from alignment.config.settings import flag_values, replaced, settings_of
 from alignment.model.frozen import FrozenModel
 from alignment.model.loading import load_config, load_tokenizer, make_deterministic
 from alignment.model.log_probs import few_logits_at_a_time
@@ -58,11 +58,16 @@ FREE_SHARE = 0.7
 
 def with_short_samples(args: VerifyArgs) -> VerifyArgs:
     """A run's arguments with few and short samples, a weight decay that shows, and a penalty for
-    every length where the run has one for some."""
+    every length where the run has one for some. Groups are as large as --advantage needs, and
+    mini-batches are as many as the run's."""
     max_new_tokens = min(args.max_new_tokens, MOST_TOKENS)
+    fewest = args.estimator.fewest_responses(settings_of(args, "advantage"))
+    group_size = min(args.group_size, max(MOST_SAMPLES, fewest))
+    mini_batch = math.ceil(args.train_mini_batch_size * group_size / args.group_size)
     return dataclasses.replace(
         args,
-        group_size=min(args.group_size, MOST_SAMPLES),
+        group_size=group_size,
+        train_mini_batch_size=mini_batch,
         max_new_tokens=max_new_tokens,
         overlong_buffer=max_new_tokens if args.overlong_buffer else 0,
         skip_unfinished=False,

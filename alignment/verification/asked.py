@@ -2,6 +2,7 @@
 flags leave of them?"""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from alignment.core.records import Problem
 from alignment.verification.check import Check
+from alignment.verification.sampling import wanted_prompt_ids
 from alignment.verification.splits import question_of, words_of
 
 QUESTION = "{question}"
@@ -42,8 +44,10 @@ class AskedQuestions:
         yield Check("prompts: other texts than the template's", 0.0, self.other_prompts)
         yield Check("data: problems that flags leave out", 0.0, self.faults_of_flags)
         reason = ""
-        if not self._is_file_of_json():
-            reason = "--task names no file of JSON lines"
+        if not self._files() or not self._cells():
+            reason = (
+                "--task and --test_split name no files of JSON lines with text in their columns"
+            )
         what = "data: rows of the file that are read wrongly"
         yield Check(what, 0.0, self.misread_rows, not_checked=reason)
 
@@ -105,8 +109,8 @@ class AskedQuestions:
             faults.append("num_problems")
         longest = flags["max_prompt_tokens"]
         if longest:
-            prompts = [problem.prompt for problem in (*self.trained, *self.evaluated)]
-            if any(len(ids) > longest for ids in self.tokenizer(prompts)["input_ids"]):
+            prompts = {problem.prompt for problem in (*self.trained, *self.evaluated)}
+            if any(self._length(prompt) > longest for prompt in prompts):
                 faults.append("max_prompt_tokens")
         if flags["pass_rates"] and not self._are_in_band():
             faults.append("pass_rate_band")
@@ -114,6 +118,12 @@ class AskedQuestions:
         if wanted and tuple(self.stop) != (() if wanted == NO_STRING else wanted):
             faults.append("stop")
         return faults
+
+    def _length(self, prompt: str) -> int:
+        """The number of a prompt's tokens, or, where nothing is known of its own, of those that the
+        tokenizer makes of it."""
+        ids = wanted_prompt_ids(prompt, self.tokenizer)
+        return len(self.tokenizer(prompt)["input_ids"] if ids is None else ids)
 
     def _are_in_band(self) -> bool:
         """Whether the share of right samples, in the file of pass rates, of each trained question
@@ -130,19 +140,27 @@ class AskedQuestions:
                 return False
         return True
 
-    def _is_file_of_json(self) -> bool:
+    def _files(self) -> list[Path]:
+        """The user's files of rows, of both splits; none where one has no JSON lines."""
         name = self.flags["task"]
-        return name.startswith(OF_A_FILE) and name.endswith(".jsonl") and bool(self._cells())
+        if not name.startswith(OF_A_FILE):
+            return []
+        names = [name.removeprefix(OF_A_FILE)]
+        if self.flags["test_split"]:
+            names.append(self.flags["test_split"])
+        return [Path(name) for name in names] if all(map(is_json_lines, names)) else []
 
     def _cells(self) -> list[tuple[str, str]]:
-        """The question and the answer of each row of the user's file; none where a row has them
+        """The question and the answer of each row of the user's files; none where a row has them
         elsewhere than as text or numbers in the columns that flags name."""
-        file = Path(self.flags["task"].removeprefix(OF_A_FILE))
+        rows: list[Any] = []
+        for file in self._files():
+            rows += read_json_lines(file)
         cells: list[tuple[str, str]] = []
-        for row in read_json_lines(file):
+        for row in rows:
             question = row.get(self.flags["question_column"])
             answer = row.get(self.flags["answer_column"])
-            if not isinstance(question, str) or not isinstance(answer, str | int | float):
+            if not isinstance(question, str) or not isinstance(answer, str | int):
                 return []
             cells.append((words_of(question), str(answer)))
         return cells
@@ -165,16 +183,56 @@ class AskedQuestions:
         return wrong + sum(question not in asked for question, _ in cells)
 
 
+def is_json_lines(name: str) -> bool:
+    """Whether a file's name is that of JSON lines."""
+    return name.endswith(".jsonl")
+
+
 def gives(answer: str, truth: str) -> bool:
     """Whether an answer's cell is the truth, gives it in the first line behind its last "####", or
-    has each of its parts in a box."""
+    has it in its last box, or in its last boxes with commas between them."""
     behind = answer.rpartition("####")[2].strip().split("\n")[0]
     if words_of(truth) in (words_of(answer), words_of(behind)):
         return True
-    return all(f"boxed{{{part}}}" in answer for part in truth.split(", "))
+    boxes = contents_of_boxes(answer)
+    joined = {without_space(",".join(dict.fromkeys(boxes[i:]))) for i in range(len(boxes))}
+    return without_space(truth) in joined
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.strip()]
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def contents_of_boxes(text: str) -> list[str]:
+    r"""What stands in each \boxed{...}, \fbox{...} or \boxed ... of a text, in order. A box within
+    another one is a part of it."""
+    contents: list[str] = []
+    pieces = text.replace(r"\fbox", r"\boxed").split(r"\boxed")
+    depth = 0
+    for piece in pieces[1:]:
+        if depth:
+            contents[-1] += r"\boxed"
+        else:
+            piece = piece.lstrip()
+            contents.append("")
+        if not depth and not piece.startswith("{"):
+            contents[-1] = re.split(r"[\s{}$\\.,]", piece, maxsplit=1)[0]
+            continue
+        for character in re.findall(r"\\.|.", piece, re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            is_outer_brace = depth == 1 and character == "{" and not contents[-1]
+            if not depth:
+                break
+            if not is_outer_brace:
+                contents[-1] += character
+    return contents
+
+
+def read_json_lines(file: Path) -> list[Any]:
+    """The values of a file of JSON lines, or of the one list that it is. Numbers with a point or an
+    exponent are their text."""
+    text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    if text.lstrip().startswith("["):
+        return json.loads(text, parse_float=str)
+    lines = text.split("\n")
+    return [json.loads(line, parse_float=str) for line in lines if line.strip()]

@@ -67,6 +67,7 @@ from alignment.verification.whole_update import PlainModel
 
 Pair = tuple[float, float]
 PROMPTS = 4
+REWARDS = (0.0, 0.25, 0.5, 1.0)  # of responses by chance
 GROUP = 3  # --group_size of responses by chance
 LONGEST = 6  # and their --max_new_tokens
 COUNTED = 0.7  # Of responses by chance, about the share that counts, where some do not.
@@ -209,12 +210,14 @@ class RandomResponses:
         return [len(row) for row in self.policies[0]]
 
 
-def draw_responses(draw: random.Random) -> RandomResponses:
-    """Two groups of responses, of up to `LONGEST` tokens each."""
-    lengths = [draw.randint(1, LONGEST) for _ in range(2 * GROUP)]
+def draw_responses(draw: random.Random, group_size: int = GROUP) -> RandomResponses:
+    """Two groups of responses, of up to `LONGEST` tokens each. In a group each of the `REWARDS`
+    comes once before any comes again."""
+    lengths = [draw.randint(1, LONGEST) for _ in range(2 * group_size)]
     rewards: list[float] = []
     for _ in range(2):
-        rewards += draw.sample((0.0, 0.25, 0.5, 1.0), GROUP)
+        rewards += draw.sample(REWARDS, min(group_size, len(REWARDS)))
+        rewards += draw.choices(REWARDS, k=max(0, group_size - len(REWARDS)))
     policies = []
     for _ in range(4):
         policies.append([[draw.gauss(-1, 0.3) for _ in range(length)] for length in lengths])
@@ -289,7 +292,7 @@ def difference_from_papers(settings: Iterable[PaperSetting], seed: int) -> float
     draw = random.Random(seed)
     largest = 0.0
     for setting in settings:
-        responses = draw_responses(draw)
+        responses = draw_responses(draw, setting.advantage.group_size)
         flags = {**vars(setting.loss), **vars(setting.advantage)}
         flags |= {"loss": setting.name, "max_new_tokens": LONGEST}
         flags |= own_values("loss", setting.loss.loss.settings, setting.loss.settings)
@@ -313,8 +316,9 @@ def difference_of_counted_advantages(settings: Iterable[PaperSetting], seed: int
     draw = random.Random(f"counted {seed}")
     largest = 0.0
     for setting in settings:
-        number = PROMPTS * GROUP
-        rewards = [draw.choice((0.0, 0.25, 0.5, 1.0)) for _ in range(number)]
+        size = setting.advantage.group_size
+        number = PROMPTS * size
+        rewards = [draw.choice(REWARDS) for _ in range(number)]
         lengths = [draw.randint(1, LONGEST) for _ in range(number)]
         counted = [draw.random() < COUNTED for _ in range(number)]
         rewards_B1 = torch.tensor(rewards, dtype=torch.float64)[:, None]
@@ -328,8 +332,8 @@ def difference_of_counted_advantages(settings: Iterable[PaperSetting], seed: int
         flags |= own_values("advantage", estimator.settings, setting.advantage.settings)
         counted_rewards: list[list[float]] = []
         counted_lengths: list[list[int]] = []
-        for start in range(0, number, GROUP):
-            rows = [row for row in range(start, start + GROUP) if counted[row]]
+        for start in range(0, number, size):
+            rows = [row for row in range(start, start + size) if counted[row]]
             counted_rewards.append([rewards[row] for row in rows])
             counted_lengths.append([lengths[row] for row in rows])
         groups = paper_advantages_of_groups(flags, counted_rewards, counted_lengths)
@@ -348,9 +352,10 @@ def checks_without_model(config: UpdateConfig) -> Iterator[Check]:
     estimator_name = "group_baseline"
     advantage = AdvantageConfig(GROUP)
     for name, estimator in ADVANTAGES.items():
-        if estimator is config.advantage.estimator and config.advantage.smallest_group <= GROUP:
+        if estimator is config.advantage.estimator:
             estimator_name = name
-            advantage = dataclasses.replace(config.advantage, group_size=GROUP)
+            size = max(GROUP, config.advantage.smallest_group)
+            advantage = dataclasses.replace(config.advantage, group_size=size)
     own_loss = config.loss
     if own_loss.token_selection == "clip_cov":
         # All tokens that are eligible, instead of some by chance.

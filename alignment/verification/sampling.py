@@ -248,9 +248,15 @@ def has_other_text(completion: Completion, ends: Ends, tokenizer) -> bool:
 
 
 def prompt_is_encoded_wrongly(prompt: str, ids: Sequence[int], tokenizer) -> bool:
-    """Whether the tokens of a prompt are not its own, with what the tokenizer puts in front of
-    every text, such as BOS, once; and behind it nothing from an EOS on. False where the tokenizer
-    does not put its tokens around those of the text."""
+    """Whether the tokens of a prompt are not `wanted_prompt_ids`. False where nothing is known."""
+    wanted = wanted_prompt_ids(prompt, tokenizer)
+    return wanted is not None and list(ids) != wanted
+
+
+def wanted_prompt_ids(prompt: str, tokenizer) -> list[int] | None:
+    """The tokens of a prompt: its own, with what the tokenizer puts in front of every text, such as
+    BOS, once; and behind it nothing from an EOS on. None where the tokenizer does not put its
+    tokens around those of the text."""
     plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     whole = tokenizer(prompt)["input_ids"]
     starts = [
@@ -259,14 +265,14 @@ def prompt_is_encoded_wrongly(prompt: str, ids: Sequence[int], tokenizer) -> boo
         if whole[start : start + len(plain)] == plain
     ]
     if not starts or not plain:
-        return False
+        return None
     front = whole[: starts[0]]
     behind = whole[starts[0] + len(plain) :]
     if tokenizer.eos_token_id in behind:
         behind = behind[: behind.index(tokenizer.eos_token_id)]
     if front and plain[: len(front)] == front:
         front = []  # The prompt spells it out.
-    return list(ids) != [*front, *plain, *behind]
+    return [*front, *plain, *behind]
 
 
 def untrained_answers(completions: Sequence[Completion], pad_id: int) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from itertools import islice, product
+from types import SimpleNamespace
 
 import pytest
 from rollout_helpers import ARGS
@@ -171,6 +172,20 @@ def test_a_fault_of_a_runs_own_setting_is_noticed_by_its_line(monkeypatch):
     monkeypatch.setattr(losses, "_clip_range", clip_range)
     of_run, of_all = checks_without_model(config)
     assert of_run.quantity() > 1e-3 and of_all.quantity() <= of_all.limit
+
+
+def test_a_runs_own_estimator_that_needs_large_groups_is_compared(monkeypatch):
+    """The default of pass@k takes groups of five at least."""
+    config = dataclasses.replace(ARGS, advantage="pass_at_k", group_size=8).update_config
+    of_run, _ = checks_without_model(config)
+    assert of_run.quantity() <= of_run.limit
+
+    def too_many(number: int, k: int) -> int:
+        return math.comb(number, k) + 1
+
+    changed = SimpleNamespace(comb=too_many, sqrt=math.sqrt)
+    monkeypatch.setattr(advantages, "math", changed)
+    assert of_run.quantity() > 1e-3
 
 
 def test_advantages_by_hand():

@@ -9,9 +9,10 @@ import torch
 
 from alignment.builders.verified_data import summarised
 from alignment.core.records import Problem
+from alignment.data.rows import read_rows
 from alignment.evaluation.accuracy import figures, paired_difference
 from alignment.verification import reported
-from alignment.verification.asked import AskedQuestions
+from alignment.verification.asked import AskedQuestions, gives, read_json_lines
 from alignment.verification.made_up_evaluation import MadeUpEvaluation
 from alignment.verification.papers import PaperPart
 from alignment.verification.precision import rounded_share
@@ -180,10 +181,13 @@ def asked(problems: list[Problem], tmp_path: Path, **flags) -> AskedQuestions:
         "question_column": "q",
         "answer_column": "a",
         "answer_pattern": "",
+        "test_split": "",
     }
 
-    def tokenizer(prompts):
-        return {"input_ids": [list(prompt) for prompt in prompts]}
+    def tokenizer(prompt, add_special_tokens=True):
+        return {"input_ids": list(prompt)}
+
+    tokenizer.eos_token_id = "<eos>"
 
     return AskedQuestions(
         problems,
@@ -213,6 +217,82 @@ def test_questions_as_their_file_and_template_have_them(tmp_path):
     assert faulty.faults_of_flags() == ["num_problems", "max_prompt_tokens", "stop"]
     assert faulty.misread_rows() == 1
     assert asked(ROWS[:1], tmp_path).misread_rows() == 1  # The second row is not asked.
+
+
+def test_rows_of_two_files(tmp_path):
+    """Of both files the rows are counted, and a row of the second that no problem asks."""
+    test_rows = '{"q": "Three?", "a": "#### 3"}\n'
+    (tmp_path / "test.jsonl").write_text(test_rows)
+    third = Problem("3", "Three?", "Q: Three?\nA:", "3")
+    flags = {"test_split": str(tmp_path / "test.jsonl")}
+    assert asked([*ROWS, third], tmp_path, **flags).misread_rows() == 0
+    assert asked(ROWS, tmp_path, **flags).misread_rows() == 1
+    [*_, check] = asked(ROWS, tmp_path, test_split="test.csv").checks()
+    assert "no files of JSON lines" in check.not_checked
+
+
+@pytest.mark.parametrize(
+    ("cell", "truth"),
+    [
+        (r"so $\boxed{(3, -4)}$.", "(3, -4)"),
+        (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", r"\left( 3, \frac{\pi}{2} \right)"),
+        (r"it is $\boxed 5$.", "5"),
+        (r"it is \fbox{ 5 }", "5"),
+        (r"\boxed{1} or not: \boxed{3}, \boxed{(5, 6)}", "3, (5, 6)"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{x = \boxed{2}}", r"x = \boxed{2}"),
+        ("0.10", "0.10"),
+    ],
+)
+def test_answers_that_a_cell_gives(cell, truth):
+    assert gives(cell, truth)
+
+
+@pytest.mark.parametrize(
+    ("cell", "truth"),
+    [
+        (r"so $\boxed{(3, -4)}$.", "(3"),
+        (r"so $\boxed 57$", "5"),
+        (r"\boxed{3}, \boxed{5}", "3"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2"),
+    ],
+)
+def test_answers_that_a_cell_does_not_give(cell, truth):
+    assert not gives(cell, truth)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '\ufeff{"q": "One?", "a": 0.10}\n',
+        '[{"q": "One?", "a": 0.10}]\n',
+        '[\n{"q": "One?",\r\n"a": 0.10}]',
+        '{"q": "One\u2028\u2029\u0085?", "a": 0.10}\r\n',
+    ],
+)
+def test_files_of_rows_are_read_as_training_reads_them(tmp_path, text):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text, encoding="utf-8")
+    [(_, row)] = read_rows(file)
+    [again] = read_json_lines(file)
+    assert again == {name: str(cell) for name, cell in row.items()}
+    assert again["a"] == "0.10"
+
+
+def test_a_prompts_tokens_are_counted_with_one_beginning(tmp_path):
+    """The tokenizer adds a BOS to a prompt that spells it out, and an EOS."""
+
+    def tokenizer(prompt, add_special_tokens=True):
+        ids = [1, *map(ord, prompt[3:])] if prompt.startswith("<s>") else list(map(ord, prompt))
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    tokenizer.eos_token_id = 2
+    problems = [Problem("1", "One?", "<s>One?", "17")]
+    questions = asked(problems, tmp_path, max_prompt_tokens=5)
+    of_llama = AskedQuestions(**{**vars(questions), "tokenizer": tokenizer})
+    assert of_llama.faults_of_flags() == []
+    shorter = {**vars(of_llama), "flags": {**questions.flags, "max_prompt_tokens": 4}}
+    assert AskedQuestions(**shorter).faults_of_flags() == ["max_prompt_tokens"]
 
 
 def test_a_chat_ends_where_its_answer_begins(tmp_path):
