@@ -632,11 +632,13 @@ def grpo_microbatch_train_step(
     micro-batch: "sequence_mean" divides by its responses times the steps, "token_mean" by its
     response tokens times the steps, and "constant" raises ValueError. `config_fields` are further
     fields of `LossConfig`: cliprange_high, dual_clip, beta, kl_estimator, sampler_correction,
-    correction_cap, correction_floor.
+    correction_cap, correction_floor. The mask may be of any type: what is not 0 is a response
+    token.
     """
+    mask_BT = response_mask.bool()
     divisor: float | Tensor
     if denominator is None:
-        counts = {"sequence_mean": response_mask.shape[0], "token_mean": response_mask.sum()}
+        counts = {"sequence_mean": mask_BT.shape[0], "token_mean": mask_BT.sum()}
         if loss_normalization not in counts:
             raise ValueError(f'loss_normalization "{loss_normalization}" needs a denominator')
         divisor = counts[loss_normalization] * gradient_accumulation_steps
@@ -648,7 +650,7 @@ def grpo_microbatch_train_step(
     inputs = LossInputs(
         config,
         log_probs=policy_log_probs,
-        mask=response_mask,
+        mask=mask_BT,
         raw_rewards=raw_rewards,
         advantages=advantages,
         old_log_probs=old_log_probs,
@@ -670,8 +672,9 @@ def sft_microbatch_train_step(
 
     The loss is the sum over a response of -log pi / normalize_constant, averaged over the batch and
     divided by `gradient_accumulation_steps`. Returns the scalar loss, detached, and
-    {"response_tokens"}."""
-    per_sequence_B = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
+    {"response_tokens"}. The mask may be of any type, as that of `grpo_microbatch_train_step`."""
+    mask_BT = response_mask.bool()
+    per_sequence_B = -masked_normalize(policy_log_probs, mask_BT, normalize_constant, dim=-1)
     loss = per_sequence_B.mean() / gradient_accumulation_steps
     loss.backward()
-    return loss.detach(), _token_sums({}, response_mask)
+    return loss.detach(), _token_sums({}, mask_BT)

@@ -412,6 +412,50 @@ def test_weights_and_divergence_enter_the_step():
     close(new.grad, [[(2 + 0.1 * 0.5) / 2, (0.5 + 0.1 * 0.5) / 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_mask_of_zeros_and_ones_is_one_of_truth_values(loss_type, dtype):
+    """Its type changes no bit of the loss, the gradient and the sums."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, sampler, reference = torch.rand(4, 2, 5, generator=generator).log()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).bool()
+
+    def step(response_mask):
+        log_probs = new.clone().requires_grad_()
+        loss, sums = grpo_microbatch_train_step(
+            log_probs,
+            response_mask,
+            2,
+            loss_type,
+            raw_rewards=torch.tensor([[1.0], [0.5]]),
+            advantages=torch.tensor([[1.0], [-0.5]]),
+            old_log_probs=old,
+            cliprange=0.2,
+            loss_normalization="token_mean",
+            beta=0.1,
+            reference_log_probs=reference,
+            sampler_correction="geometric_mask",
+            sampler_log_probs=sampler,
+            correction_cap=10.0,
+        )
+        return loss, log_probs.grad, sums
+
+    torch.testing.assert_close(step(mask.to(dtype)), step(mask), rtol=0, atol=0)
+    assert step(mask)[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_sft_takes_a_mask_of_zeros_and_ones_too(dtype):
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0]]).bool()
+
+    def step(response_mask):
+        log_probs = torch.full((2, 3), -0.7).requires_grad_()
+        loss, sums = sft_microbatch_train_step(log_probs, response_mask, 1)
+        return loss, log_probs.grad, sums
+
+    torch.testing.assert_close(step(mask.to(dtype)), step(mask), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("length", "buffer", "expected"),
     [(10, 4, 0), (16, 4, 0), (18, 4, -0.5), (20, 4, -1), (20, 0, 0)],
