@@ -15,8 +15,9 @@ from alignment.args import Args, EvaluateArgs, Match, ReportArgs, RLArgs, SFTArg
 from alignment.builders.checks import check_rl, check_sft
 from alignment.config.command_line import args_of_run
 from alignment.config.presets import preset_names
-from alignment.data.tasks.own_data import forget_rows
+from alignment.data.tasks import countdown, own_data
 from alignment.evaluate import check_evaluation, evaluate_and_report
+from alignment.evaluation import benchmarks
 from alignment.rewards.users import close_functions
 from alignment.runs.results import (
     Accuracy,
@@ -175,7 +176,8 @@ def _carry_out(
         try:
             # an earlier call may have said it, or have read files that are others now
             say_once.cache_clear()
-            forget_rows()
+            for reader in (own_data, countdown, benchmarks):
+                reader.forget_rows()
             console = make_program_console()
             checked = check(console)
             folder = _compute(checked, console, work)

@@ -252,6 +252,48 @@ def test_a_call_within_a_call_is_refused(tiny_folder, monkeypatch):
     assert len(refusals) == 4 and all("another call is under way" in line for line in refusals)
 
 
+def write_math(folder: Path, answer: int) -> None:
+    file = folder / "math500" / "test.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"problem": "Find $x$.", "answer": f"{answer}"}) + "\n")
+
+
+def write_countdown(folder: Path, target: int) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for split in ("train", "test"):
+        table = pyarrow.table({"nums": [[len(split), 1]], "target": [target]})
+        parquet.write_table(table, folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("flags", "write", "truths"),
+    [
+        ({"eval_tasks": ("math500",)}, write_math, ["12", "3"]),
+        ({"task": "countdown"}, write_countdown, ["12 = 4 1", "3 = 4 1"]),
+    ],
+)
+def test_each_call_reads_files_anew(flags, write, truths, tiny_folder, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    seen: list[str] = []
+
+    def look(args, checked, console):
+        [task_args] = checked.tasks.values()
+        problems = task_args.task_in_format.test_problems(task_args.dataset_path)
+        seen.extend(problem.ground_truth for problem in problems)
+        raise RunStopped("enough")
+
+    monkeypatch.setattr(api, "evaluate_and_report", look)
+    args = EvaluateArgs(model=str(tiny_folder), dataset_path=str(tmp_path), **flags)
+    for value in (12, 3):
+        write(tmp_path, value)
+        with pytest.raises(RunStopped, match="enough"):
+            api.evaluate(args)
+    assert seen == truths
+
+
 # --- signals --------------------------------------------------------------------------------------
 
 

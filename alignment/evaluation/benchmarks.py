@@ -20,6 +20,11 @@ from alignment.system.errors import UserError
 ENTRIES = tomllib.loads(Path(__file__).with_name("benchmarks.toml").read_text(encoding="utf-8"))
 
 
+def forget_rows() -> None:
+    """Read the rows anew when they are asked for next: files may have changed."""
+    problems.cache_clear()
+
+
 @lru_cache(maxsize=len(ENTRIES))
 def problems(name: str, dataset_path: str = "") -> tuple[Problem, ...]:
     """The problems of a benchmark, from the hub or from the folder `dataset_path`/`name`.

@@ -248,6 +248,11 @@ def _has_word(file: Path, word: str) -> bool:
     return word in re.split(r"[^a-z]+", file.stem)
 
 
+def forget_rows() -> None:
+    """Read files anew when they are asked for next: they may have changed."""
+    _rows.cache_clear()
+
+
 @lru_cache
 def _rows(file: Path) -> tuple[Row, ...]:
     """The rows of a file."""
