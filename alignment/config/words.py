@@ -56,7 +56,7 @@ def split_own_words(
 ) -> tuple[list[str], dict[str, tuple[object, ...]]]:
     """The words of a command line without the settings that only a loss, an advantage, a reward or
     a sampler has, such as --loss.alpha 0.3; and these, each with its values as text: True or False
-    for --loss.alpha or --no_loss.alpha alone."""
+    for --loss.alpha or --no_loss.alpha alone. Raises `UserError` for a value after the latter."""
     prefixes = "|".join(prefix for prefix, _ in choices_of(cls))
     others: list[str] = []
     own: dict[str, tuple[object, ...]] = {}
@@ -68,9 +68,14 @@ def split_own_words(
             others.append(word)
             continue
         negation, name, value = match.groups()
-        values: list[object] = [] if value is None else [value]
+        values = [] if value is None else [value]
         while rest and not rest[0].startswith("--") and value is None:
             values.append(rest.pop(0))
+        if negation and values:
+            given = " ".join(values)
+            raise UserError(
+                f"--no_{name} {given}: takes no value; write --no_{name} alone, or --{name} {given}"
+            )
         own[name.replace("-", "_")] = tuple(values) or (negation is None,)
     return others, own
 

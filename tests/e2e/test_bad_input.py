@@ -344,6 +344,11 @@ CASES = [
         "--resume {world}/whole: must be a run's folder, which has an args.json",
     ),
     ("train_rl", ["--resume", "{world}/run_damaged"], "args.json is damaged"),
+    (
+        "train_rl",
+        ["--loss_type", "sapo", "--no_loss.positive", "0.3"],
+        "--no_loss.positive 0.3: takes no value; write --no_loss.positive alone, or --loss",
+    ),
     # names
     ("train_rl", ["--preset", "tinny"], "(did you mean tiny?)"),
     ("train_rl", ["--loss_type", "gpro_clip"], "(did you mean grpo_clip?)"),

@@ -58,6 +58,11 @@ def test_a_setting_is_a_flag_of_its_loss_alone():
     assert refusal_of(*SAPO, "--loss.positive", "much") == "--loss.positive much: must be a number"
     assert refusal_of(*SAPO, "--loss.positive") == "--loss.positive (no value): must be a number"
     assert refusal_of(*SAPO, "--loss.positive", "1", "2") == "--loss.positive 1 2: takes one value"
+    for words in (["--no_loss.positive", "1"], ["--no-loss.positive=1"]):
+        assert refusal_of(*SAPO, *words) == (
+            "--no_loss.positive 1: takes no value; write --no_loss.positive alone, or"
+            " --loss.positive 1"
+        )
     assert refusal_of(*SAPO, "--loss.positive", "0") == (
         "--loss.positive 0.0: must be a number above 0"
     )
