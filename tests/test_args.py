@@ -577,6 +577,15 @@ def test_printed_arguments_are_a_preset(command, tmp_path, monkeypatch, capsys):
     assert dataclasses.replace(from_preset(cls, "mine"), preset=given.preset) == given
 
 
+@pytest.mark.parametrize("words", [["--trackers"], ["--stop", "none", "--sample_device"]])
+def test_an_empty_list_is_printed_where_the_default_is_another(words, tmp_path):
+    given = parse(RLArgs, words)
+    file = tmp_path / "mine.toml"
+    file.write_text(as_toml(given))
+    assert dataclasses.replace(parse(RLArgs, ["--preset", str(file)]), preset="tiny") == given
+    assert parse(RLArgs, ["--trackers"]).trackers == ()
+
+
 def test_other_commands_with_presets_print_their_arguments_too(capsys):
     for cls, words in (
         (SweepArgs, ["--loss_type", "gspo", "cispo"]),

@@ -274,8 +274,11 @@ def as_toml(args: DataclassInstance) -> str:
     values = given_values(args)
     if isinstance(args, Args):
         values = flag_values(args)
+    defaults = defaults_of_flags(type(args))
     for name, value in values.items():
-        if name == "preset" or value is None or value == ():
+        # TOML has no None, which is always the default; an empty list is not that of trackers.
+        is_empty_default = value == () == defaults.get(name)
+        if name == "preset" or value is None or is_empty_default:
             continue
         key = name
         if is_own(name):
