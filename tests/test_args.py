@@ -433,6 +433,36 @@ def test_a_folder_after_resume_stands_for_the_flags_of_its_run(tmp_path, monkeyp
     )
 
 
+@pytest.mark.parametrize("cls", [RLArgs, PlanArgs, VerifyArgs])
+@pytest.mark.parametrize("is_one_word", [False, True])
+@pytest.mark.parametrize("remains", [None, "task = ", '[train_rl]\n"loss.positve" = 1\n'])
+def test_a_run_resumes_without_the_file_of_its_preset(
+    cls, is_one_word, remains, tmp_path, monkeypatch
+):
+    """args.json has every value; the file may be gone, or another one by now."""
+    file = tmp_path / "mine.toml"
+    file.write_text(MY_PRESET)
+    run = parse(RLArgs, ["--preset", str(file), "--num_steps", "4", "--loss.negative", "2"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "args.json").write_text(json.dumps({"args": run.recorded_values}))
+    file.unlink()
+    if remains is not None:
+        file.write_text(remains)
+    words = [f"--resume={folder}"] if is_one_word else ["--resume", str(folder)]
+    monkeypatch.setattr("sys.argv", ["train_rl.py", *words, "--eval_interval", "3"])
+    resumed = parse(cls)
+    changes = {"resume": True, "output_dir": str(tmp_path), "run_name": "run", "eval_interval": 3}
+    expected = run.recorded_values | changes
+    assert {name: resumed.recorded_values[name] for name in expected} == expected
+    # What is recorded of the command gives them too, on top of a preset that is there.
+    again = parse(cls, sys.argv[1:])
+    assert dataclasses.replace(again, preset=str(file)) == resumed
+    with pytest.raises(UserError, match="there is no such preset"):
+        parse(cls, [*words, "--preset", "tinny"])
+    assert parse(cls, [*words, "--preset", "tiny"]).preset == "tiny"
+
+
 @given(st.sampled_from(preset_names()), st.booleans())
 def test_the_flags_of_a_run_give_its_arguments_back(name, without_devices):
     """What a preset states may be taken back, an empty list among it."""

@@ -59,10 +59,14 @@ LONGEST_LIST = 65  # characters of a list of choices in one line of --help
 
 
 def command_line(args: Args) -> list[str]:
-    """The flags that give these arguments on top of their preset."""
+    """The flags that give these arguments on top of their preset; on top of the default one where
+    theirs cannot be read, as where the file that a run began from is gone."""
     cls = type(args)
-    preset = flag_values(unchecked_arguments(cls, values_of_preset(cls, args.preset, {})))
-    values = flag_values(args)
+    try:
+        preset = _flag_values_of_preset(cls, args.preset)
+    except UserError:
+        preset = _flag_values_of_preset(cls, cls.preset)
+    values = flag_values(args) | {"preset": preset["preset"]}
     changed = {}
     for name, value in values.items():
         root = root_flag(name)
@@ -70,7 +74,11 @@ def command_line(args: Args) -> list[str]:
         is_presets = name in preset and value == preset[name] and values[root] == preset[root]
         if not is_presets:
             changed[name] = value
-    return flags_of({"preset": args.preset, **changed})
+    return flags_of({"preset": preset["preset"], **changed})
+
+
+def _flag_values_of_preset(cls: type[Args], name: str) -> dict[str, Any]:
+    return flag_values(unchecked_arguments(cls, values_of_preset(cls, name, {})))
 
 
 def flags_of(values: Mapping[str, object]) -> list[str]:
@@ -93,20 +101,19 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
     if "--version" in words:
         print(version_line())
         sys.exit(0)
+    run: Args | None = None
     if issubclass(cls, Args) and "resume" in flags_of_class(cls):
-        words = _with_flags_of_run(cls, words)
-        if argv is None:
+        run, words = _split_resumed_run(cls, words)
+        if argv is None and run is not None:
             # args.json and reports have the whole command.
-            sys.argv[1:] = words
+            sys.argv[1:] = [*command_line(run), *words]
     # Own words are those of settings of the chosen loss, say, as --loss.x: tyro does not know them.
     words, own_words = split_own_words(cls, words)
     options: dict[str, Any] = {"use_underscores": True}
     asks_for_help = bool({"-h", "--help"} & set(words))
     before: Mapping[str, Any] = {}
     if issubclass(cls, Args):
-        # The preset decides the other flags' defaults.
-        given_presets = given_words(words, "preset")
-        before = values_of_preset(cls, given_presets[0] if given_presets else Args.preset, {})
+        before = _values_before(cls, words, run)
         own = {} if asks_for_help else single_values(own_words)
         drafted = _with_chosen_settings(cls, before, words, own)
         options["default"] = unchecked_arguments(cls, drafted)
@@ -292,17 +299,36 @@ def as_toml(args: DataclassInstance) -> str:
     return "\n".join([*shared, *headings, *own])
 
 
-def _with_flags_of_run(cls: type[Args], words: list[str]) -> list[str]:
-    """A command line with the flags of the run's args.json for a folder after --resume. Raises
-    `UserError` if it has none."""
-    if "--resume" not in words:
-        return words
-    place = words.index("--resume")
-    after = words[place + 1 : place + 2]
+def _split_resumed_run(
+    cls: type[CommandType], words: Sequence[str]
+) -> tuple[CommandType | None, list[str]]:
+    """The arguments of the run whose folder follows --resume, by its args.json, and the other words
+    of a command line; None and all words without such a folder. Raises `UserError` where the folder
+    has no args.json."""
+    split: list[str] = []
+    for word in words:
+        folder = word.removeprefix("--resume=")
+        split += [word] if folder == word else ["--resume", folder]
+    if "--resume" not in split:
+        return None, split
+    place = split.index("--resume")
+    after = split[place + 1 : place + 2]
     if not after or after[0].startswith("--"):
-        return words
-    resumed = args_of_run(cls, after[0])
-    return [*command_line(resumed), *words[:place], *words[place + 2 :]]
+        return None, split
+    return args_of_run(cls, after[0]), [*split[:place], *split[place + 2 :]]
+
+
+def _values_before(cls: type[Args], words: Sequence[str], run: Args | None) -> dict[str, Any]:
+    """The values that the flags of a command line override: those of the run that it resumes, whose
+    preset may be gone or another by now, else those of its preset."""
+    presets = given_words(words, "preset")
+    if run is None:
+        return values_of_preset(cls, presets[0] if presets else cls.preset, {})
+    values = given_values(run)
+    if presets:
+        # Compared with the run's, as all that is given.
+        values["preset"] = values_of_preset(cls, presets[0], {})["preset"]
+    return values
 
 
 def args_of_run(cls: type[CommandType], folder: str | PathLike[str], **changes) -> CommandType:
