@@ -29,6 +29,7 @@ from alignment.args import (
     as_command,
     as_toml,
     command_line,
+    flags_of,
     from_preset,
     parse,
     preset_names,
@@ -146,6 +147,54 @@ def test_one_flag_says_what_ends_a_response(tmp_path, words, stop):
 def test_what_can_end_no_response_is_refused(stop):
     with pytest.raises(UserError, match="^--stop .*: must be strings of a character or more, or"):
         RLArgs(stop=stop)
+
+
+ALONE = [
+    ("lora_alpha", 64, "lora_rank"),
+    ("lora_targets", "q_proj,v_proj", "lora_rank"),
+    ("correction_cap", 5.0, "sampler_correction"),
+    ("correction_floor", 0.5, "sampler_correction"),
+    ("teacher_weight", 0.5, "teacher"),
+    ("entropy_delta", 0.01, "entropy_target"),
+]
+"""Flag, a value, and the flag without which it plays no part."""
+
+
+@pytest.mark.parametrize(("name", "value", "other"), ALONE)
+def test_a_flag_that_plays_no_part_is_refused(name, value, other, tmp_path):
+    """A user who names adapters' layers does not mean to train all weights. But a preset may state
+    the value for other commands, and who gives both flags knows."""
+    for refused in (
+        lambda: parse(RLArgs, [f"--{name}", str(value)]),
+        lambda: parse(PlanArgs, [f"--{name}={value}"]),
+        lambda: RLArgs(**{name: value}),
+    ):
+        with pytest.raises(UserError) as refusal:
+            refused()
+        words = f"--{name} {value}: must be left out, or go with --{other}"
+        assert str(refusal.value) == words
+    default = flags_of({other: getattr(RLArgs, other)})
+    both = parse(RLArgs, [f"--{name}", str(value), *default])
+    assert parse(RLArgs, command_line(both)) == both
+    assert both == RLArgs(**{name: value, other: getattr(RLArgs, other)})
+    assert getattr(parse(RLArgs, flags_of({name: getattr(RLArgs, name)})), name) != value
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[train_rl]\n{name} = {json.dumps(value)}\n")
+    of_preset = parse(RLArgs, ["--preset", str(file)])
+    assert getattr(of_preset, name) == value
+    assert parse(RLArgs, command_line(of_preset)) == of_preset
+
+
+def test_a_run_that_began_with_a_flag_that_plays_no_part_resumes(tmp_path):
+    run = from_preset(RLArgs, "tiny", lora_alpha=64, run_name=tmp_path.name)
+    (tmp_path / "args.json").write_text(json.dumps({"args": run.recorded_values}))
+    assert parse(RLArgs, ["--resume", str(tmp_path)]).lora_alpha == 64
+
+
+def test_what_needs_adapters_is_refused_in_sft_and_let_be_where_nothing_trains():
+    with pytest.raises(UserError, match="^--lora_alpha 64: must be left out, or go with --lora_r"):
+        parse(SFTArgs, ["--lora_alpha", "64"])
+    assert parse(EvaluateArgs, ["--lora_alpha", "64"]).lora_alpha == 64
 
 
 TRUNCATED = {"log_probs_of": "full", "sampling_top_p": 0.9}

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from alignment.args import BOOKKEEPING, CHANGEABLE_ON_RESUME, CONTROLS, NOT_SWEPT, RLArgs
-from alignment.config.flag import defaults_of_flags, flags_of_class, hints_of_flags
+from alignment.config.flag import (
+    defaults_of_flags,
+    flags_of_class,
+    hints_of_flags,
+    idle_flags,
+    refused,
+)
 from alignment.config.presets import values_of_preset
 from alignment.config.settings import (
     CHOICES,
@@ -203,6 +209,7 @@ def grid(preset: str, values: Mapping[str, tuple], hold: str) -> dict[str, RLArg
             )
         arms[name] = arm
     refuse_unknown_settings(values, arms.values())
+    refuse_idle_arguments(values, values, arms.values())
     return arms
 
 
@@ -238,6 +245,23 @@ def refuse_unknown_settings(names: Iterable[str], arms: Collection[RLArgs]) -> N
         if name not in flags:
             values = dict.fromkeys(str(getattr(arm, root_flag(name))) for arm in arms)
             raise unknown_setting(name, " ".join(values), flags)
+
+
+def refuse_idle_arguments(
+    values: Mapping[str, tuple], given: Collection[str], arms: Collection[RLArgs], place: str = ""
+) -> None:
+    """Raise `UserError` for an argument that plays no part in any arm, where `values` has others
+    than its default for it, unless the one that it needs is `given`, too; its message begins with
+    `place`."""
+    defaults = defaults_of_flags(RLArgs)
+    for name, values_of_name in values.items():
+        needed = {idle_flags(RLArgs, vars(arm)).get(name, "") for arm in arms}
+        if "" in needed or needed & set(given):
+            continue  # An arm uses it, or who gives both knows that none does.
+        if set(values_of_name) != {defaults[name]}:
+            [other] = needed
+            refusal = refused(name, values_of_name, f"left out, or go with --{other}")
+            raise UserError(f"{place}{refusal}")
 
 
 def _hold_rollouts(arm: RLArgs, responses: int) -> RLArgs:
@@ -280,7 +304,11 @@ def named_arms(file: str, preset: str, values: Mapping[str, tuple]) -> dict[str,
         _check_values(of_arm, f"{file}: arm {name}: ")
         settings = {key: value for key, value in shared_settings.items() if key not in own}
         made[name] = _arm(values_of_preset(RLArgs, preset, of_arm), settings)
+        own_values = {key: (value,) for key, value in own.items()}
+        refuse_idle_arguments(own_values, of_arm, [made[name]], f"{file}: arm {name}: ")
     refuse_unknown_settings(shared_settings, made.values())
+    shared_values = {key: (value,) for key, value in shared.items()}
+    refuse_idle_arguments(shared_values, shared, made.values())
     return made
 
 
@@ -567,17 +595,10 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle |= {"kl_estimator"}
     if not loss.uses_ratio or args.staleness > 0:
         idle |= {"old_log_probs"}
-    if facts["sampler_correction"] == "none":
-        idle |= {"correction_cap", "correction_floor"}
-    if not facts["entropy_target"]:
-        idle |= {"entropy_delta"}
     idle |= SELECTION_ARGUMENTS
     if args.selection is not None:
         idle -= args.selection.arguments
-    if facts["lora_rank"] == 0:
-        idle |= {"lora_alpha", "lora_targets"}
-    if not facts["teacher"]:
-        idle |= {"teacher_weight"}
+    idle |= idle_flags(RLArgs, vars(args)).keys()
     if facts["sft_base"]:
         idle |= {"model"}  # the weights are those of the warm start
     acting = {}

@@ -21,6 +21,7 @@ from alignment.ablation.design import (
     given_value,
     is_control,
     label_of,
+    refuse_idle_arguments,
     run_folders,
     with_settings,
 )
@@ -256,6 +257,7 @@ def tuning_design(design: Design, grid: Mapping[str, tuple], seeds: Sequence[int
             arms[name] = dataclasses.replace(
                 own, output_dir=str(folder), eval_split="validation", eval_tasks=()
             )
+    refuse_idle_arguments(grid, grid, arms.values(), "--tune: ")
     return Design(
         folder,
         arms,

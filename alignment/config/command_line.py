@@ -21,6 +21,8 @@ from alignment.config.flag import (
     defaults_of_flags,
     flags_of_class,
     hints_of_flags,
+    idle_flags,
+    refuse_idle_values,
 )
 from alignment.config.presets import from_preset, preset_tables, values_of_preset
 from alignment.config.settings import (
@@ -74,6 +76,9 @@ def command_line(args: Args) -> list[str]:
         is_presets = name in preset and value == preset[name] and values[root] == preset[root]
         if not is_presets:
             changed[name] = value
+    for name, other in idle_flags(cls, values).items():
+        if name in changed:
+            changed[other] = values[other]  # Given too, it says that the other plays no part.
     return flags_of({"preset": preset["preset"], **changed})
 
 
@@ -130,6 +135,7 @@ def parse(cls: type[ArgumentsType], argv: list[str] | None = None) -> ArgumentsT
         given = given_values(args) | {"preset": before["preset"]}
         values = changed_values(cls, before, given)
         args = cast(ArgumentsType, arguments_of(cls, values))
+        refuse_idle_values(args, [name for name in values if given_words(words, name)])
     elif own_words:
         args = dataclasses.replace(args, own_settings=tuple(own_words.items()))
     if is_printed:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
@@ -38,7 +38,9 @@ __all__ = [
     "flag",
     "flags_of_class",
     "hints_of_flags",
+    "idle_flags",
     "names_of_flags",
+    "refuse_idle_values",
     "refused",
     "require",
     "required_flags",
@@ -100,6 +102,33 @@ def names_of_flags(arguments: Any, property_name: str) -> frozenset[str]:
     "bookkeeping"."""
     flags = flags_of_class(arguments)
     return frozenset(name for name, facts in flags.items() if getattr(facts, property_name))
+
+
+def idle_flags(arguments: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """The flags of a class of arguments that play no part beside these values of its flags, each
+    with the flag that it needs, which has its default there."""
+    defaults = defaults_of_flags(arguments)
+    idle = {}
+    for name, facts in flags_of_class(arguments).items():
+        other = facts.only_with
+        if other and values[other] == defaults[other]:
+            idle[name] = other
+    return idle
+
+
+def refuse_idle_values(arguments: Any, given: Collection[str]) -> None:
+    """Raise `UserError` for a flag that plays no part and has another value than its default, if it
+    is `given`, and the flag that it needs is not.
+
+    A preset may state such a value, which counts once another flag asks for it. Who gives both
+    flags, as in --sampler_correction none --correction_cap 5, knows that one plays no part."""
+    cls = type(arguments)
+    defaults = defaults_of_flags(cls)
+    unused = getattr(cls, "UNUSED_FLAGS", ())
+    for name, other in idle_flags(cls, vars(arguments)).items():
+        if name in given and other not in given and name not in unused:
+            wanted = f"left out, or go with --{other}"
+            require(arguments, name, getattr(arguments, name) == defaults[name], wanted)
 
 
 def require(arguments: Any, name: str, condition: bool, wanted: str) -> None:

@@ -53,7 +53,7 @@ class LossFlags:
     """Weigh tokens, or whole responses (sequence: the product of their tokens' weights, geometric:
     its mean a token), by trainer's over sampler's probability, truncated to, or left out beyond, a
     cap and a floor."""
-    correction_cap: float = flag(2.0, group="algorithm", above=0)
+    correction_cap: float = flag(2.0, group="algorithm", above=0, only_with="sampler_correction")
     """That cap."""
     max_refills: int = flag(0, group="algorithm", at_least=0, zero="never")
     """How often in a step, at most, groups of equal rewards, which teach nothing, are replaced by
@@ -71,7 +71,9 @@ class LossFlags:
     advantage: str = flag("group_baseline", group="algorithm")
     """What makes advantages of a step's rewards. group_baseline: --baseline, --normalize_by_std;
     or your package.module:name; docs/recipes.md has the others."""
-    correction_floor: float = flag(0.0, group="algorithm", at_least=0, zero="none")
+    correction_floor: float = flag(
+        0.0, group="algorithm", at_least=0, zero="none", only_with="sampler_correction"
+    )
     """The least weight of --sampler_correction; 0: only the cap bounds it. IcePop: token_mask with
     0.5 and a cap of 5."""
     entropy_coefficient: float = flag(0.0, group="algorithm", at_least=0, zero="none")
@@ -81,7 +83,7 @@ class LossFlags:
     """Nats a token that the entropy is to keep (Skywork-OR1): while an update begins with less,
     the weight grows, else it falls and the bonus is off. Takes a forward pass before each
     update."""
-    entropy_delta: float = flag(0.005, group="algorithm", above=0)
+    entropy_delta: float = flag(0.005, group="algorithm", above=0, only_with="entropy_target")
     """Change of that weight an update."""
     token_selection: str = flag("none", group="algorithm", choices=("none", *SELECTIONS))
     """Tokens of an update that are treated apart: top_entropy: only those of the highest entropy
@@ -117,7 +119,7 @@ class TeacherFlags:
     """Model to distil from, a folder or name as --model takes, with the policy's tokenizer: a
     sampled token's advantage grows by --teacher_weight x (the teacher's log-prob - the policy's);
     alone with --advantage none. Empty: none."""
-    teacher_weight: float = flag(1.0, group="algorithm", above=0)
+    teacher_weight: float = flag(1.0, group="algorithm", above=0, only_with="teacher")
     """That weight."""
     teacher_device: str | None = flag(None, group="devices", swept=False)
     """Device of the --teacher; by default that of --reference_model_device."""

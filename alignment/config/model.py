@@ -29,7 +29,7 @@ class AdapterFlags:
     )
     """Train low-rank adapters of this rank instead of the weights (LoRA, extra "lora"); 0: the
     weights."""
-    lora_alpha: int = flag(32, group="model", at_least=1, setting=True)
+    lora_alpha: int = flag(32, group="model", at_least=1, only_with="lora_rank", setting=True)
     """What adapters add to the weights counts alpha / rank times."""
-    lora_targets: str = flag("", group="model", setting=True)
+    lora_targets: str = flag("", group="model", only_with="lora_rank", setting=True)
     """Linear layers with adapters, such as q_proj,v_proj; empty: all but the output head."""

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alignment.config.flag import OWN_SETTINGS, defaults_of_flags, flags_of_class
+from alignment.config.flag import (
+    OWN_SETTINGS,
+    defaults_of_flags,
+    flags_of_class,
+    refuse_idle_values,
+)
 from alignment.config.settings import arguments_of, changed_values, chooser, is_own
 from alignment.config.words import refuse_unknown_argument
 from alignment.system.errors import UserError
@@ -47,7 +52,9 @@ class PresetArguments(type):
         if names_all and not names_own:
             return super().__call__(**given)
         preset = values.get("preset", arguments_class.preset)
-        return from_preset(arguments_class, preset, **values)
+        arguments = from_preset(arguments_class, preset, **values)
+        refuse_idle_values(arguments, values)
+        return arguments
 
 
 def from_preset(cls: type[Config], name: str, **overrides) -> Config:

@@ -61,6 +61,8 @@ class Flag:
     names_folder: bool = False
     """Whether it is the name of a folder, which has no slashes."""
     needs: Extra | None = None
+    only_with: str = ""
+    """Another flag, beside whose default this one plays no part."""
     swept: bool = True
     """Whether arms of a sweep may differ in it. A sweep sets the other flags itself, some of them
     anew for each run, such as its devices."""

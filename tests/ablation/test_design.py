@@ -108,6 +108,30 @@ def test_flags_of_adapters_play_no_part_without_them():
     )
 
 
+def test_an_argument_that_plays_no_part_in_any_arm_is_refused(tmp_path):
+    with pytest.raises(UserError, match="^--lora_alpha 16 64: must be left out, or go with"):
+        grid(sweep("--lora_alpha", "16", "64"))
+    with pytest.raises(UserError, match="^--correction_cap 5.0: must be left out, or go"):
+        grid(sweep("--correction_cap", "5", "--loss_type", "grpo_clip", "no_baseline"))
+    arms = grid(sweep("--lora_rank", "0", "8", "--lora_alpha", "64"))
+    assert {arm.lora_alpha for arm in arms.values()} == {64}
+    for args in arms.values():
+        assert parse(RLArgs, command_line(args)) == args
+    file = tmp_path / "arms.toml"
+    tables = "[arms.a]\nsampler_correction = 'token_mask'\n[arms.b]\n"
+    file.write_text(f"correction_cap = 5.0\n{tables}")
+    made = named_arms(sweep("--sweep_file", str(file)))
+    assert [arm.correction_cap for arm in made.values()] == [5.0, 5.0]
+    file.write_text("correction_cap = 5.0\n[arms.a]\n[arms.b]\nbeta = 0.1\n")
+    with pytest.raises(UserError, match="^--correction_cap 5.0: must be left out, or go"):
+        named_arms(sweep("--sweep_file", str(file)))
+    file.write_text(f"{tables}correction_cap = 5.0\n")
+    with pytest.raises(UserError, match="arms.toml: arm b: --correction_cap 5.0: must be left out"):
+        named_arms(sweep("--sweep_file", str(file)))
+    file.write_text(f"{tables}correction_cap = 5.0\nsampler_correction = 'none'\n")
+    assert len(named_arms(sweep("--sweep_file", str(file)))) == 2
+
+
 def test_refills_cost_samples():
     (warning,) = said({"a": arm(), "b": arm(max_refills=4)})["confounded"]
     assert "--max_refills also changes draws of a group, at most" in warning

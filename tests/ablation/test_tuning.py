@@ -179,6 +179,13 @@ def test_no_arm_chooses_the_evaluation_that_suits_it(words, message, tmp_path):
         sweep.make_tuning_design(design, args)
 
 
+def test_what_plays_no_part_in_any_arm_is_not_tuned(tmp_path):
+    args = dataclasses.replace(arguments(tmp_path), tune=("lora_alpha=16,64",))
+    design = sweep.make_design(args)
+    with pytest.raises(UserError, match="^--tune: --lora_alpha 16 64: must be left out, or go"):
+        sweep.make_tuning_design(design, args)
+
+
 def test_controls_alone_are_not_tuned(tmp_path):
     args = arguments(tmp_path)
     design = sweep.make_design(args)

@@ -275,6 +275,11 @@ CASES = [
         [*FEW_PROBLEMS, *WHOLE, "--lora_rank", "2", "--lora_targets", "lm_head"],
         "--lora_targets lm_head: 'lm_head' is none of this",
     ),
+    (
+        "train_rl",
+        ["--lora_targets", "q_proj,v_proj"],
+        "--lora_targets q_proj,v_proj: must be left out, or go with --lora_rank",
+    ),
     ("train_rl", ["--lora_rank", "-1"], "--lora_rank -1: must be 0 (none) or more"),
     (
         "sft",
