@@ -156,7 +156,11 @@ def warm_up(design: Design, executor: Executor, output_dir: str, console: Consol
             f"{base} is not there yet: warming up by SFT, once: {log}", markup=False, soft_wrap=True
         )
         args = replace(
-            as_command(SFTArgs, arm), seed=RLArgs.seed, run_name="", output_dir=output_dir
+            as_command(SFTArgs, arm),
+            seed=RLArgs.seed,
+            lora_rank=0,
+            run_name="",
+            output_dir=output_dir,
         )
         folder = Path.cwd()
         command = partial(start_command, "alignment.sft", command_line(args), folder / log, folder)

@@ -1,5 +1,6 @@
 """What a sweep does when a run ends badly."""
 
+import dataclasses
 import io
 import os
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from rich.console import Console
 
 from alignment.ablation import schedule
 from alignment.ablation.schedule import LOST, State, is_done, print_started, progress_words, settle
+from alignment.args import RLArgs, SFTArgs, from_preset, parse
+from alignment.builders.warm_start import warm_start_args
 
 
 @pytest.fixture
@@ -67,6 +70,24 @@ def test_a_run_that_starts_is_printed_once_with_its_log(tmp_path):
     for _ in range(2):
         print_started(SimpleNamespace(folder=tmp_path), states, 95.0, console)
     assert console.file.getvalue() == f"a_seed0 has started: {tmp_path}/logs/a_seed0.log\n"
+
+
+def test_a_sweep_makes_the_warm_start_that_a_run_of_its_arm_makes(tmp_path):
+    """Of all weights, whatever adapters and seed the arm has."""
+    base = str(tmp_path / "sft")
+    arm = from_preset(RLArgs, "tiny", sft_base=base, lora_rank=8, lora_alpha=64, seed=3)
+    commands = []
+    executor = SimpleNamespace(
+        submit=lambda name, command: commands.append(command),
+        finished=lambda seconds: {"sft": 0},
+    )
+    design = SimpleNamespace(folder=tmp_path, arms={"a": arm})
+    schedule.warm_up(design, executor, "elsewhere", Console(file=io.StringIO()))
+    [command] = commands
+    module, flags, *_ = command.args
+    made_by_run = dataclasses.replace(warm_start_args(arm), output_dir="elsewhere")
+    assert module == "alignment.sft" and parse(SFTArgs, flags) == made_by_run
+    assert made_by_run.lora_rank == 0
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: a bug of ours\n"
