@@ -25,6 +25,7 @@ from alignment.data.prompts import read_system_prompt
 from alignment.data.tasks.own_data import read_examples
 from alignment.rewards.rules import find_rule, language_consistency, score_groups
 from alignment.rollouts.config import training_problems, with_short_prompts
+from alignment.runs.run_folder import numbered_names
 from alignment.system.errors import UserError, run_command
 from alignment.system.files import write_atomically, write_jsonl
 from alignment.system.signals import received_signal
@@ -65,7 +66,7 @@ def main() -> None:
     answers = len(groups) * args.num_samples
     if received_signal():
         # the name of a finished one is what a pipeline waits for
-        output = output.with_name(f"{output.name}.stopped")
+        output = stopped_file(output)
         print(f"stopped by a signal: these are the first {len(groups)} problems", file=sys.stderr)
     if not rows:
         reasons = ", ".join(f"{number} {reason}" for reason, number in rejected.most_common())
@@ -91,6 +92,16 @@ def main() -> None:
 def rates_file(output: Path) -> Path:
     """The file of all problems' pass rates, beside that of the kept answers."""
     return output.with_name(f"{output.stem}.pass_rates.jsonl")
+
+
+def stopped_file(output: Path) -> Path:
+    """The file for the answers of a command that a signal stops before it has those for `output`:
+    OUTPUT.stopped, or where an earlier one has left that, OUTPUT-2.stopped, and so on."""
+    for name in numbered_names(output.name):
+        file = output.with_name(f"{name}.stopped")
+        if not file.exists() and not rates_file(file).exists():
+            break
+    return file
 
 
 def sample_groups(args: RejectionArgs, console: Console) -> list[Group]:

@@ -2,6 +2,7 @@
 files."""
 
 import json
+import signal
 
 import pytest
 
@@ -12,6 +13,7 @@ from alignment.data.tasks import own_data
 from alignment.rejection_sample import REASONS, select
 from alignment.rewards.rules import RULES
 from alignment.system.errors import UserError
+from alignment.system.files import read_jsonl
 
 PROBLEM = Problem("a", "What is 2 + 3?", "User: What is 2 + 3?\nAssistant: <think>", "5")
 GOOD = " two and three </think> <answer> 5 </answer>"
@@ -122,3 +124,24 @@ def test_nothing_kept_is_said_in_words(tmp_path, monkeypatch):
         match="^nothing was kept of 3 answers: 2 wrong, 1 unfinished; nothing is written$",
     ):
         rejection_sample.main()
+
+
+def test_a_second_stopped_command_leaves_what_the_first_has_kept(tmp_path, monkeypatch, capsys):
+    """The same command can be started again, and no answer that was paid for is lost."""
+    monkeypatch.setattr(rejection_sample, "received_signal", lambda: signal.SIGTERM)
+    monkeypatch.chdir(tmp_path)
+    words = ["rejection_sample", "--output", "kept.jsonl", "--num_samples", "2"]
+    monkeypatch.setattr("sys.argv", words)
+    wrong = GOOD.replace("5", "6")
+    answers = [[GOOD, wrong], [wrong, " well," + GOOD], [" so" + GOOD, GOOD]]
+    for of_command in answers:
+        groups = [group(*of_command)]
+        monkeypatch.setattr(rejection_sample, "sample_groups", lambda *_, groups=groups: groups)
+        rejection_sample.main()
+    names = ["kept.jsonl", "kept.jsonl-2", "kept.jsonl-3"]
+    kept = [read_jsonl(tmp_path / f"{name}.stopped") for name in names]
+    assert [len(rows) for rows in kept] == [1, 1, 2]
+    assert kept[0][0]["response"] == GOOD and kept[1][0]["response"] == " well," + GOOD
+    rates = [read_jsonl(tmp_path / f"{name}.pass_rates.jsonl") for name in names]
+    assert [row["correct"] for [row] in rates] == [1, 1, 2]
+    assert not (tmp_path / "kept.jsonl").exists() and "-3.stopped: 2" in capsys.readouterr().out
