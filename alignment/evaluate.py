@@ -226,17 +226,19 @@ def evaluate_and_report(args: EvaluateArgs, checked: CheckedEvaluation, console:
         stop = error
     if rows and not args.audit_base and not args.partial_prompts:
         print_evaluations(args, rows, console)
-    has_all_rows = len(rows) == len(models) * len(tasks)
-    is_complete = has_all_rows and not any("left_out" in row for row in rows)
+    wanted = len(models) * len(tasks)
+    is_whole = len(rows) == wanted and not any("left_out" in row for row in rows)
+    is_complete = is_whole and not isinstance(stop, OSError)
     is_report = not args.audit_base and not args.partial_prompts
-    if is_complete and not isinstance(stop, OSError) and is_report:
+    if is_complete and is_report:
         write_report(args, tasks, path, rows, groups, console)
     if run is not None and args.partial_prompts:
         for line in write_partial_prompts(run.path, rows, args.partial_prompts):
             console.print(line, markup=False, soft_wrap=True)
     if run is not None and args.audit_base:
-        table = write_audit(run.path, rows)
+        table = write_audit(run.path, rows, is_complete)
         console.print(printable(table), markup=False, highlight=False, soft_wrap=True)
+        print_left_out(rows, wanted, console)
     if run is not None:
         run.close()
         console.print(f"every completion: {path}/completions/", markup=False, soft_wrap=True)
@@ -308,21 +310,30 @@ def label(model: str) -> str:
 
 
 def print_evaluations(args: EvaluateArgs, rows: list, console: Console) -> None:
-    """Print one table, and how much of what was to be evaluated it holds, where that is not all."""
+    """Print one table, and how many problems its rows are of, where that is not all."""
     from alignment.evaluation import accuracy
 
     accuracy.print_table(rows, entries_of(args), console)
     console.print(f"evaluations are {evaluation_words(vars(args))}", markup=False, soft_wrap=True)
+    print_left_out(rows, len(rows), console)
+
+
+def print_left_out(rows: Sequence[Mapping[str, Any]], wanted: int, console: Console) -> None:
+    """Print which evaluations are of the first problems alone, and how many of those that were
+    `wanted` were not begun."""
+    lines = []
     for row in rows:
         left_out = row.get("left_out")
         if left_out:
-            console.print(
-                f"stopped: {row['model']} was evaluated on the first {row['problems']} of"
-                f" {row['problems'] + left_out} problems",
-                style="yellow",
-                markup=False,
-                soft_wrap=True,
+            audited_format = f" in the format {row['format']}" if "format" in row else ""
+            lines.append(
+                f"{row['model']} was evaluated on the first {row['problems']} of"
+                f" {row['problems'] + left_out} problems{audited_format}"
             )
+    if len(rows) < wanted:
+        lines.append(f"{len(rows)} of {wanted} evaluations were made")
+    for line in lines:
+        console.print(f"stopped: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
 def entries_of(args: EvaluateArgs) -> Mapping[str, Any]:

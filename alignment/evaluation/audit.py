@@ -14,6 +14,7 @@ from typing import Any
 from alignment.system.files import write_atomically, write_json
 
 FILE = "audit_base.json"  # read by the summary of a run
+STOPPED = "Stopped before every format had all problems: the best one may be another.\n"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ HEADINGS = (
     "format",
     "prompt",
     "rule",
+    "problems",
     "accuracy",
     "95 % interval",
     "flexible",
@@ -62,6 +64,7 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 row["format"],
                 f"`{row['prompt']}`",
                 f"`{row['rule']}`",
+                problems_in_words(row),
                 f"{row['avg_all_rewards']:.3f}",
                 f"{low:.3f} .. {high:.3f}",
                 f"{row['reward_flexible']:.3f}",
@@ -80,20 +83,33 @@ def audit_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
+def problems_in_words(row: Mapping[str, Any]) -> str:
+    """The number of problems of an evaluation, and of how many, where it was stopped: 8 of 20."""
+    number = row["problems"]
+    left_out = row.get("left_out", 0)
+    return f"{number} of {number + left_out}" if left_out else str(number)
+
+
 def audit_title(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the table of `audit_table` is of."""
     first = rows[0]
-    return f"{first['model']} on {first['task']}: {first['problems']} problems, best format first"
+    return f"{first['model']} on {first['task']}, best format first"
 
 
-def write_audit(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def write_audit(folder: Path, rows: Sequence[Mapping[str, Any]], is_complete: bool = True) -> str:
     """Write audit_base.json and audit_base.md to `folder`, and return the latter's text: a table
-    for each model and task."""
+    for each model and task.
+
+    Without audit_base.json, from which runs and reports take the best format, where formats or
+    problems are lacking: the best of some may not be that of all."""
     tables: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         tables.setdefault((row["model"], row["task"]), []).append(row)
     parts = [f"{audit_title(table)}\n\n{audit_table(table)}" for table in tables.values()]
+    if not is_complete:
+        parts.insert(0, STOPPED)
     text = "\n".join(parts)
     write_atomically(folder / "audit_base.md", text)
-    write_json(folder / FILE, {"evaluations": best_first(rows)})
+    if is_complete:
+        write_json(folder / FILE, {"evaluations": best_first(rows)})
     return text

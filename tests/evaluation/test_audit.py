@@ -1,14 +1,20 @@
 """The audit of a base model: its table, and what a run says of it."""
 
+import dataclasses
 import json
+import signal
+from types import SimpleNamespace
 
 import pytest
 import small_tokenizers
 from command_line import exit_code
+from rich.console import Console
 
 from alignment import evaluate
+from alignment.args import EvaluateArgs
 from alignment.evaluation.audit import write_audit
 from alignment.runs.summary import best_audit
+from alignment.system.signals import Interrupted
 
 
 def row(name: str, accuracy: float, **facts) -> dict:
@@ -34,14 +40,50 @@ def test_the_best_format_comes_first_and_a_run_names_it(tmp_path):
     folder.mkdir()
     text = write_audit(folder, [row("r1_zero", 0.125), row("few-shot", 0.5), row("x", 0, task="t")])
     lines = text.splitlines()
-    assert lines[0] == "m on gsm8k: 50 problems, best format first"
+    assert lines[0] == "m on gsm8k, best format first"
     assert [line.split("|")[1].strip() for line in lines[4:6]] == ["few-shot", "r1_zero"]
     cells = [cell.strip() for cell in lines[4].split("|")[4:-1]]
-    assert cells == ["0.500", "0.400 .. 0.600", "0.500", "0.25", "1.00", "31"]
+    assert cells == ["50", "0.500", "0.400 .. 0.600", "0.500", "0.25", "1.00", "31"]
     assert (folder / "audit_base.md").read_text() == text
     words = "m, before any training, in its best format of audit_m (few-shot): "
     assert best_audit(tmp_path, "m", "gsm8k") == f"{words}0.500 (0.400 .. 0.600)"
     assert best_audit(tmp_path, "m", "svamp") == ""
+
+
+@pytest.mark.parametrize("left_out", [0, 12])
+def test_an_audit_that_was_stopped_names_no_best_format(left_out, tmp_path, monkeypatch, capsys):
+    """One of two formats was evaluated, on all problems or on the first."""
+
+    def evaluated(args, models, tasks, console):
+        facts = row("", 0.5, problems=8)
+        del facts["format"], facts["model"], facts["task"]
+        if left_out:
+            facts["left_out"] = left_out
+        yield "m", "arithmetic, r1_zero", SimpleNamespace(record=facts, groups=[])
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(evaluate, "evaluate_models", evaluated)
+    args = EvaluateArgs(audit_base=True, model="m", output_dir=str(tmp_path), run_name="audit")
+    asked = dataclasses.replace(args, audit_base=False)
+    tasks = {f"arithmetic, {name}": asked for name in ("r1_zero", "few-shot")}
+    checked = evaluate.CheckedEvaluation(["m"], tasks)
+    with pytest.raises(Interrupted):
+        evaluate.evaluate_and_report(args, checked, Console(width=200))
+    assert best_audit(tmp_path, "m", "arithmetic") == ""
+    page = (tmp_path / "audit" / "audit_base.md").read_text()
+    printed = capsys.readouterr().out
+    assert page.startswith("Stopped before every format") and page in printed
+    cells = [cell.strip() for cell in page.splitlines()[-1].split("|")]
+    assert (cells[1], cells[4]) == ("r1_zero", "8 of 20" if left_out else "8")
+    assert "stopped: 1 of 2 evaluations were made\n" in printed
+    first = "stopped: m was evaluated on the first 8 of 20 problems in the format r1_zero\n"
+    assert (first in printed) == bool(left_out)
+
+
+def test_a_format_with_some_of_the_problems_makes_no_audit(tmp_path):
+    """Each was begun; the last was stopped."""
+    write_audit(tmp_path, [row("r1_zero", 0.5), row("few-shot", 1.0, left_out=40)], False)
+    assert [file.name for file in tmp_path.glob("*")] == ["audit_base.md"]
 
 
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
