@@ -17,7 +17,11 @@ MLP = "mlp"
 
 def recompute_layers(model: PreTrainedModel) -> None:
     """Have the decoder's layers be computed again in backward, in both modes: transformers does it
-    in training mode alone."""
+    in training mode alone, and not for all families, such as JetMoe."""
+    if not model.supports_gradient_checkpointing:
+        for layer in decoder_layers(model):
+            layer.forward = partial(_recompute, layer.forward)
+        return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in decoder_layers(model):
         layer.forward = partial(_recompute_in_evaluation, layer, layer.forward)

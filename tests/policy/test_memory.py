@@ -21,7 +21,8 @@ from alignment.policy.micro_batches import (
     choose_micro_batch_tokens,
 )
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.single_device import make_optimizer
+from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
+from benchmarks.families import family_model
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,23 @@ def gradient_of(policy) -> torch.Tensor:
     gradient = policy.gradient()
     policy.drop_gradient()
     return gradient
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_layers_are_computed_twice_of_a_family_that_transformers_refuses(trains, tmp_path):
+    """In training mode and in evaluation mode; the gradient keeps its bits."""
+    family_model("jetmoe").save_pretrained(tmp_path)
+    gradients = []
+    kept = []
+    for recomputes in (False, True):
+        config = PolicyConfig(str(tmp_path), ("cpu",), "float32", gradient_checkpointing=recomputes)
+        policy = SingleDevicePolicy(config)
+        assert not policy.model.supports_gradient_checkpointing
+        policy.model.train(trains)
+        gradients.append(gradient_of(policy))
+        kept.append(saved_bytes(policy.model, 64))
+    assert torch.equal(*gradients)
+    assert kept[1] < kept[0] / 2
 
 
 def test_mlps_are_computed_twice_where_a_row_would_not_fit_and_layers_where_that_is_too_little(
