@@ -18,9 +18,9 @@ class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the step of a hidden matrix is
     its Nesterov momentum with all singular values near 1, times 0.2 sqrt(max(rows, columns)), so
     that AdamW's learning rates fit (Liu et al. 2025, arXiv:2502.16982, section 2.2). Embeddings,
-    output head and vectors take AdamW's step, as both recommend. A group's "hidden" says which of
-    its parameters are hidden matrices. `torch.optim.Muon` multiplies in bfloat16, which many CPUs
-    do slowly."""
+    output head and vectors take AdamW's step, as both recommend, and so does a stack of experts. A
+    group's "hidden" says which of its parameters are hidden matrices. `torch.optim.Muon` multiplies
+    in bfloat16, which many CPUs do slowly."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -322,9 +322,9 @@ def make_optimizer(
     adam: AdamSettings = AdamSettings(),  # noqa: B008, it is frozen
 ) -> torch.optim.Optimizer:
     """An optimiser of the entry `kind` in `OPTIMIZERS`, with Adam's numbers `adam`, for the
-    parameters that need a gradient. Weight decay is for matrices alone. The list "hidden" of a
-    group has a bool for each of its parameters: whether it is a matrix, and neither an embedding
-    nor the output head."""
+    parameters that need a gradient. Weight decay is for matrices and stacks of them alone. The list
+    "hidden" of a group has a bool for each of its parameters: whether it is one matrix, and neither
+    an embedding nor the output head."""
     entry = OPTIMIZERS[kind]
     # A module that is no language model has no head.
     find_head = getattr(model, "get_output_embeddings", None)
@@ -333,9 +333,10 @@ def make_optimizer(
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding) or module is head:
             embeddings_and_head.add(module.weight)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    named = model.named_parameters()
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    matrices = [parameter for name, parameter in trained if _is_matrix(name, parameter)]
+    vectors = [parameter for name, parameter in trained if not _is_matrix(name, parameter)]
     hidden = [matrix.ndim == 2 and matrix not in embeddings_and_head for matrix in matrices]
     groups = [
         {"params": matrices, "weight_decay": weight_decay, "hidden": hidden},
@@ -344,3 +345,12 @@ def make_optimizer(
     optimizer_class: Any = import_object("--optimizer", entry.path)
     betas = (adam.beta1, adam.beta2)
     return optimizer_class(groups, lr=lr, betas=betas, eps=adam.eps, **entry.options)
+
+
+def _is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of some. Of vectors there are stacks, too: the
+    biases of a mixture's experts, and the logarithms of A of Mamba's channels, each a diagonal
+    matrix (Gu & Dao 2023, arXiv:2312.00752, section 3.6)."""
+    last_name = name.rpartition(".")[2]
+    is_stack_of_vectors = last_name in ("bias", "A_log") or last_name.endswith("_bias")
+    return parameter.ndim >= 2 and not is_stack_of_vectors

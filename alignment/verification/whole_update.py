@@ -6,6 +6,7 @@ of a flag to its value. What transformers' own layers compute in float32 (norms,
 attention, the angles of positions) stays so, which is about 1e-7 of a value."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,9 +151,8 @@ class PlainModel:
     def in_order_of_optimizer(self, weights: Weights) -> list[str]:
         """The names of trained tensors as an optimiser numbers them: matrices, then vectors."""
         ordered = self.in_order(weights)
-        matrices = [name for name in ordered if weights[name].ndim >= 2]
-        vectors = [name for name in ordered if weights[name].ndim < 2]
-        return matrices + vectors
+        decayed = [name for name in ordered if is_decayed(name, weights[name])]
+        return decayed + [name for name in ordered if name not in decayed]
 
     def hidden_matrices(self, weights: Weights) -> set[str]:
         """The names of matrices that are neither an embedding nor the output head."""
@@ -162,7 +162,11 @@ class PlainModel:
         for module_name, module in self.model.named_modules():
             if module in outside:
                 names_outside.add(f"{module_name}.weight")
-        return {name for name in weights if weights[name].ndim == 2} - names_outside
+        matrices = set()
+        for name, tensor in weights.items():
+            if tensor.ndim == 2 and is_decayed(name, tensor):
+                matrices.add(name)
+        return matrices - names_outside
 
     def linear_layers(self, targets: str) -> set[str]:
         """The names of linear layers, but the output head: those whose last names `targets` lists,
@@ -185,6 +189,14 @@ class PlainModel:
         logits = functional_call(self.model, dict(weights), (), inputs).logits[0]
         logits_TV = logits[len(response.prompt) - 1 : -1].to(self.dtype)
         return values_of_logits(logits_TV, torch.tensor(response.tokens), setting)
+
+
+def is_decayed(name: str, tensor: torch.Tensor) -> bool:
+    """Whether weight decay is of a tensor: of matrices, and of a mixture's stacks of them. Biases
+    are vectors, though a mixture stacks its experts' to a tensor of two axes; and Mamba's A is one
+    vector a channel (Gu & Dao 2023, arXiv:2312.00752, algorithm 1)."""
+    is_vector = re.search(r"(^|\.)(\w+_)?bias$|(^|\.)A_log$", name) is not None
+    return tensor.ndim > 1 and not is_vector
 
 
 def values_of_logits(
@@ -441,7 +453,9 @@ class Learner:
         if self.setting["optimizer"] == "muon":
             hidden = self.model.hidden_matrices(self.weights)
         for name, weight in self.weights.items():
-            decay = self.setting["weight_decay"] if weight.ndim >= 2 else 0.0
+            decay = 0.0
+            if is_decayed(name, weight):
+                decay = self.setting["weight_decay"]
             if name in hidden:
                 direction, moments = muon_direction(gradient[name], self.moments[name])
             else:

@@ -16,6 +16,7 @@ from alignment.policy.optimizers import OPTIMIZERS, AdamSettings
 from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
 from alignment.system.errors import UserError
+from benchmarks.families import family_model
 
 
 def trained(folder, kind: str, steps: int) -> tuple[SingleDevicePolicy, list[float]]:
@@ -162,6 +163,38 @@ def test_muon_decays_matrices_and_has_no_step_without_a_gradient():
     matrix.grad = torch.zeros(2, 2)
     optimizer.step()
     torch.testing.assert_close(matrix.data, 0.95 * before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stacked_biases_are_vectors(kind):
+    """Of experts, [experts, outputs]: they are neither decayed nor made orthogonal, so without a
+    gradient they keep their bits."""
+    model = family_model("gpt_oss")
+    optimizer = make_optimizer(model, 0.1, 0.1, kind)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert before["model.layers.0.mlp.experts.down_proj_bias"].shape == (4, 32)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim >= 2 and "bias" not in name
+        assert torch.equal(parameter, before[name]) != is_matrix, name
+    hidden = set()
+    for group in optimizer.param_groups:
+        for parameter, is_hidden in zip(group["params"], group["hidden"], strict=True):
+            hidden |= {parameter} if is_hidden else set()
+    names = {name for name, parameter in model.named_parameters() if parameter in hidden}
+    layer = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "router.weight")
+    assert all(name.endswith(layer) for name in names) and len(names) == 2 * len(layer)
+
+
+def test_state_matrices_of_mamba_are_vectors():
+    decays = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = make_optimizer(torch.nn.ParameterDict({"A_log": decays}), 0.1, 0.5, "muon")
+    decays.grad = torch.ones(3, 2)
+    optimizer.step()
+    # AdamW's first step, without decay
+    torch.testing.assert_close(decays.detach(), torch.full((3, 2), 0.9))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

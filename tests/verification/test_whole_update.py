@@ -22,7 +22,7 @@ from alignment.core import losses
 from alignment.core.losses import loss_denominator
 from alignment.model.loading import load_model, load_tokenizer
 from alignment.policy.policy import PolicyConfig
-from alignment.policy.single_device import SingleDevicePolicy
+from alignment.policy.single_device import SingleDevicePolicy, make_optimizer
 from alignment.rollouts.source import RolloutSource, open_source
 from alignment.sampling.transformers import TransformersSampler
 from alignment.system.errors import RunStopped
@@ -34,14 +34,18 @@ from alignment.verification.whole_update import (
     PlainModel,
     PlainResponse,
     PlainRollout,
+    TrainedState,
     adam_direction,
     cut_family,
+    is_decayed,
     kept_tokens,
     learning_rate,
+    make_learner,
     mini_batch_faults,
     paper_length_reward,
 )
 from alignment.verify import report
+from benchmarks.families import family_model
 
 Planted = contextlib.AbstractContextManager
 WARM_START = {"sft_base": ARGS.sft_base}
@@ -339,6 +343,30 @@ def test_adams_first_step_by_hand():
     assert moments["exp_avg"].item() == pytest.approx(0.2)
     assert moments["exp_avg_sq"].item() == pytest.approx(0.2)
     assert direction.item() == pytest.approx(2 / (2 + 1e-8), rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stacked_biases_are_neither_decayed_nor_numbered_among_the_matrices(kind, tmp_path):
+    model = family_model("gpt_oss")
+    model.save_pretrained(tmp_path)
+    plain = PlainModel(tmp_path)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.base.items()}
+    moments = {}
+    for name, tensor in zeros.items():
+        moments[name] = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum"), tensor)
+    setting = {"optimizer": kind, "weight_decay": 0.1, "entropy_coefficient": 0.0}
+    setting |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+    learner = make_learner(plain, TrainedState(plain.base, moments, 0), setting)
+    learner.take_step(zeros, 0.1)
+    kept = {n for n, tensor in learner.weights.items() if torch.equal(tensor, plain.base[n])}
+    assert kept == {n for n, tensor in plain.base.items() if tensor.ndim == 1 or "bias" in n}
+    assert not kept & plain.hidden_matrices(plain.base)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    numbered = []
+    for group in make_optimizer(model, 0.1, 0.1, kind).param_groups:
+        numbered += [names[parameter] for parameter in group["params"]]
+    assert plain.in_order_of_optimizer(plain.base) == numbered
+    assert not is_decayed("model.layers.0.mamba.A_log", torch.ones(3, 2))
 
 
 def test_learning_rates_by_hand():
