@@ -85,6 +85,26 @@ FAMILIES = {
     "mpt": {},
     "codegen": {"rotary_dim": 4},
 }
+MIXTURES = {
+    "qwen3_moe_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [0], **MOE},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": None,
+    },
+}
+"""Mixtures of experts of which some layers have a dense or a shared MLP. DeepSeek-V3's router has a
+buffer."""
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -103,7 +123,7 @@ SHAPE = {
 
 def family_config(name: str) -> PretrainedConfig:
     """The configuration of a tiny model of a family."""
-    options = SHAPE | FAMILIES.get(name, {})
+    options = SHAPE | (FAMILIES | MIXTURES).get(name, {})
     model_type = options.pop("model_type", name)
     # None is for what a family's configuration does not take
     taken = {key: value for key, value in options.items() if value is not None}

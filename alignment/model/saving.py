@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from alignment.model.huggingface import (
     cached_file,
 )
 from alignment.model.loading import load_config, load_generation_config
+from alignment.model.shards import whole
 from alignment.system.errors import UserError
 from alignment.system.files import guard_library_write, is_disk_fault
 from alignment.system.terminal import say_once
@@ -93,7 +95,7 @@ def _write_weights(
             raise
         if state_dict is None:
             # tied weights once
-            state_dict = dict(model.named_parameters())
+            state_dict = dict(chain(model.named_parameters(), persistent_buffers(model)))
         tensors = {}
         for name, tensor in state_dict.items():
             tensors[name] = tensor.detach().contiguous()
@@ -102,6 +104,15 @@ def _write_weights(
             f"transformers refuses to save the weights ({_reason(error)}): they are in"
             f" {WEIGHTS_FILE} by their names"
         )
+
+
+def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a model's file holds beside its parameters, whole, on the CPU, such as
+    the bias that DeepSeek-V3's router adds to its scores and that no gradient trains."""
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            yield name, whole(buffer).cpu()
 
 
 def check_saving(model_path: str, tokenizer) -> None:

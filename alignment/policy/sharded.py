@@ -26,7 +26,7 @@ from alignment.core.records import Batch, Distribution
 from alignment.core.tokens import Row, cut_by_tokens, packed_tokens, rows_by_prompt, split_rows
 from alignment.model.huggingface import PreTrainedModel, decoder_layers
 from alignment.model.kernel_choice import KERNELS, kernels_to_try, use_kernels
-from alignment.model.saving import save_model
+from alignment.model.saving import persistent_buffers, save_model
 from alignment.policy import lora
 from alignment.policy.micro_batches import gathered_bytes
 from alignment.policy.policy import MicroBatchResult, Objective, PolicyConfig
@@ -222,6 +222,7 @@ class Shard(SingleDevicePolicy):
 
     def save(self, folder: Path, tokenizer) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        weights.update(persistent_buffers(self.model))
         lora.save(self.model, folder, writes=self.ranks.rank == 0)
         if self.ranks.rank == 0:
             save_model(self.model, folder, tokenizer, weights)

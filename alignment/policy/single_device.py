@@ -26,7 +26,7 @@ from alignment.model.log_probs import EntropyKind, head_log_probs, hidden_states
 from alignment.model.packing import compile_layers, send
 from alignment.model.products import one_gradient
 from alignment.model.recomputation import recompute_layers, recompute_mlps
-from alignment.model.saving import save_model
+from alignment.model.saving import persistent_buffers, save_model
 from alignment.model.shards import own_part, whole
 from alignment.policy import lora
 from alignment.policy.micro_batches import MicroBatchNeed, choose_micro_batch_tokens
@@ -251,6 +251,7 @@ class SingleDevicePolicy(MicroBatchedModel):
         # awake leaves no room for all of them on a GPU.
         if self.policy_config.lora_rank:
             state_dict = {name: tensor.cpu() for name, tensor in self.weights()}
+            state_dict.update(persistent_buffers(self.model))
         save_model(self.model, folder, tokenizer, state_dict)
         lora.save(self.model, folder)
 

@@ -19,6 +19,7 @@ from alignment.policy.policy import PolicyConfig
 from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.errors import UserError
 from alignment.system.terminal import say_once
+from tests.some_families import BUFFER, save_with_buffer
 
 REFUSED = {
     "temperature": {"temperature": 0.6},
@@ -192,6 +193,16 @@ def test_weights_that_transformers_refuses_are_written_by_their_names(
         policy.weights(), opened(tmp_path).weights(), strict=True
     ):
         assert torch.equal(weight, again), name
+
+
+def test_they_have_the_models_buffers_with_them(tiny_folder, tmp_path, monkeypatch):
+    """Without which the folder could not be loaded."""
+    buffer = save_with_buffer(tmp_path / "base")
+    policy = opened(tmp_path / "base")
+    monkeypatch.setattr(type(policy.model), "save_pretrained", lambda *given, **options: 1 / 0)
+    (tmp_path / "saved").mkdir()
+    policy.save(tmp_path / "saved", load_tokenizer(str(tiny_folder)))
+    assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[BUFFER], buffer)
 
 
 def test_a_full_disk_is_no_refusal(tiny_folder, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ counted, what is refused."""
 import dataclasses
 import math
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from alignment.policy import micro_batches
 from alignment.policy.policy import Objective, PolicyConfig, open_policy
 from alignment.system.errors import UserError
 from benchmarks.families import family_model, rows_of
+from tests.some_families import BUFFER, save_with_buffer
 
 RANK, ALPHA = 4, 6
 UNTEMPERED = Distribution()
@@ -146,7 +148,18 @@ def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "mixtral", "phi3", "gemma2", "gpt_oss", "opt", "falcon", "gpt_neox"]
+    "family",
+    [
+        "llama",
+        "gpt2",
+        "mixtral",
+        "phi3",
+        "gemma2",
+        "gpt_oss",
+        "opt",
+        "falcon",
+        "gpt_neox",
+    ],
 )
 def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
     """Transposed weights, fused ones, mixtures of experts, and rows that are not packed."""
@@ -162,6 +175,13 @@ def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
     )
     assert (ours - base)[batch.response_mask].abs().mean() > 0.1
     torch.testing.assert_close(merged, ours, rtol=0, atol=5e-5)
+
+
+def test_merged_models_keep_their_buffers(tmp_path):
+    buffer = save_with_buffer(tmp_path / "base")
+    open_policy("single", config_of(tmp_path / "base")).save(tmp_path / "merged", NoTokenizer())
+    merged: Any = open_policy("single", config_of(tmp_path / "merged", lora_rank=0))
+    assert torch.equal(merged.model.get_buffer(BUFFER), buffer)
 
 
 class NoTokenizer:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,15 +17,18 @@ from alignment.builders.run_plan import PlannedMachines
 from alignment.core.tokens import packed_tokens
 from alignment.data.embedded import embedded_model
 from alignment.model.activations import activation_bytes
+from alignment.model.loading import load_tokenizer
 from alignment.policy import micro_batches
-from alignment.policy.policy import PolicyConfig
+from alignment.policy.policy import PolicyConfig, open_policy
 from alignment.policy.sharded import Shard, deal
+from alignment.policy.single_device import SingleDevicePolicy
 from alignment.system.errors import UserError
 from alignment.system.ranks import close_ranks
 from benchmarks import collectives
 from benchmarks.fake_ranks import fake_ranks
 from benchmarks.ranks import main as compare_ranks
 from tests.command_line import exit_code
+from tests.some_families import BUFFER, save_with_buffer
 
 ROOT = Path(__file__).parents[2]
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30).map(
@@ -165,6 +169,19 @@ def test_three_processes_have_the_gradients_and_checkpoints_of_one():
         compare_ranks(3, ("layer_split", "sharded"), lora_rank=4)
     finally:
         close_ranks()
+
+
+@pytest.mark.slow
+def test_two_ranks_save_a_models_buffers(tiny_folder, tmp_path):
+    buffer = save_with_buffer(tmp_path / "base")
+    config = PolicyConfig(str(tmp_path / "base"), ("cpu", "cpu"), "float32", micro_batch_tokens=64)
+    try:
+        policy = open_policy("sharded", config)
+        policy.save(tmp_path / "saved", load_tokenizer(str(tiny_folder)))
+    finally:
+        close_ranks()
+    saved = SingleDevicePolicy(PolicyConfig(str(tmp_path / "saved"), ("cpu",), "float32"))
+    assert torch.equal(saved.model.get_buffer(BUFFER), buffer)
 
 
 @pytest.mark.slow
