@@ -221,10 +221,15 @@ class Shard(SingleDevicePolicy):
         return message
 
     def save(self, folder: Path, tokenizer) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.weights()}
-        weights.update(persistent_buffers(self.model))
-        lora.save(self.model, folder, writes=self.ranks.rank == 0)
-        if self.ranks.rank == 0:
+        writes = self.ranks.rank == 0
+        weights = {}
+        # Each is gathered by all ranks, and kept by the one that writes: a machine's memory may not
+        # hold a whole model for each of its ranks.
+        for name, tensor in chain(self.weights(), persistent_buffers(self.model)):
+            if writes:
+                weights[name] = tensor.cpu()
+        lora.save(self.model, folder, writes)
+        if writes:
             save_model(self.model, folder, tokenizer, weights)
 
     def save_optimizer(self, folder: Path) -> None:

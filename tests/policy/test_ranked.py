@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,29 @@ def test_a_ranks_micro_batch_leaves_room_for_gathered_weights_and_casts(
             shard.micro_batch_tokens = 0
             shard.choose_micro_batch_tokens(longest=10)
             assert shard.micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_rank_that_writes_keeps_what_all_gather(rank, tiny_folder, tmp_path, monkeypatch):
+    """As the next tensor is gathered, the one before it, and of rank 0 all before it, are there."""
+    gathered: list[weakref.ref] = []
+    alive = []
+
+    def gather(shard: Shard):
+        for name, parameter in shard.model.named_parameters():
+            tensor = torch.zeros(parameter.shape)
+            gathered.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+            alive.append(sum(reference() is not None for reference in gathered))
+
+    monkeypatch.setattr(Shard, "weights", gather)
+    with fake_ranks(count=2, local_count=2) as two_ranks:
+        ranks = dataclasses.replace(two_ranks, rank=rank, local_rank=rank)
+        shard = Shard(ranks, PolicyConfig(str(tiny_folder), ("cpu", "cpu"), "float32"), False)
+        shard.save(tmp_path, load_tokenizer(str(tiny_folder)))
+    assert alive == [number if rank == 0 else 1 for number in range(1, len(gathered) + 1)]
+    assert (tmp_path / "model.safetensors").exists() == (rank == 0)
 
 
 @pytest.mark.slow
