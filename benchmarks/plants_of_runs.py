@@ -306,8 +306,8 @@ POLICIES = [
         ),
         (
             "no adapter on the last layer",
-            "target_modules=list(layers),",
-            "target_modules=list(layers)[:-1],",
+            "    layers = adapted_layers(model, config.lora_targets)\n",
+            "    layers = adapted_layers(model, config.lora_targets)\n    layers.popitem()\n",
             WITH_ADAPTERS,
         ),
     ),

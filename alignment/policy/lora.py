@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +25,8 @@ FILE = "adapter_model.safetensors"
 
 def load_trained_model(config: PolicyConfig, devices: tuple[str, ...]) -> PreTrainedModel:
     """A policy's model, in float32. With --lora_rank only adapters are trained: new ones, where B
-    is 0, or `config.checkpoint`'s. Raises `UserError` as `load_model` and `adapted_layers` do, and
-    if these do not make its weights."""
+    is 0, or `config.checkpoint`'s. Raises `UserError` as `load_model` and `adapted_layers` do, if
+    PEFT adds adapters to other layers, and if these do not make its weights."""
     model = load_model(config.model_path, devices, torch.float32)
     if config.lora_rank:
         _add_adapters(model, config)
@@ -58,9 +59,23 @@ def _add_adapters(model: PreTrainedModel, config: PolicyConfig) -> None:
         base_model_name_or_path=config.model_path,
     )
     # the same matrices on all ranks, whatever each has drawn before
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _targets_as_they_are():
         torch.manual_seed(config.seed)
         inject_adapter_in_model(lora, model)
+    others = _adapted(model).keys() ^ layers.keys()
+    if others:
+        raise UserError(
+            f"--lora_rank {config.lora_rank}: PEFT adds adapters to other layers of"
+            f" {model.config.model_type} than its linear ones, such as {min(others)}: choose some"
+            " by --lora_targets, or train all weights"
+        )
+
+
+def _targets_as_they_are() -> AbstractContextManager[object]:
+    """Have PEFT, within the block, add adapters to the modules that it is given. From 0.19 on it
+    takes MLPs of some mixtures for the experts of transformers 4, and adds adapters to the stacks
+    that transformers 5 has in their place."""
+    return patch("peft.tuners.tuners_utils.is_transformers_ge_v5", new=False, create=True)
 
 
 @torch.no_grad()

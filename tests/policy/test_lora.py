@@ -6,6 +6,7 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
@@ -153,6 +154,8 @@ def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are
         "llama",
         "gpt2",
         "mixtral",
+        "qwen3_moe_dense",
+        "deepseek_v3",
         "phi3",
         "gemma2",
         "gpt_oss",
@@ -162,7 +165,8 @@ def test_merged_weights_are_pefts_to_the_bit_and_the_same_however_often_they_are
     ],
 )
 def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
-    """Transposed weights, fused ones, mixtures of experts, and rows that are not packed."""
+    """Transposed weights, fused ones, mixtures of experts, also with dense or shared MLPs, and rows
+    that are not packed."""
     family_model(family, std=0.1).save_pretrained(tmp_path / "base")
     policy, batch = open_policy("single", config_of(tmp_path / "base")), batch_of()
     shape = ModelShape.from_config(load_config(str(tmp_path / "base")), RANK)
@@ -175,6 +179,30 @@ def test_every_familys_adapters_are_merged_and_counted(family, tmp_path):
     )
     assert (ours - base)[batch.response_mask].abs().mean() > 0.1
     torch.testing.assert_close(merged, ours, rtol=0, atol=5e-5)
+
+
+def test_a_dense_mlp_of_a_mixture_has_adapters_and_its_experts_have_none(tmp_path):
+    family_model("qwen3_moe_dense").save_pretrained(tmp_path)
+    policy = open_policy("single", config_of(tmp_path, lora_targets="down_proj"))
+    layer = "model.layers.0.mlp.down_proj"
+    assert named_gradients(policy).keys() == {
+        f"{layer}.lora_A.default.weight",
+        f"{layer}.lora_B.default.weight",
+    }
+
+
+def test_adapters_in_other_places_are_refused(tiny_folder, monkeypatch):
+    inject = peft.inject_adapter_in_model
+
+    def inject_elsewhere(lora, model):
+        inject(dataclasses.replace(lora, target_modules=["q_proj"]), model)
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", inject_elsewhere)
+    message = (
+        "--lora_rank 4: PEFT adds adapters to other layers of qwen2 than its linear ones, such as"
+    )
+    with pytest.raises(UserError, match=message):
+        open_policy("single", config_of(tiny_folder))
 
 
 def test_merged_models_keep_their_buffers(tmp_path):
