@@ -171,3 +171,12 @@ def test_engines_of_a_policy_of_several_machines_wait_for_it(tiny_folder, monkey
     plan = run_plan.plan_run(args, str(tiny_folder))
     run = SimpleNamespace(last_step=0, closing=None)
     assert samplers.Engines(plan, run, None).openings == {}
+
+
+@pytest.mark.parametrize(("url", "share"), [("", 0.2), ("http://127.0.0.1:8000", 0.4)])
+def test_an_evaluations_engine_shares_a_gpu_with_engines_that_are_there(url, share, tiny_folder):
+    """By default vLLM's engines take 0.4 of a GPU of the policy's. Those of asynchronous rollouts
+    are beside the evaluation's, but for a server's, which is elsewhere."""
+    args = from_preset(RLArgs, "tiny", sampler="vllm", rollouts="async", sampler_url=url)
+    plan = run_plan.plan_run(args, str(tiny_folder), run_plan.PlannedMachines(1, 80e9))
+    assert plan.evaluation.config.memory_share == share

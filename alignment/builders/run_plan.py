@@ -230,11 +230,11 @@ def plan_engine(args: Args, roles: Roles, base: str, devices: tuple[str, ...]) -
 
 def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
     """The number of engines that share one GPU's memory: 2 where the engine of asynchronous
-    rollouts is on the same GPU as the evaluation's, else 1."""
-    is_asynchronous = isinstance(args, RLArgs) and args.rollouts == "async"
-    if is_asynchronous and roles.eval in roles.sample:
-        return 2
-    return 1
+    rollouts is on the same GPU as the evaluation's, else 1. Servers at --sampler_url have GPUs of
+    their own."""
+    if not isinstance(args, RLArgs) or args.rollouts == "sync" or args.sampler_url:
+        return 1
+    return 2 if roles.eval in roles.sample else 1
 
 
 def plan_policy(
