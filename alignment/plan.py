@@ -25,7 +25,7 @@ from alignment.planning.placement import frozen_share, place
 from alignment.planning.seconds import Hardware, hardware_of
 from alignment.rewards.rules import find_reward
 from alignment.system.errors import run_command
-from alignment.system.files import write_json
+from alignment.system.files import check_writable_file, write_json
 from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console, make_table
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     args = parse(PlanArgs)
+    if args.json:
+        check_writable_file(Path(args.json), "--json", "plan.json")
     find_reward(args.reward, args.task_in_format.rules, settings=args.reward_settings)
     hardware = hardware_of(args.hardware, args.num_gpus, args.machines, args.gpu_memory)
     check_processes(dataclasses.replace(args, machines=hardware.machines), args.policy_parallelism)

@@ -22,7 +22,12 @@ from alignment.builders.devices import roles_of
 from alignment.runs.run_folder import claim_run_folder
 from alignment.sampling.sampler import engine_name
 from alignment.system.errors import RunStopped, UserError, run_command
-from alignment.system.files import read_json, write_atomically, write_json
+from alignment.system.files import (
+    check_writable_file,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from alignment.system.templates import fill_template
 from alignment.system.terminal import make_console
 from alignment.system.torchrun import PROCESSES, followed
@@ -172,15 +177,6 @@ def lines_of(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def check_json_file(name: str) -> None:
-    """Raise `UserError` where --json names a file that cannot be written."""
-    file = Path(name)
-    if not file.parent.is_dir() or file.is_dir():
-        raise UserError(
-            f"--json {name}: name a file in a folder that exists, such as verification.json"
-        )
-
-
 def set_batch_invariant(args: VerifyArgs) -> None:
     """Have vLLM's engines, of this process and those that it starts, give the same bits whatever
     shares a batch. Raises `UserError` where they cannot."""
@@ -199,7 +195,7 @@ def main() -> None:
     if followed(args.rank_timeout):
         return
     if args.json:
-        check_json_file(args.json)
+        check_writable_file(Path(args.json), "--json", "verification.json")
     check_rl(args)
     # These modules load torch, which bad arguments need not wait for.
     from alignment.builders.verified_data import checks_of_rewards

@@ -106,6 +106,13 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def check_writable_file(file: Path, flag: str, example: str) -> None:
+    """Raise `UserError` where the file that `flag` names cannot be written: it is a folder, or in
+    none that exists."""
+    if not file.parent.is_dir() or file.is_dir():
+        raise UserError(f"{flag} {file}: name a file in a folder that exists, such as {example}")
+
+
 def read_toml(file: Path, flag: str) -> dict:
     """The content of a TOML file, which is the value of `flag`. Raises `UserError`, which names the
     flag, if there is no such file or it is not TOML."""

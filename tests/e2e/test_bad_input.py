@@ -308,6 +308,11 @@ CASES = [
     ("sft", ["--learning_rate", "-1"], "--learning_rate -1.0: must be 0 (trains nothing) or more"),
     ("sft", ["--batch_size", "0"], "--batch_size 0"),
     ("plan", ["--num_gpus", "-1"], "--num_gpus -1"),
+    (
+        "plan",
+        ["--json", "nowhere/plan.json"],
+        "--json nowhere/plan.json: name a file in a folder that exists, such as plan.json",
+    ),
     ("gradients", ["--prompts", "1"], "--prompts 1: must be at least 2"),
     (
         "gradients",
