@@ -396,8 +396,7 @@ def step_shape(
     """The `StepShape` of a run on devices of `card` bytes; `prompts` as from `prompts_of`."""
     longest_prompt, test_problems = prompts
     prompt = args.max_prompt_tokens or longest_prompt
-    held_out = round(args.evaluated_share * test_problems)
-    problems = min(args.max_problems or held_out, held_out)
+    problems = evaluated_problems(args, test_problems)
     keeps_copy = keeps_old_policy(args, roles, args.policy_parallelism)
     passes = set()
     if args.needs_old_policy:
@@ -432,13 +431,22 @@ def step_shape(
     )
 
 
+def evaluated_problems(args: RLArgs, test_problems: int) -> int:
+    """How many of a task's test problems an evaluation asks."""
+    held_out = round(args.evaluated_share * test_problems)
+    return min(args.max_problems or held_out, held_out)
+
+
 def evaluated_rows(args: RLArgs, problems: int) -> SampledRows:
     """What an evaluation samples on `problems` of --task, and on --eval_tasks, whose test problems
     are as many where it is not known. A greedy response beside n samples counts as an n-th of
     them."""
+    of_task = problems
     for name in args.eval_tasks:
-        published = benchmarks.ENTRIES.get(name, {}).get("problems", problems)
-        problems += min(args.max_problems or published, published)
+        number = of_task
+        if name in benchmarks.ENTRIES:
+            number = evaluated_problems(args, benchmarks.ENTRIES[name]["problems"])
+        problems += number
     samples = args.eval_samples
     greedy = ceil(problems / samples) if args.eval_greedy else 0
     is_truncated = args.evaluation_top_p < 1 or args.evaluation_top_k > 0

@@ -310,6 +310,17 @@ def test_predicted_rows_follow_the_samples():
     assert not evaluated_rows(ARGS, 500).truncated
 
 
+def test_predicted_rows_of_further_tasks_do_not_grow_with_their_number():
+    """Each task of the user's own counts as many problems as --task asks. Every task has the
+    validation split: 50 of MATH-500's 500 problems, and the test split the other 450."""
+    tasks = with_flags(eval_tasks=("file:a", "file:b", "file:c"), max_problems=0)
+    assert evaluated_rows(tasks, 100).prompts == 400
+    split = {"validation_share": 0.1, "max_problems": 0, "eval_tasks": ("math500",)}
+    validation = with_flags(eval_split="validation", **split)
+    assert evaluated_rows(validation, 100).prompts == 100 + 50
+    assert evaluated_rows(with_flags(**split), 100).prompts == 100 + 450
+
+
 def test_sft_evaluates_in_the_same_ways():
     args = from_preset(SFTArgs, "tiny", eval_samples=2, eval_greedy=True)
     assert list(held_out_arguments(args)) == ["", "greedy"]
