@@ -57,7 +57,7 @@ from alignment.system.errors import UserError
 from alignment.system.files import read_json, read_jsonl
 from alignment.system.torchrun import PROCESSES, PROCESSES_HERE
 
-# The machines on which torchrun has started this run.
+# The number of machines on which torchrun has started this run.
 MACHINES = max(1, PROCESSES // max(1, PROCESSES_HERE))
 
 # configurations of models on the hub, so that it need not be asked
@@ -788,13 +788,14 @@ def span(values: Sequence[float]) -> str:
     return " to ".join(numbers)
 
 
-def with_fastest_kind(args: RLArgs, machines: PlannedMachines = THIS_MACHINE) -> RLArgs:
-    """The arguments with the kind of policy that --policy_parallelism auto is: the one that takes
-    the least time for a step, by the middle of its range, of those that fit. They stay as they are
-    where another kind is named, and where none is known to fit."""
+def with_fastest_kind(args: RLArgs, machines: PlannedMachines | None = None) -> RLArgs:
+    """The arguments with the kind of policy that --policy_parallelism auto is on these machines, or
+    on those of this run: the one that takes the least time for a step, by the middle of its range,
+    of those that fit. They stay as they are where another kind is named, and where none is known to
+    fit."""
     if args.policy_parallelism != AUTO:
         return args
-    by_kind = steps_of_kinds(args, machines)
+    by_kind = steps_of_kinds(args, machines or PlannedMachines(number=MACHINES))
     middles = {kind: np.prod(step) for kind, step in by_kind.items() if step is not None}
     if not middles:
         return args
@@ -822,8 +823,8 @@ def steps_of_kinds(args: RLArgs, machines: PlannedMachines) -> dict[str, Range |
 def kinds_by_plan(
     args: RLArgs, kind: str, devices: Sequence[str], machines: PlannedMachines | None = None
 ) -> str:
-    """A line on the kind of policy that a run takes on several devices, of these machines or this
-    one, and on what each kind would take by the plan."""
+    """A line on the kind of policy that a run takes on several devices, of these machines or of
+    those of this run, and on what each kind would take by the plan."""
     parts = []
     for name, step in steps_of_kinds(args, machines or PlannedMachines(number=MACHINES)).items():
         seconds = "does not fit" if step is None else f"{span(step)} s a step"

@@ -21,6 +21,7 @@ from alignment.builders.prediction import (
     with_fastest_kind,
 )
 from alignment.builders.run_plan import PlannedMachines, plan_policy, plan_run
+from alignment.builders.training import announced_plan
 from alignment.system.errors import UserError
 
 
@@ -133,6 +134,23 @@ def test_auto_is_the_fastest_kind_that_fits():
     default = dataclasses.replace(args, policy_parallelism="device_map")
     assert with_fastest_kind(default, machines) is default
     assert predict(default, machines).kind == "layer_split"
+
+
+def test_auto_behind_torchrun_is_the_fastest_kind_on_all_its_machines(tiny_folder, monkeypatch):
+    """Also where another one is the fastest on one machine."""
+
+    def steps_of_kinds(args, machines):
+        seconds = {"replicated": machines.number * 2.0, "sharded": 3.0}
+        return {kind: (step, step) for kind, step in seconds.items()}
+
+    monkeypatch.setattr(prediction, "steps_of_kinds", steps_of_kinds)
+    args = from_preset(RLArgs, "tiny", policy_parallelism="auto", policy_ranks=2)
+    console = Console(file=io.StringIO())
+    kinds = []
+    for machines in (1, 2):
+        monkeypatch.setattr(prediction, "MACHINES", machines)
+        kinds.append(announced_plan(args, str(tiny_folder), console).policy.kind)
+    assert kinds == ["replicated", "sharded"]
 
 
 def test_a_policy_of_one_process_needs_one_machine(planned):
