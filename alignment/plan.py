@@ -57,7 +57,7 @@ def main() -> None:
     console = make_console()
     machines = planned_machines(hardware)
     prediction = predict(run, machines)
-    known = calibrate(args.calibrate, prediction.step.itemsize)
+    known = calibrate(args.calibrate, prediction.step.itemsize, machines)
     rows = placement_rows(prediction)
     print_placement(rows, run.optimizer, title_of(args, hardware, prediction.kind), console)
     for hint in hints(args, prediction, hardware, [row[0] for row in rows]):

@@ -612,7 +612,7 @@ def print_seed_costs(design: Design, args: SweepOptions, console: Console) -> di
     machines = planned_machines(hardware)
     predictions = {name: predict(arm, machines) for name, arm in design.arms.items()}
     first = next(iter(predictions.values()))
-    known = calibrate(args.calibrate, first.step.itemsize)
+    known = calibrate(args.calibrate, first.step.itemsize, machines)
     costs = {}
     for name, arm in design.arms.items():
         prediction = predictions[name]

@@ -558,16 +558,18 @@ class FinishedRun(NamedTuple):
     phases: list[MeasuredWork]
 
 
-def calibrate(folders: Sequence[str], itemsize: int) -> Known:
-    """What finished runs of a machine show, if there are any. Raises `UserError` for a folder that
-    is no finished run's of two steps or more, or one's with products of numbers of another size
-    than `itemsize` bytes."""
+def calibrate(
+    folders: Sequence[str], itemsize: int, machines: PlannedMachines = THIS_MACHINE
+) -> Known:
+    """What finished runs on one of such machines show, if there are any. Raises `UserError` for a
+    folder that is no finished run's of two steps or more, or one's with products of numbers of
+    another size than `itemsize` bytes."""
     if not folders:
         return Known()
     runs = []
     measured: list[MeasuredWork] = []
     for folder in folders:
-        run = read_finished_run(Path(folder), itemsize)
+        run = read_finished_run(Path(folder), itemsize, machines)
         runs.append(run)
         measured += run.phases
     fit = fit_unit_seconds(measured)
@@ -584,8 +586,9 @@ def calibrate(folders: Sequence[str], itemsize: int) -> Known:
     )
 
 
-def read_finished_run(path: Path, itemsize: int) -> FinishedRun:
-    """What a finished run's folder shows. Raises `UserError` as `calibrate` does."""
+def read_finished_run(path: Path, itemsize: int, machines: PlannedMachines) -> FinishedRun:
+    """What the folder of a run that is finished on one of such machines shows. Raises `UserError`
+    as `calibrate` does."""
     run = read_run(path)
     # the first step also warms up
     steps: Sequence[Mapping[str, Any]] = run.metrics[1:] if run.finished else []
@@ -596,7 +599,7 @@ def read_finished_run(path: Path, itemsize: int) -> FinishedRun:
         needed = "a finished run of train_rl, of two steps or more, with its completions"
         raise UserError(f"--calibrate {path}: must be {needed}")
     args = arguments_of(run, path, steps[0]["micro_batch_tokens"])
-    prediction = predict(args)
+    prediction = predict(args, replace(machines, number=1))
     if prediction.step.itemsize != itemsize:
         raise UserError(f"--calibrate {path}: has products of another --dtype than what is planned")
     prompt = fmean(len(row["prompt_ids"]) for row in rows)

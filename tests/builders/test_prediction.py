@@ -4,6 +4,7 @@ and finished runs' rates."""
 import json
 import shlex
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from alignment.builders.prediction import (
     planned_machines,
     predict,
     ranked,
+    read_finished_run,
     seconds_of,
     span,
     steps_of_kinds,
@@ -284,6 +286,22 @@ def test_a_machines_rates_are_learnt_from_one_run_and_hold_for_another_shape(fin
             )
     wide = duration(other, hardware_of(""), Known()).phases
     assert spent["update"][1] / spent["update"][0] < wide["update"][1] / wide["update"][0]
+
+
+def test_a_finished_run_is_of_the_planned_machine_and_not_of_this_one(finished, arguments):
+    """On a machine without GPUs for one that has some: its run computed in 16 bits, as `auto` does
+    there, and by a GPU's kernels."""
+    machines = PlannedMachines(1, 80e9, number=2)
+    run = finished("one", dtype="auto")
+    phases = read_finished_run(Path(run), 2, machines).phases
+    prediction = predict(
+        arguments(dtype="auto", micro_batch_tokens=4096), PlannedMachines(1, 80e9)
+    )
+    expected = work_of_phases(prediction, 1, SHARES)
+    measured = {phase.phase: phase.work for phase in phases}
+    assert "update" in measured
+    assert measured == {phase: expected[phase] for phase in measured}
+    assert calibrate([run], 2, machines).fit is not None
 
 
 def test_runs_that_tell_no_rates_are_refused(finished, tmp_path):
