@@ -139,6 +139,7 @@ class Prediction:
     step: StepShape
     # Of the ranks or devices of the policy, in order, then of others; none without `step.card`.
     peaks: list[DevicePeak]
+    host: int | None  # Bytes of the host's memory; None: not known.
 
     @property
     def micro_batches(self) -> list[MicroBatches]:
@@ -150,21 +151,27 @@ class Prediction:
         """Tokens that a micro-batch may have on each device; 0: not known."""
         return min((each.most for each in self.micro_batches), default=0)
 
-    def capacity(self, device: str) -> int:
-        """Bytes of a device. Ranks on a CPU share the host's memory."""
+    def capacity(self, device: str) -> int | None:
+        """Bytes of a device; None: not known. Ranks on a CPU share the host's memory."""
+        if device == "cpu" and self.roles.policy[0] != "cpu":
+            return self.host
         return self.step.card * max(self.roles.policy.count(device), 1)
 
     @property
     def fits(self) -> bool | None:
-        """Whether all devices hold what is on them; None where their memory is not known."""
+        """Whether all devices whose memory is known hold what is on them; None: it is of none."""
         if not self.peaks:
             return None
-        return all(self.excess(peak.device) <= 0 for peak in self.peaks)
+        return all((self.excess(peak.device) or 0) <= 0 for peak in self.peaks)
 
-    def excess(self, device: str) -> int:
-        """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit."""
+    def excess(self, device: str) -> int | None:
+        """Bytes that all on a device take beyond what it has, less `SPARE`; below 0: they fit;
+        None: its memory is not known."""
+        capacity = self.capacity(device)
+        if capacity is None:
+            return None
         taken = sum(peak.total for peak in self.peaks if peak.device == device)
-        return taken - int((1 - SPARE) * self.capacity(device))
+        return taken - int((1 - SPARE) * capacity)
 
 
 def planned_machines(hardware: Hardware) -> PlannedMachines:
@@ -224,7 +231,8 @@ def predict_plan(args: RLArgs, plan: RunPlan, machines: PlannedMachines) -> Pred
     )
     step = replace(step, teacher_model=teacher_of(args, step.itemsize))
     peaks = peak_bytes(shape, config, roles, step) if memory else []
-    return Prediction(run, shape, config, roles, policy.kind, step, peaks)
+    host = total_bytes("cpu") if machines.gpus is None else None
+    return Prediction(run, shape, config, roles, policy.kind, step, peaks, host)
 
 
 def teacher_of(args: RLArgs, itemsize: int) -> ComputedModel | None:
@@ -323,13 +331,11 @@ def warn_of_short_memory(args: RLArgs, console: Console) -> None:
     with suppress(UserError):  # what is wrong is said where it is loaded
         prediction = predict(args, PlannedMachines(number=MACHINES))
         for device in dict.fromkeys(peak.device for peak in prediction.peaks):
+            capacity = prediction.capacity(device)
             excess = prediction.excess(device)
-            if excess <= 0:
+            if capacity is None or excess is None or excess <= 0:
                 continue
-            missing = (
-                f"{device} will lack {excess / 1e9:.1f} of"
-                f" {prediction.capacity(device) / 1e9:.1f} GB"
-            )
+            missing = f"{device} will lack {excess / 1e9:.1f} of {capacity / 1e9:.1f} GB"
             console.print(
                 f"warning: {missing} (`alignment.plan` says which flags help)",
                 style="yellow",

@@ -294,9 +294,7 @@ def test_a_finished_run_is_of_the_planned_machine_and_not_of_this_one(finished, 
     machines = PlannedMachines(1, 80e9, number=2)
     run = finished("one", dtype="auto")
     phases = read_finished_run(Path(run), 2, machines).phases
-    prediction = predict(
-        arguments(dtype="auto", micro_batch_tokens=4096), PlannedMachines(1, 80e9)
-    )
+    prediction = predict(arguments(dtype="auto", micro_batch_tokens=4096), PlannedMachines(1, 80e9))
     expected = work_of_phases(prediction, 1, SHARES)
     measured = {phase.phase: phase.work for phase in phases}
     assert "update" in measured
@@ -388,3 +386,20 @@ def test_a_runs_peaks_are_those_of_its_largest_micro_batch(arguments):
         assert real[kind] == pytest.approx(limit[kind] * 1000 / tokens, abs=2)
     on_cpu = predict(arguments(), PlannedMachines(0, 8e9))
     assert peaks_of_micro_batches(on_cpu, 1000) == on_cpu.peaks
+
+
+def test_a_model_on_the_cpu_beside_gpus_takes_the_hosts_memory(arguments, monkeypatch):
+    """Which is this machine's, and of another one not known: then GPUs alone decide."""
+    args = arguments(
+        beta=0.04, reference_model_device="cpu", max_problems=32, micro_batch_tokens=4096
+    )
+    elsewhere = predict(args, PlannedMachines(1, 1.2e9))
+    taken = {peak.device: peak.total for peak in elsewhere.peaks}
+    assert taken["cuda:0"] < 0.95 * 1.2e9 < taken["cpu"]
+    assert elsewhere.capacity("cpu") is elsewhere.excess("cpu") is None and elsewhere.fits is True
+    monkeypatch.setattr("alignment.builders.devices.visible_gpus", lambda: 1)
+    for host, fits in ((512e9, True), (1e9, False)):
+        totals = {"cpu": int(host), "cuda:0": int(24e9)}
+        monkeypatch.setattr("alignment.builders.prediction.total_bytes", totals.get)
+        here = predict(args)
+        assert (here.capacity("cpu"), here.capacity("cuda:0"), here.fits) == (host, 24e9, fits)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -387,6 +388,19 @@ def test_what_was_not_counted_neither_fits_nor_lacks_memory(planned, tmp_path):
     said = planned("--num_gpus", "8", "--policy_parallelism", "layer_split", "--json", "plan.json")
     facts = json.loads((tmp_path / "plan.json").read_text())
     assert facts["fits"] is None and facts["peaks"] == facts["remedies"] == [] and "fit" not in said
+
+
+def test_a_host_of_unknown_memory_does_not_decide(planned, tmp_path):
+    """That of other machines, beside GPUs that are known."""
+    flags = ("--num_gpus", "1", "--gpu_memory", "80", "--json", "plan.json")
+    said = planned(*flags, "--beta", "0.1", "--reference_model_device", "cpu")
+    assert re.search(
+        r"^cpu, peak of a step: \d.\d GB, of a memory that is not known \(", said, re.M
+    )
+    assert re.search(r"^cuda:0, peak of a step: \d.\d of 80 GB, fits \(", said, re.M)
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    excess = {peak["device"]: peak["excess"] for peak in facts["peaks"]}
+    assert facts["fits"] is True and excess["cuda:0"] < 0 and excess["cpu"] is None
 
 
 def test_a_model_that_transformers_cannot_make_is_one_clear_line(
