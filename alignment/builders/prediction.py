@@ -434,6 +434,7 @@ def step_shape(
         sleeps=args.rollouts == "sync",
         draws_rollouts=args.train_on == "samples",
         kernels=counted_kernels(args, roles),
+        prepares_updates=args.selection is not None or args.entropy_target > 0,
     )
 
 

@@ -276,8 +276,8 @@ class StepWork:
     def update(self) -> Work:
         """The work of all updates of a step, over the responses with a gradient: three forward
         passes' (two with adapters; one more where layers are computed twice), casts, gradients and
-        the optimiser; and what devices send: gradients, and hidden states at the borders of
-        stages."""
+        the optimiser; what devices send: gradients, and hidden states at the borders of stages; and
+        a forward pass before it, of all responses, where the step prepares its updates."""
         shape = self.model.shape
         split = self.split
         updates = self.schedule.updates
@@ -302,7 +302,10 @@ class StepWork:
             link_bytes=self.border_bytes() + self.gradient_bytes(pieces),
             network_bytes=network,
         )
-        return computed.work + own
+        prepared = Work()
+        if self.step.prepares_updates:
+            prepared = self.passes(self.schedule.epochs, updates).work
+        return prepared + computed.work + own
 
     def border_bytes(self) -> float:
         """Bytes of hidden states and of their gradients, in fp32, over the borders of stages."""

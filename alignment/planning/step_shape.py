@@ -54,6 +54,9 @@ class StepShape:
     """Whether responses are sampled; worked solutions (--train_on solutions) are not."""
     kernels: str = "eager"
     """The policy's kernels, a key of `KEPT_MLP_VECTORS`."""
+    prepares_updates: bool = False
+    """Whether the policy makes a forward pass of a mini-batch before its update, which needs the
+    entropies of all tokens."""
 
     @property
     def rollout_tokens(self) -> int:

@@ -111,6 +111,17 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
     assert works(arguments(lora_rank=0))["checkpoint"] == asdict(Work(disk_bytes=12 * TOTAL))
 
 
+@pytest.mark.parametrize("flags", [{"token_selection": "top_entropy"}, {"entropy_target": 0.2}])
+def test_an_update_that_looks_at_all_its_tokens_first_takes_a_forward_pass_more(flags, arguments):
+    """In each epoch, and also of rows without a gradient."""
+    facts = {"epochs_per_rollout": 2, "policy_devices": ("cuda:0",)}
+    alone, prepared = (
+        works(arguments(**facts, **others), trained=0.5) for others in ({}, flags)
+    )
+    more = prepared["update"]["operations"] - alone["update"]["operations"]
+    assert more == pytest.approx(2 * alone["old_log_probs"]["operations"])
+
+
 def test_a_run_is_its_steps_evaluations_and_checkpoints(arguments):
     """80 steps, of which every 20th is followed by an evaluation and a checkpoint; one evaluation
     comes before."""
