@@ -29,6 +29,7 @@ from alignment.builders.run_plan import (
     engines_on_shared_gpu,
     keeps_old_policy,
     plan_run,
+    shares_sampler,
 )
 from alignment.config.flag import defaults_of_flags
 from alignment.core.text import prompt_token_ids
@@ -544,10 +545,19 @@ def work_of_phases(
         step,
         PolicySplit.of_kind(prediction.kind, len(roles.policy), machines),
         schedule,
-        Engines(roles.sample, run.sampler_tensor_parallel),
+        engines_of_phases(run, roles, machines),
         shares,
     )
     return work.by_phase()
+
+
+def engines_of_phases(run: RLArgs, roles: Roles, machines: int) -> dict[str, Engines]:
+    """Phase -> the engines that sample in it. An evaluation without the sampler of the rollouts has
+    one engine, on this machine."""
+    tensor_parallel = run.sampler_tensor_parallel if len(roles.sample) > 1 else 1
+    rollouts = Engines(roles.sample, tensor_parallel, machines)
+    evaluation = rollouts if shares_sampler(run, roles) else Engines((roles.eval,))
+    return {"sampling": rollouts, "evaluation": evaluation}
 
 
 class MeasuredWork(NamedTuple):

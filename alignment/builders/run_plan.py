@@ -104,19 +104,17 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) 
     roles = roles_of(args, machines.gpus)
     policy = plan_policy(args, roles, base, machines)
     samples_between_updates = args.rollouts == "sync"
-    # Engines that sample beside the updates are busy when an evaluation is due, and servers at
-    # --sampler_url draw rollouts only.
-    shares_sampler = samples_between_updates and roles.eval in roles.sample and not args.sampler_url
-    evaluation_devices = roles.sample if shares_sampler else (roles.eval,)
+    is_shared = shares_sampler(args, roles)
+    evaluation_devices = roles.sample if is_shared else (roles.eval,)
     evaluation = _with_sleep(plan_engine(args, roles, base, evaluation_devices), roles)
-    rollouts = evaluation if shares_sampler else _plan_rollouts(args, roles, base)
+    rollouts = evaluation if is_shared else _plan_rollouts(args, roles, base)
     return RunPlan(
         base=base,
         roles=roles,
         policy=policy,
         evaluation=evaluation,
         rollouts=rollouts,
-        shares_sampler=shares_sampler,
+        shares_sampler=is_shared,
         samples_between_updates=samples_between_updates,
         engines_need_policy=bool(PROCESSES) or not policy_kind(policy.kind).starts_from_base,
         schedule=args.schedule,
@@ -124,6 +122,12 @@ def plan_run(args: RLArgs, base: str, machines: PlannedMachines = THIS_MACHINE) 
         response_tokens=args.max_new_tokens,
         longest_response=max(args.max_new_tokens, evaluation_tokens(args)),
     )
+
+
+def shares_sampler(args: RLArgs, roles: Roles) -> bool:
+    """Whether one sampler draws both evaluations and rollouts. Engines that sample beside the
+    updates are busy when an evaluation is due, and servers at --sampler_url draw rollouts only."""
+    return args.rollouts == "sync" and roles.eval in roles.sample and not args.sampler_url
 
 
 def counted_kernels(args: RLArgs, roles: Roles) -> str:

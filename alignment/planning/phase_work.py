@@ -1,5 +1,6 @@
 """The busiest device's work in each phase of a step, an evaluation and a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -148,10 +149,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Engines:
-    """The sampler's engines."""
+    """The engines that sample in a phase."""
 
     devices: tuple[str, ...]  # Of one machine.
-    tensor_parallel: int  # Devices of an engine.
+    tensor_parallel: int = 1  # Devices of an engine.
+    machines: int = 1
 
 
 class PassWork(NamedTuple):
@@ -169,7 +171,7 @@ class StepWork:
     step: StepShape
     split: PolicySplit
     schedule: Schedule
-    engines: Engines
+    engines: Mapping[str, Engines]  # "sampling" and "evaluation" -> those that sample then.
     shares: Shares
 
     @property
@@ -259,18 +261,19 @@ class StepWork:
         """The work of an engine's decoding of a phase's rows, `times` over, divided among its
         devices, all but the passes of its one host."""
         sampled = self.step.sampled[phase]
-        devices = self.engines.devices
+        engines = self.engines[phase]
+        devices = engines.devices
         cache = 0 if self.step.vllm else CACHE_BYTES[devices[0].partition(":")[0]]
-        engines = self.split.machines * len(devices) / self.engines.tensor_parallel
+        number = engines.machines * len(devices) / engines.tensor_parallel
         rows = DecodedRows(
-            prompts=times * sampled.prompts / engines,
+            prompts=times * sampled.prompts / number,
             responses=sampled.responses,
             prompt_tokens=self.prompt,
             response_tokens=self.shares.response * sampled.longest,
             longest=sampled.longest,
         )
         work = decoding(self.model, rows, cache)
-        of_device = work / self.engines.tensor_parallel
+        of_device = work / engines.tensor_parallel
         return replace(of_device, engine_passes=work.engine_passes)
 
     def update(self) -> Work:

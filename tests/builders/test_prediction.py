@@ -111,6 +111,26 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
     assert works(arguments(lora_rank=0))["checkpoint"] == asdict(Work(disk_bytes=12 * TOTAL))
 
 
+def test_an_evaluation_is_divided_where_it_shares_the_sampler_of_rollouts(arguments):
+    """Two engines on each of two machines sample four times as fast as one. An evaluation on a GPU
+    of its own, or beside rollouts that go on, is one engine's."""
+
+    def operations(phase: str, text: str = "8xA100-40GB", **placed) -> float:
+        args = arguments(policy_parallelism="sharded", policy_devices=("cuda:0",), **placed)
+        return works(args, hardware_of(text))[phase]["operations"]
+
+    two = ("cuda:6", "cuda:7")
+    alone = operations("evaluation", eval_device="cuda:5", sample_device=("cuda:7",))
+    sampled = operations("sampling", eval_device="cuda:5", sample_device=("cuda:7",))
+    for text, engines in (("8xA100-40GB", 2), ("2x8xA100-40GB", 4)):
+        apart = {"text": text, "sample_device": two, "eval_device": "cuda:5"}
+        assert operations("sampling", **apart) == pytest.approx(sampled / engines)
+        assert operations("evaluation", **apart) == alone
+        shared = {"text": text, "sample_device": two, "eval_device": "cuda:6"}
+        assert operations("evaluation", **shared) == pytest.approx(alone / engines)
+        assert operations("evaluation", rollouts="async", **shared) == alone
+
+
 @pytest.mark.parametrize("flags", [{"token_selection": "top_entropy"}, {"entropy_target": 0.2}])
 def test_an_update_that_looks_at_all_its_tokens_first_takes_a_forward_pass_more(flags, arguments):
     """In each epoch, and also of rows without a gradient."""
