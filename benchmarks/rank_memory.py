@@ -265,7 +265,7 @@ def closed_form(config: PretrainedConfig, case: Case) -> dict[str, int]:
         sampled={},
         truncated=case.top_p < 1,
         passes=frozenset(),
-        frozen=0,
+        frozen_passes=frozenset(),
         vllm=True,
         gpu_memory_utilization=None,
         engines=1,

@@ -404,12 +404,16 @@ def step_shape(
     longest_prompt, test_problems = prompts
     prompt = args.max_prompt_tokens or longest_prompt
     problems = evaluated_problems(args, test_problems)
-    keeps_copy = keeps_old_policy(args, roles, args.policy_parallelism)
     passes = set()
     if args.needs_old_policy:
         passes.add("old_log_probs")
     if args.beta > 0:
         passes.add("reference")
+    frozen_passes = set()
+    if keeps_old_policy(args, roles, args.policy_parallelism):
+        frozen_passes.add("old_log_probs")
+    if args.keeps_reference:
+        frozen_passes.add("reference")
     rows = min(args.train_mini_batch_size or args.rollout_size, args.rollout_size)
     ranks = len(roles.policy) if policy_kind(args.policy_parallelism).ranked else 1
     groups_of_rank = -(-rows // args.group_size // (ranks * machines))
@@ -430,7 +434,7 @@ def step_shape(
         },
         truncated=args.sampling_top_p < 1 or args.sampling_top_k > 0,
         passes=frozenset(passes),
-        frozen=sum([args.keeps_reference, keeps_copy]),
+        frozen_passes=frozenset(frozen_passes),
         engines=engines_on_shared_gpu(args, roles),
         sleeps=args.rollouts == "sync",
         draws_rollouts=args.train_on == "samples",

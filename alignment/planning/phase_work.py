@@ -196,13 +196,12 @@ class StepWork:
 
     def by_phase(self) -> dict[str, Work]:
         """Phase -> work."""
-        log_probs = self.passes(1, 1).work
         sampling = {}
         if self.step.draws_rollouts:
             sampling["sampling"] = self.sampling("sampling", 1 + self.schedule.refills)
         return {
             **sampling,
-            **dict.fromkeys(sorted(self.step.passes), log_probs),
+            **{phase: self.log_probs(phase) for phase in sorted(self.step.passes)},
             **self.teacher(),
             "update": self.update(),
             "sync": self.sync(),
@@ -210,15 +209,32 @@ class StepWork:
             "checkpoint": self.checkpoint(),
         }
 
+    def log_probs(self, phase: str) -> Work:
+        """The work of a pass for log-probs over all rows: by the policy, by a copy of it on one
+        device, which has its kernels, or by a reference there, whose kernels are eager."""
+        if phase not in self.step.frozen_passes:
+            return self.passes(1, 1).work
+        if phase == "reference":
+            return self.pass_alone(self.with_eager_kernels(self.model))
+        return self.pass_alone(self.model)
+
     def teacher(self) -> dict[str, Work]:
         """The work of the teacher's pass over all rows, on one device; of no phase without one."""
         teacher = self.step.teacher_model
         if teacher is None:
             return {}
-        if self.model.counts != HOST_COUNTS:
-            teacher = replace(teacher, counts=counts_on_card("eager", teacher.itemsize))
-        alone = replace(self, model=teacher, split=PolicySplit())
-        return {"teacher": alone.passes(1, 1).work}
+        return {"teacher": self.pass_alone(self.with_eager_kernels(teacher))}
+
+    def with_eager_kernels(self, model: ComputedModel) -> ComputedModel:
+        """A frozen model as the policy's kind of device computes it by eager kernels."""
+        if self.model.counts == HOST_COUNTS:
+            return model
+        return replace(model, counts=counts_on_card("eager", model.itemsize))
+
+    def pass_alone(self, model: ComputedModel) -> Work:
+        """The work of a frozen model's pass over all rows, on one device."""
+        alone = replace(self, model=model, split=PolicySplit())
+        return alone.passes(1, 1).work
 
     def passes(self, share: float, updates: int, number: int = 1) -> PassWork:
         """The work of so many forward passes, or of what an update makes of them, over a share of

@@ -35,7 +35,9 @@ class StepShape:
     """"sampling" and "evaluation" -> what they sample."""
     truncated: bool  # Whether top-p or top-k leaves tokens out.
     passes: frozenset[str]  # Of "old_log_probs" and "reference", those that the loss needs.
-    frozen: int  # Frozen models kept on the reference's device: the reference, and the old policy.
+    frozen_passes: frozenset[str]
+    """Of `passes`, those that a frozen model on the reference's device computes: a reference, or a
+    copy of the old policy."""
     vllm: bool  # Whether vLLM samples, or our own decoding.
     gpu_memory_utilization: float | None
     """vLLM's share of a GPU's memory, for each engine; None: `engine_share`."""
@@ -57,6 +59,11 @@ class StepShape:
     prepares_updates: bool = False
     """Whether the policy makes a forward pass of a mini-batch before its update, which needs the
     entropies of all tokens."""
+
+    @property
+    def frozen(self) -> int:
+        """Frozen models kept on the reference's device."""
+        return len(self.frozen_passes)
 
     @property
     def rollout_tokens(self) -> int:

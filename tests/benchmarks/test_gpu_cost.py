@@ -238,7 +238,7 @@ def test_the_plan_counts_what_compiled_kernels_keep_and_what_is_computed_again()
             prompt=150,
             max_new_tokens=600,
             truncated=False,
-            frozen=0,
+            frozen_passes=frozenset(),
             largest_micro_batch=peak.tokens,
         )
         (device,) = peak_bytes(ModelShape.from_config(config), config, roles, step)

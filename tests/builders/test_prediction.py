@@ -111,6 +111,28 @@ def test_ranks_share_operations_and_split_layers_all_but_their_idle_time(argumen
     assert works(arguments(lora_rank=0))["checkpoint"] == asdict(Work(disk_bytes=12 * TOTAL))
 
 
+def test_a_frozen_model_computes_all_rows_on_one_device(arguments):
+    """A reference, by eager kernels, and a copy of the old policy, by the policy's. Ranks have no
+    such copy, and with adapters the policy itself is the reference: then all of them share rows."""
+
+    def passes(kind: str, **flags) -> dict[str, dict[str, float]]:
+        devices = ("cuda:0",) if kind == "single" else ()
+        args = arguments(beta=0.1, policy_parallelism=kind, policy_devices=devices, **flags)
+        return works(args)
+
+    one = passes("single")
+    for kind in ("replicated", "sharded", "layer_split"):
+        assert passes(kind)["reference"]["operations"] == one["reference"]["operations"]
+        assert passes(kind)["reference"]["link_bytes"] == 0
+    assert one["reference"]["memory_bytes"] > one["old_log_probs"]["memory_bytes"]
+    of_old = "old_log_probs"
+    assert passes("layer_split")[of_old]["operations"] == one[of_old]["operations"]
+    split = passes("replicated")[of_old]["operations"]
+    assert split == pytest.approx(one[of_old]["operations"] / 5)
+    adapters = [passes(kind, lora_rank=4)["reference"] for kind in ("single", "replicated")]
+    assert adapters[1]["operations"] == pytest.approx(adapters[0]["operations"] / 5)
+
+
 def test_an_evaluation_is_divided_where_it_shares_the_sampler_of_rollouts(arguments):
     """Two engines on each of two machines sample four times as fast as one. An evaluation on a GPU
     of its own, or beside rollouts that go on, is one engine's."""

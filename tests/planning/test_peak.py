@@ -229,7 +229,7 @@ def test_the_closed_form_agrees_with_a_count_over_fake_tensors(
         max_new_tokens=response,
         group_size=rows,
         truncated=top_p < 1,
-        frozen=0,
+        frozen_passes=frozenset(),
     )
     (peak,) = peak_bytes(ModelShape.from_config(config, lora_rank), config, roles, step)
     # which is the GPU's allocator's

@@ -46,7 +46,7 @@ STEP = StepShape(
     sampled={"sampling": SampledRows(5, 4, 10), "evaluation": SampledRows(7, 1, 10)},
     truncated=False,
     passes=frozenset(["old_log_probs", "reference"]),
-    frozen=1,
+    frozen_passes=frozenset(["reference"]),
     vllm=False,
     gpu_memory_utilization=None,
     engines=1,
@@ -94,7 +94,7 @@ def test_every_phase_keeps_what_stays_on_the_device():
     ]
     assert all(phase[kind] == size for phase in of.values() for kind, size in KEPT.items())
     assert beyond(of["sync"]) == beyond(of["checkpoint"]) == {}
-    assert list(phases(passes=frozenset(), frozen=0)[0]) == [
+    assert list(phases(passes=frozenset(), frozen_passes=frozenset())[0]) == [
         "sampling",
         "evaluation",
         "update",
