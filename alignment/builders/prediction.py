@@ -28,6 +28,7 @@ from alignment.builders.run_plan import (
     counted_kernels,
     engines_on_shared_gpu,
     keeps_old_policy,
+    own_processes,
     plan_run,
     shares_sampler,
 )
@@ -439,6 +440,7 @@ def step_shape(
         sleeps=args.rollouts == "sync",
         draws_rollouts=args.train_on == "samples",
         kernels=counted_kernels(args, roles),
+        own_processes=own_processes(args, vllm),
         prepares_updates=args.selection is not None or args.entropy_target > 0,
     )
 

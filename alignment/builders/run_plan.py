@@ -241,6 +241,16 @@ def engines_on_shared_gpu(args: Args, roles: Roles) -> int:
     return 2 if roles.eval in roles.sample else 1
 
 
+def own_processes(args: RLArgs, vllm: bool) -> frozenset[str]:
+    """Of "sampling", "reference" and "teacher", those that our own code computes in processes of
+    their own: with --rollouts async all that no vLLM does."""
+    if args.rollouts == "sync":
+        return frozenset()
+    if vllm or args.sampler_url:
+        return frozenset(["reference", "teacher"])
+    return frozenset(["sampling", "reference", "teacher"])
+
+
 def plan_policy(
     args: Args, roles: Roles, base: str, machines: PlannedMachines = THIS_MACHINE
 ) -> PolicyPlan:

@@ -103,8 +103,36 @@ class DeviceLoad:
         return bool(self.frozen_models or self.teacher_bytes)
 
     @property
+    def further_processes(self) -> int:
+        """Processes of ours on the device, beside the trainer's."""
+        names = self.step.own_processes
+        number = 0
+        if "sampling" in names:
+            number += self.roles.sample.count(self.device)
+        if "reference" in names & self.step.frozen_passes and self.device == self.roles.reference:
+            number += 1
+        if "teacher" in names and self.teacher_bytes:
+            number += 1
+        return number
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the trainer's process draws responses itself on the device."""
+        samples = self.samples and "sampling" not in self.step.own_processes
+        return not self.step.vllm and (self.evaluates or samples)
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the trainer's process, or a rank of it, has anything on the device."""
+        names = self.step.own_processes
+        frozen = self.step.frozen_passes - names
+        has_frozen = bool(frozen) and self.device == self.roles.reference
+        has_teacher = self.teacher_bytes > 0 and "teacher" not in names
+        return self.trains or self.decodes or has_frozen or has_teacher
+
+    @property
     def engines(self) -> int:
-        """Engines on a device that samples or evaluates."""
+        """vLLM's engines on a device that samples or evaluates."""
         return self.step.engines if self.roles.eval in self.roles.sample else 1
 
     @property
@@ -162,10 +190,14 @@ def resident_bytes(load: DeviceLoad) -> Bytes:
 
 
 def _sampler_bytes(load: DeviceLoad) -> int:
-    """Bytes of the weights that our own decoding copies. It reads the policy's where one process on
-    the CPU has all of them, in the type of its products and without adapters."""
-    if load.step.vllm or not (load.samples or load.evaluates):
+    """Bytes of the weights that our own decoding copies, once for each of its processes. That of
+    the trainer reads the policy's where it has all of them on the CPU, in the type of its products
+    and without adapters."""
+    if load.step.vllm:
         return 0
+    copies = 0
+    if "sampling" in load.step.own_processes:
+        copies = load.roles.sample.count(load.device)
     reads_policy = (
         load.on_cpu
         and load.trains
@@ -174,9 +206,9 @@ def _sampler_bytes(load: DeviceLoad) -> int:
         and not load.has_adapters
         and not load.step.in_bfloat16
     )
-    if reads_policy:
-        return 0
-    return load.engines * load.step.itemsize * load.parameters
+    if load.decodes and not reads_policy:
+        copies += 1
+    return copies * load.step.itemsize * load.parameters
 
 
 def _context_bytes(load: DeviceLoad) -> int:
@@ -195,11 +227,20 @@ def _context_bytes(load: DeviceLoad) -> int:
 
 
 def engine_bytes(load: DeviceLoad, phase: str) -> int:
-    """Bytes of the vLLM engines on a device, in processes of their own, in a phase. Awake each has
-    its share of the GPU's memory and a context; asleep a context and its CUDA graphs."""
+    """Bytes of processes beside the trainer's on a device, in a phase. Each has a context. A vLLM
+    engine that is awake also has its share of the GPU's memory, and one that sleeps its CUDA
+    graphs. What others of our own compute with counts as the trainer's."""
+    context = PYTHON_BYTES if load.on_cpu else CUDA_CONTEXT_BYTES
+    processes = load.further_processes + load.has_trainer
+    if _context_bytes(load):  # That of one of them counts as the trainer's.
+        processes = max(0, processes - 1)
+    return processes * context + _vllm_bytes(load, phase, context)
+
+
+def _vllm_bytes(load: DeviceLoad, phase: str, context: int) -> int:
+    """Bytes of the vLLM engines on a device in a phase, each with a context."""
     if not load.step.vllm or not (load.samples or load.evaluates):
         return 0
-    context = PYTHON_BYTES if load.on_cpu else CUDA_CONTEXT_BYTES
     sleeps = load.step.sleeps and load.trains and not load.on_cpu
     if sleeps and phase not in AWAKE:
         return load.engines * (context + GRAPH_BYTES)

@@ -39,7 +39,7 @@ keep.
 
 Source: an H200 had 1.43 GB less free after an engine of 1.5 billion parameters had started and
 slept, its context among them; 1.25 GB with 0.4 billion. Shown wrong by: the same difference on
-another card, or of another model. Read by: `engine_bytes`."""
+another card, or of another model. Read by: `_vllm_bytes`."""
 
 WORKSPACE_BYTES = 8 * 4096 * 1024
 """Bytes in torch's allocator of cuBLAS's workspace on a Hopper GPU.

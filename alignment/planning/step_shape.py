@@ -56,6 +56,9 @@ class StepShape:
     """Whether responses are sampled; worked solutions (--train_on solutions) are not."""
     kernels: str = "eager"
     """The policy's kernels, a key of `KEPT_MLP_VECTORS`."""
+    own_processes: frozenset[str] = frozenset()
+    """Of "sampling", "reference" and "teacher", those that our own code computes in processes of
+    their own."""
     prepares_updates: bool = False
     """Whether the policy makes a forward pass of a mini-batch before its update, which needs the
     entropies of all tokens."""

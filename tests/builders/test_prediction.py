@@ -27,6 +27,7 @@ from alignment.builders.prediction import (
 )
 from alignment.builders.run_plan import PlannedMachines
 from alignment.plan import command_of
+from alignment.planning.measured_memory import CUDA_CONTEXT_BYTES, PYTHON_BYTES
 from alignment.planning.phase_work import Shares
 from alignment.planning.seconds import CARDS, NUMBERS, Hardware, Rates, hardware_of, rates
 from alignment.planning.work import UnitSeconds, Work
@@ -157,9 +158,7 @@ def test_an_evaluation_is_divided_where_it_shares_the_sampler_of_rollouts(argume
 def test_an_update_that_looks_at_all_its_tokens_first_takes_a_forward_pass_more(flags, arguments):
     """In each epoch, and also of rows without a gradient."""
     facts = {"epochs_per_rollout": 2, "policy_devices": ("cuda:0",)}
-    alone, prepared = (
-        works(arguments(**facts, **others), trained=0.5) for others in ({}, flags)
-    )
+    alone, prepared = (works(arguments(**facts, **others), trained=0.5) for others in ({}, flags))
     more = prepared["update"]["operations"] - alone["update"]["operations"]
     assert more == pytest.approx(2 * alone["old_log_probs"]["operations"])
 
@@ -456,3 +455,29 @@ def test_a_model_on_the_cpu_beside_gpus_takes_the_hosts_memory(arguments, monkey
         monkeypatch.setattr("alignment.builders.prediction.total_bytes", totals.get)
         here = predict(args)
         assert (here.capacity("cpu"), here.capacity("cuda:0"), here.fits) == (host, 24e9, fits)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "context"), [(1, CUDA_CONTEXT_BYTES), (0, PYTHON_BYTES)], ids=["GPU", "CPU"]
+)
+def test_asynchronous_rollouts_take_a_copy_of_the_weights_and_three_processes(
+    gpus, context, arguments, tiny_folder
+):
+    """Of the sampler, the reference and the teacher, beside the trainer and its evaluations."""
+    facts = {"beta": 0.1, "teacher": str(tiny_folder), "dtype": "float32"}
+    peaks = []
+    for rollouts in ("sync", "async"):
+        args = arguments(rollouts=rollouts, **facts)
+        [peak] = predict(args, PlannedMachines(gpus, 80e9)).peaks
+        peaks.append(peak)
+    sync, beside = peaks
+    more = {
+        kind: beside.phases["sync"][kind] - size
+        for kind, size in sync.phases["sync"].items()
+        if kind != "reserved"
+    }
+    assert {kind: size for kind, size in more.items() if size} == {
+        "sampler": 4 * TOTAL,
+        "engine": 3 * context,
+    }
+    assert beside.of_trainer("sync") - sync.of_trainer("sync") == 4 * TOTAL

@@ -147,6 +147,25 @@ def test_an_engine_keeps_its_share_awake_and_its_context_and_graphs_asleep():
     }
 
 
+def test_our_own_processes_have_contexts_and_a_copy_of_the_weights():
+    """The rollouts' sampler and the reference beside the trainer, which evaluates by a copy of its
+    own. On another GPU each has the one context there, and the trainer none."""
+    own = frozenset(["sampling", "reference"])
+    (alone,), (beside,) = phases(), phases(own_processes=own)
+    for phase, kinds in alone.items():
+        more = {kind: beside[phase][kind] - size for kind, size in kinds.items()}
+        assert more.pop("reserved") >= 0
+        expected = {"sampler": 2 * PARAMETERS, "engine": 2 * CUDA_CONTEXT_BYTES}
+        assert {kind: size for kind, size in more.items() if size} == expected
+    roles = Roles(("cuda:0",), ("cuda:1",), "cuda:2", "cuda:0")
+    shape, step = ModelShape.from_config(CONFIG), dataclasses.replace(STEP, own_processes=own)
+    peaks = {peak.device: peak.phases for peak in peak_bytes(shape, CONFIG, roles, step)}
+    for device, phase in (("cuda:1", "sampling"), ("cuda:2", "reference")):
+        kinds = peaks[device][phase]
+        assert (kinds["context"], kinds["engine"]) == (CUDA_CONTEXT_BYTES, 0)
+    assert peaks["cuda:0"]["update"]["engine"] == 0
+
+
 def test_the_trainer_and_the_device_are_counted_apart():
     """A GPU's allocator knows neither contexts nor engines; on a CPU Python and its libraries are
     resident, too."""
