@@ -156,6 +156,10 @@ ALONE = [
     ("correction_floor", 0.5, "sampler_correction"),
     ("teacher_weight", 0.5, "teacher"),
     ("entropy_delta", 0.01, "entropy_target"),
+    ("kl_estimator", "k1", "beta"),
+    ("selected_share", 0.3, "token_selection"),
+    ("covariance_low", 0.5, "token_selection"),
+    ("covariance_high", 6.0, "token_selection"),
 ]
 """Flag, a value, and the flag without which it plays no part."""
 

@@ -591,8 +591,6 @@ def canonical(args: RLArgs) -> dict[str, object]:
         idle_prefixes.append("advantage.")
     if not facts["normalize_by_std"]:
         idle |= {"std_of", "advantage_eps"}
-    if not facts["beta"]:
-        idle |= {"kl_estimator"}
     if not loss.uses_ratio or args.staleness > 0:
         idle |= {"old_log_probs"}
     idle |= SELECTION_ARGUMENTS

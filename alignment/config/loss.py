@@ -43,7 +43,9 @@ class LossFlags:
     beta: float = flag(0.0, group="algorithm", at_least=0, zero="none")
     """Weight of the KL divergence from the reference, the warm start unless
     --reference_reset_interval is given, in the loss; 0: there is none, and no reference model."""
-    kl_estimator: str = flag("k3", group="algorithm", choices=tuple(KL_ESTIMATORS))
+    kl_estimator: str = flag(
+        "k3", group="algorithm", choices=tuple(KL_ESTIMATORS), only_with="beta"
+    )
     """How that is estimated; k3 is GRPO's, k1 has on average no gradient."""
     old_log_probs: Literal["policy", "sampler"] = flag("policy", group="algorithm")
     """Whose log-probs the ratio is to, where a rollout has several updates: the policy's own, by a
@@ -90,12 +92,14 @@ class LossFlags:
     have a policy gradient; clip_cov: some of high covariance of log-prob and advantage have none;
     kl_cov: those of the highest stay near the old policy. Takes a forward pass before each
     update."""
-    selected_share: float | None = flag(None, group="algorithm", above=0, at_most=1)
+    selected_share: float | None = flag(
+        None, group="algorithm", above=0, at_most=1, only_with="token_selection"
+    )
     """Share of an update's tokens that are selected; by default 0.2 (top_entropy), at most 0.0002
     (clip_cov), 0.002 (kl_cov)."""
-    covariance_low: float = flag(1.0, group="algorithm")
+    covariance_low: float = flag(1.0, group="algorithm", only_with="token_selection")
     """clip_cov: the least covariance of a token that may be selected."""
-    covariance_high: float = flag(5.0, group="algorithm")
+    covariance_high: float = flag(5.0, group="algorithm", only_with="token_selection")
     """clip_cov: the largest."""
     kl_cov_coefficient: float = flag(1.0, group="algorithm", above=0)
     """kl_cov: weight of the divergence from the old policy."""
