@@ -5,8 +5,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from alignment.core import losses
@@ -52,6 +54,9 @@ def test_a_thread_and_a_process_until_they_end(faults):
     thread = threading.Thread(target=event.wait, name="sleeper")
     thread.start()
     process = subprocess.Popen(["sleep", "60"])
+    # A process that has just begun may have no command line yet.
+    while not psutil.Process(process.pid).cmdline():
+        time.sleep(0.01)
     thread_line, process_line = faults()
     assert thread_line == "a thread still runs: sleeper"
     assert process_line == f"a process still runs: {process.pid} sleep 60"
