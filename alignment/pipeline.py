@@ -29,6 +29,7 @@ from rich.text import Text
 
 from alignment.args import (
     RULES,
+    Args,
     EvaluateArgs,
     PipelineArgs,
     RejectionArgs,
@@ -37,6 +38,7 @@ from alignment.args import (
     flags_of,
     parse,
 )
+from alignment.config.flag import defaults_of_flags
 from alignment.system.errors import RunStopped, UserError, run_command
 from alignment.system.files import read_json, read_toml, write_json
 from alignment.system.locks import lock_run_folder
@@ -148,20 +150,21 @@ def _make_stages(
 ) -> list[Stage]:
     """The stage and, where it makes a model, the evaluation of that model."""
     output = _output_of(name, command, folder)
-    flags = _checked_flags(command, {**arguments, **output.arguments}, folder, place)
-    if command == "train_rl":
-        _refuse_model_without_warm_start(arguments, flags, place)
+    flags, checked = _checked(command, {**arguments, **output.arguments}, folder, place)
+    if isinstance(checked, RLArgs):
+        _refuse_model_without_warm_start(arguments, checked, place)
     stage = Stage(name, command, flags, str(output.result), output.done)
     if command == "rejection_sample":
         return [stage]
     evaluation_name = f"evaluation_of_{name}"
-    evaluation_arguments = _arguments_of_evaluation(command, flags, arguments, place)
+    evaluation_arguments = _arguments_of_evaluation(checked, arguments, place)
     evaluation_arguments["model"] = stage.result
     evaluation_arguments["run_name"] = evaluation_name
+    evaluation_flags, _ = _checked("evaluate", evaluation_arguments, folder, place)
     evaluation = Stage(
         evaluation_name,
         "evaluate",
-        _checked_flags("evaluate", evaluation_arguments, folder, place),
+        evaluation_flags,
         stage.result,
         folder / evaluation_name / "summary.json",
     )
@@ -169,10 +172,11 @@ def _make_stages(
 
 
 def _arguments_of_evaluation(
-    command: str, flags: Sequence[str], arguments: Mapping[str, object], place: str
+    checked: Args, arguments: Mapping[str, object], place: str
 ) -> dict[str, object]:
-    """What the evaluation of a stage's model has of the stage's arguments, and of its preset.
-    Raises `UserError` where it would ask other questions than the stage's own evaluations."""
+    """What the evaluation of a stage's model has of the stage's `arguments`, and of their preset,
+    which `checked` has too. Raises `UserError` where it would ask other questions than the stage's
+    own evaluations."""
     if arguments.get("validation_share"):
         raise UserError(
             f"{place}: validation_share: the pipeline evaluates each model on the whole test split;"
@@ -185,30 +189,27 @@ def _arguments_of_evaluation(
     if own.get("reward") not in RULES:
         # an evaluation scores by a rule: here the task's own
         own.pop("reward", None)
-    training = COMMANDS[command]
-    with_preset = parse(training, list(flags))
+    defaults = defaults_of_flags(type(checked))
     for key, name in SAME_OF_EVALUATE.items():
-        field = training.__dataclass_fields__.get(key)
-        if field is None:
+        if key not in defaults:
             continue
-        value = getattr(with_preset, key)
-        is_given = key in arguments or value != field.default
+        value = getattr(checked, key)
+        is_given = key in arguments or value != defaults[key]
         if is_given and value:  # 0 of --eval_max_new_tokens is that of training
             own[name] = value
     return own
 
 
 def _refuse_model_without_warm_start(
-    arguments: Mapping[str, object], flags: Sequence[str], place: str
+    arguments: Mapping[str, object], checked: RLArgs, place: str
 ) -> None:
     """Raise `UserError` where a stage of RL names a model and no --sft_base, and its preset has a
     warm start, from which it would begin instead."""
-    preset_base = parse(RLArgs, list(flags)).sft_base
-    if "model" in arguments and "sft_base" not in arguments and preset_base:
+    if "model" in arguments and "sft_base" not in arguments and checked.sft_base:
         raise UserError(
             f"{place}: model = {arguments['model']!r}: RL begins from sft_base, here the preset's"
-            f' {preset_base}; give the model as sft_base, such as sft_base = "{{cold}}" for the'
-            ' result of the stage cold, or also sft_base = "" to begin from model itself'
+            f' {checked.sft_base}; give the model as sft_base, such as sft_base = "{{cold}}" for'
+            ' the result of the stage cold, or also sft_base = "" to begin from model itself'
         )
 
 
@@ -241,22 +242,23 @@ def _fill_in_results(value: object, results: Mapping[str, str], place: str) -> o
     return re.sub(r"\{(\w[\w-]*)\}", result, value)
 
 
-def _checked_flags(
+def _checked(
     command: str, arguments: Mapping[str, object], folder: Path, place: str
-) -> tuple[str, ...]:
-    """The flags of a stage. Raises `UserError` where the stage's command would refuse them."""
+) -> tuple[tuple[str, ...], Args]:
+    """The flags of a stage, and its arguments with those of their preset. Raises `UserError` where
+    the stage's command would refuse them."""
     cls = COMMANDS.get(command, EvaluateArgs)
     unknown = [key for key in arguments if key not in cls.__dataclass_fields__]
     if unknown:
         raise UserError(f"{place}: {command} has no argument {unknown[0]}")
     flags = flags_of({**arguments, "output_dir": str(folder)})
     try:
-        parse(cls, flags)
+        checked = parse(cls, flags)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     except SystemExit:
         raise UserError(f"{place}: a value is malformed (see above)") from None
-    return tuple(flags)
+    return tuple(flags), checked
 
 
 def run(stages: list[Stage], folder: Path, console: Console) -> None:

@@ -44,7 +44,7 @@ class AskedQuestions:
         yield Check("prompts: other texts than the template's", 0.0, self.other_prompts)
         yield Check("data: problems that flags leave out", 0.0, self.faults_of_flags)
         reason = ""
-        if not self._files() or not self._cells():
+        if not self._cells():
             reason = (
                 "--task and --test_split name no files of JSON lines with text in their columns"
             )
