@@ -30,6 +30,7 @@ from alignment.system.errors import RunStopped, UserError, UsersCodeFailed
 from alignment.system.files import read_json
 from alignment.system.terminal import progress_line
 from tests.ablation.test_report import make_run
+from tests.files import digest
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
@@ -419,8 +420,8 @@ def small(tiny_folder, tmp_path, undrawn_curve):
     )
 
 
-def weights(run) -> bytes:
-    return (run.model / "model.safetensors").read_bytes()
+def weights(run) -> str:
+    return digest(run.model / "model.safetensors")
 
 
 @pytest.mark.slow

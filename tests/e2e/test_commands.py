@@ -20,6 +20,7 @@ from alignment.runs.run_folder import claim_run_folder
 from alignment.system.files import read_jsonl
 from alignment.system.terminal import printable
 from tests.command_line import exit_code
+from tests.files import digest
 
 pytestmark = pytest.mark.slow
 
@@ -102,10 +103,10 @@ def test_sft_writes_a_model_and_its_record(warm):
 
 
 def test_sft_overwrites_nothing(warm, monkeypatch, capsys):
-    before = (warm / "sft" / "model.safetensors").read_bytes()
+    before = digest(warm / "sft" / "model.safetensors")
     assert run(monkeypatch, "sft", "--sft_base", str(warm / "sft"), "--output_dir", str(warm)) == 2
     assert "exists already" in capsys.readouterr().err
-    assert (warm / "sft" / "model.safetensors").read_bytes() == before
+    assert digest(warm / "sft" / "model.safetensors") == before
 
 
 def test_samples_that_are_all_alike_are_warned_of(warm, tmp_path, monkeypatch, capsys):
@@ -355,9 +356,7 @@ def test_how_often_it_evaluates_changes_nothing_that_is_trained(
         == 0
     )
     assert without_timings(straight / "metrics.jsonl") == without_timings(resumed / "metrics.jsonl")
-    weights = [
-        (folder / "final" / "model.safetensors").read_bytes() for folder in (straight, resumed)
-    ]
+    weights = [digest(folder / "final" / "model.safetensors") for folder in (straight, resumed)]
     assert weights[0] == weights[1]
     evaluated = [
         [record["step"] for record in read_jsonl(folder / "evals.jsonl")]

@@ -1,6 +1,5 @@
 """A user's own package, `my_package`, is beside this file; the runs that use it have two steps."""
 
-import hashlib
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from alignment.rollouts.source import AheadRollouts, SyncRollouts
 from alignment.system.errors import RunStopped
 from alignment.system.terminal import make_console
 from tests.command_line import train_here
+from tests.files import digest
 
 HERE = Path(__file__).parent
 
@@ -94,9 +94,7 @@ def train_in_two_parts(train, monkeypatch):
 @pytest.fixture
 def weights():
     """A function that gives a hash of a run's final weights."""
-    return lambda run: hashlib.sha256(
-        (run / "final" / "model.safetensors").read_bytes()
-    ).hexdigest()
+    return lambda run: digest(run / "final" / "model.safetensors")
 
 
 @pytest.fixture
