@@ -184,7 +184,7 @@ def make_design(args: SweepOptions) -> Design:
     if looks == 1:
         warnings += schedule.later_looks(folder, seeds)
     else:
-        schedule.refuse_further_looks(folder, seeds, alpha)
+        schedule.refuse_further_looks(folder, seeds, alpha, args.question)
     if warnings and args.strict:
         raise UserError(f"--strict: {'; '.join(warnings)}")
     design = Design(
@@ -197,6 +197,7 @@ def make_design(args: SweepOptions) -> Design:
         warnings,
         args.match,
         measure=args.measure,
+        question=args.question,
     )
     if args.question:
         from alignment.ablation.verdicts import refuse_unknown_question

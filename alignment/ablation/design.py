@@ -70,6 +70,7 @@ class Design:
     # Arguments of which each arm chose its own value: part of what an arm is, not of what varies.
     tuned: tuple[str, ...] = ()
     measure: str = "accuracy"  # What verdicts are on, as `read_measure` takes it.
+    question: tuple[str, ...] = ()  # What --until_decided decides; empty: all comparisons.
 
     @property
     def varied(self) -> dict[str, dict[str, object]]:
@@ -77,8 +78,8 @@ class Design:
         return varied_values(recorded, self.tuned)
 
     def facts(self) -> dict[str, object]:
-        """What sweep.json keeps of the design and must not change when the sweep is continued:
-        everything but the seeds. As JSON gives it back, so that it can be compared to the file."""
+        """What sweep.json keeps of the design: everything but the seeds. As JSON gives it back, so
+        that it can be compared to the file. `fixed_facts` has what a continued sweep must keep."""
         arms = {name: args.recorded_values for name, args in self.arms.items()}
         settings: dict[str, object] = {
             "hold": self.hold,
@@ -90,6 +91,8 @@ class Design:
             settings["tuned"] = self.tuned
         if self.measure != "accuracy":
             settings["measure"] = self.measure
+        if self.alpha < ALPHA:
+            settings["question"] = sorted(self.question)
         return json.loads(json.dumps({**settings, "arms": arms}))
 
 

@@ -125,19 +125,31 @@ def later_looks(folder: Path, seeds: Iterable[int]) -> tuple[str, ...]:
     )
 
 
-def refuse_further_looks(folder: Path, seeds: Collection[int], alpha: float) -> None:
-    """Raise `UserError` where a sweep's looks, of which each has `alpha`, began with other seeds
-    than these: there would be more looks in all than share the chance of a false verdict."""
+def refuse_further_looks(
+    folder: Path, seeds: Collection[int], alpha: float, question: Collection[str]
+) -> None:
+    """Raise `UserError` where a sweep's looks, of which each has `alpha`, began with other seeds or
+    another question: there would be more looks in all than share the chance of a false verdict."""
     file = folder / "sweep.json"
     if not file.exists():
         return
     before = read_json(file)
+    if before.get("alpha") != alpha:
+        return  # another design, which `claim_folder` refuses
     own = before.get("seeds")
-    if before.get("alpha") == alpha and isinstance(own, list) and set(own) != set(seeds):
+    if isinstance(own, list) and set(own) != set(seeds):
         first = " ".join(map(str, own))
         raise UserError(
             f"--until_decided: {folder} began its looks with --seed {first}, and they share the 5 %"
             " with none that are added; give these seeds, or another --run_name"
+        )
+    # Versions before this entry did not keep the question.
+    asked = before.get("question", sorted(question))
+    if asked != sorted(question):
+        first = f"--question {' '.join(asked)}" if asked else "no --question"
+        raise UserError(
+            f"--until_decided: {folder} began its looks with {first}, and they share the 5 % with"
+            " none of another question; give the same, or another --run_name"
         )
 
 

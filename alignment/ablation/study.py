@@ -380,7 +380,7 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
         tuple(missing),
         ReportArgs.tie,
         hold="",
-        warnings=_version_warnings(runs),
+        warnings=(*_early_ends(runs), *_version_warnings(runs)),
         command="",
         is_finished=all(sweep.is_finished for sweep in sweeps.values()) and are_finished,
     )
@@ -468,11 +468,24 @@ def _differing_arguments(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         names.update(run.args)
     differing = []
-    for name in sorted(names - BOOKKEEPING):
+    for name in sorted(names - (BOOKKEEPING - {"target_accuracy"})):
         values = {json.dumps(_meaning(name, _argument(run, name))) for run in runs}
         if len(values) > 1:
             differing.append(name)
     return differing
+
+
+def _early_ends(runs: Sequence[Run]) -> tuple[str, ...]:
+    """A warning where compared runs have --target_accuracy, which no sweep has."""
+    stopped = [run.path.name for run in runs if _argument(run, "target_accuracy")]
+    if not stopped or len(runs) == 1:
+        return ()
+    verb = "has" if len(stopped) == 1 else "have"
+    return (
+        f"{', '.join(stopped)} {verb} --target_accuracy: such a run ends at the first evaluation"
+        " that reaches it, also by luck, so that its accuracy is too high and its steps are fewer;"
+        " compare runs without it",
+    )
 
 
 def _version_warnings(runs: Sequence[Run]) -> tuple[str, ...]:

@@ -897,6 +897,22 @@ def test_runs_without_a_sweep_are_grouped_by_their_arguments(tmp_path):
         read_study([runs[0], make_run(tmp_path / "again", 0, 0.5, loss_type="a")])
 
 
+def test_runs_that_end_at_an_accuracy_are_an_arm_of_their_own_and_warned_of(tmp_path):
+    """The first evaluation above a threshold is too high on average."""
+    runs = [
+        make_run(tmp_path / f"run{seed}", seed, 0.5, target_accuracy=0.4 * (seed < 2))
+        for seed in range(4)
+    ]
+    study = read_study(runs)
+    assert {arm: sorted(by_seed) for arm, by_seed in study.arms.items()} == {
+        "target_accuracy 0.4": [0, 1],
+        "target_accuracy 0.0": [2, 3],
+    }
+    [warning] = study.warnings
+    assert warning.startswith("run0, run1 have --target_accuracy: such a run ends at the first")
+    assert read_study(runs[:1]).warnings == read_study(runs[2:]).warnings == ()
+
+
 @pytest.mark.parametrize("name", ["eval_temperature", "eval_top_k"])
 def test_none_and_zero_of_an_evaluation_are_two_values(tmp_path, name):
     """0 is greedy, or all tokens; None is what rollouts have. An empty text and None are one."""

@@ -27,7 +27,7 @@ from alignment.args import Resources, SweepArgs, SweepOptions, parse
 from alignment.data.tasks import arithmetic
 from alignment.sweep import make_design, print_power
 from alignment.system.errors import UserError
-from alignment.system.files import write_jsonl
+from alignment.system.files import read_json, write_json, write_jsonl
 from alignment.system.locks import lock_run_folder
 from alignment.system.processes import start_command
 from alignment.system.terminal import make_console
@@ -371,6 +371,25 @@ def test_looks_that_share_the_error_rate_are_not_added_to(tmp_path):
     grown = arguments(tmp_path, *flags, "--seed", *map(str, range(8)), "--max_seeds", "13")
     with pytest.raises(UserError, match="--until_decided: .* began its looks with --seed 0 1 2,"):
         make_design(grown)
+
+
+def test_looks_that_share_the_error_rate_keep_their_question(tmp_path):
+    """Seeds that one question has added are seen by the next, whose looks would be further ones."""
+    (tmp_path / "sft").mkdir()
+    flags = ["--loss_type", "no_baseline", "grpo_clip", "gspo", "--until_decided", "--seed", "0"]
+    flags += ["1", "2", "--max_seeds", "8", "--question"]
+    first = arguments(tmp_path, *flags, "no_baseline", "grpo_clip")
+    design = make_design(first)
+    design.folder.mkdir()
+    claim_folder(design, ["sweep.py"])
+    assert make_design(first).alpha == pytest.approx(0.05 / 6)
+    assert make_design(arguments(tmp_path, *flags, "grpo_clip", "no_baseline")).arms == design.arms
+    with pytest.raises(UserError, match="began its looks with --question grpo_clip no_baseline,"):
+        make_design(arguments(tmp_path, *flags, "no_baseline", "gspo"))
+    facts = read_json(design.folder / "sweep.json")
+    del facts["question"]
+    write_json(design.folder / "sweep.json", facts)  # as older versions wrote it
+    assert make_design(arguments(tmp_path, *flags, "no_baseline", "gspo")).seeds == (0, 1, 2)
 
 
 def test_one_seed_is_no_look_and_a_report_of_an_older_version_is_one(tmp_path):
