@@ -107,7 +107,7 @@ def tune(
     console: Console,
 ) -> Design:
     """Train the runs of --tune, and return the design with the values that each arm takes. Raises
-    `UserError` where an arm cannot choose."""
+    `UserError` where an arm cannot choose, or where the sweep's folder has runs of other values."""
     from alignment.ablation.study import amounts_of, read_study
     from alignment.ablation.verdicts import final_scores
 
@@ -125,6 +125,9 @@ def tune(
         accuracies[name] = {seed: float(scores.mean()) for seed, scores in by_seed.items()}
     choices = tuning.choose(design.arms, tuning.read_grid(args.tune), accuracies, runs.seeds)
     questions = max((len(run.scores.questions) for run in study.runs), default=0)
+    tuned = tuning.with_choices(design, choices)
+    # Finished runs of the folder may have other values, of which tuning.json tells.
+    schedule.refuse_other_design(tuned)
     chosen = tuning.Tuning(choices, runs.seeds, questions, amounts_of(study.runs), runs.measure)
     tuning.write_tuning(design.folder, chosen)
     schedule.note_report(runs.folder, runs.seeds)
@@ -135,7 +138,7 @@ def tune(
             markup=False,
             soft_wrap=True,
         )
-    return tuning.with_choices(design, choices)
+    return tuned
 
 
 def refuse_other_folder(folder: Path) -> None:

@@ -66,18 +66,22 @@ class State:
         return f"{self.arm}_seed{self.seed}"
 
 
+def refuse_other_design(design: Design) -> None:
+    """Raise `UserError` where the folder's sweep.json holds another design."""
+    file = design.folder / "sweep.json"
+    if file.exists() and fixed_facts(read_json(file)) != fixed_facts(design.facts()):
+        raise UserError(f"{design.folder} holds a sweep of another design; give another --run_name")
+
+
 def claim_folder(design: Design, command: Sequence[str]) -> None:
     """Write sweep.json, with the seeds of earlier commands added. Raises `UserError` where it holds
     another design."""
+    refuse_other_design(design)
     file = design.folder / "sweep.json"
     seeds = set(design.seeds)
     reported: list[int] = []
     if file.exists():
         before = read_json(file)
-        if fixed_facts(before) != fixed_facts(design.facts()):
-            raise UserError(
-                f"{design.folder} holds a sweep of another design; give another --run_name"
-            )
         seeds |= set(before.get("seeds", ()))
         reported = reported_seeds(before, file)
     content = {

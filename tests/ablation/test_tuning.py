@@ -4,6 +4,7 @@ report says of it."""
 import dataclasses
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -235,10 +236,10 @@ def test_each_arm_takes_its_own_best_and_a_run_that_failed_rules_its_value_out(t
         choose(design.arms, grid, {k: v for k, v in accuracies.items() if "no_b" in k}, (100, 101))
 
 
-def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeypatch):
-    """Runs are made by hand: no_baseline is best at 1e-3, the edge, and grpo_clip at 3e-4."""
-    best = {"no_baseline": 1e-3, "grpo_clip": 3e-4}
-    submitted = []
+def runs_by_hand(folder, monkeypatch, accuracy_of) -> list[str]:
+    """Make the runs of a sweep by hand from here on, each with `accuracy_of` its arm and seed;
+    returns the list of the names of those that are made. The sweep's command line is set too."""
+    submitted: list[str] = []
 
     def run(design, executor, states, console):
         for state in states:
@@ -247,23 +248,50 @@ def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeyp
             if schedule.is_done(design, state):
                 continue
             submitted.append(state.name)
-            accuracy = 0.7 if arm.learning_rate == best[arm.loss_type] else 0.5
             values = {
                 "loss_type": arm.loss_type,
                 "learning_rate": arm.learning_rate,
                 "num_steps": 4,
                 "task": "arithmetic",
             }
-            make_run(
-                design.folder / state.name, state.seed, accuracy + state.seed % 2 / 40, **values
-            )
+            accuracy = accuracy_of(arm, state.seed)
+            make_run(design.folder / state.name, state.seed, accuracy, **values)
 
     monkeypatch.setattr(schedule, "run_all", run)
     monkeypatch.setattr(schedule, "warm_up", lambda *given: None)
-    flags = ["sweep", "--sft_base", str(tmp_path / "sft"), "--output_dir", str(tmp_path)]
-    (tmp_path / "sft").mkdir()
+    (folder / "sft").mkdir()
+    flags = ["sweep", "--sft_base", str(folder / "sft"), "--output_dir", str(folder)]
     words = [*flags, "--seed", "0", "1", *TUNE, "--executor", "local", "--run_name", "s"]
     monkeypatch.setattr("sys.argv", words)
+    return submitted
+
+
+def test_a_choice_that_a_seed_changes_leaves_a_sweep_as_it_was(tmp_path, monkeypatch):
+    """Both arms took 3e-4 by seeds 100 and 101. By seed 102 they would take 1e-3."""
+    best = {100: 3e-4, 101: 3e-4, 102: 1e-3}
+
+    def accuracy_of(arm, seed):
+        height = 0.5 if seed == 102 else 0.1
+        return 0.3 + height * (arm.learning_rate == best.get(seed)) + seed % 2 / 40
+
+    runs_by_hand(tmp_path, monkeypatch, accuracy_of)
+    sweep.main()
+    before = (tmp_path / "s" / "tuning.json").read_text()
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--tune_seeds", "100", "101", "102"])
+    with pytest.raises(UserError, match="/s holds a sweep of another design; give another --run_n"):
+        sweep.main()
+    assert (tmp_path / "s" / "tuning.json").read_text() == before
+
+
+def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeypatch):
+    """Runs are made by hand: no_baseline is best at 1e-3, the edge, and grpo_clip at 3e-4."""
+    best = {"no_baseline": 1e-3, "grpo_clip": 3e-4}
+
+    def accuracy_of(arm, seed):
+        return (0.7 if arm.learning_rate == best[arm.loss_type] else 0.5) + seed % 2 / 40
+
+    submitted = runs_by_hand(tmp_path, monkeypatch, accuracy_of)
+    words = sys.argv
     sweep.main()
     assert len(submitted) == 12 + 4
     sweep.main()
