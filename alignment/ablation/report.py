@@ -185,7 +185,7 @@ def arm_rows(study: Study) -> list[dict[str, Any]]:
         accuracies = [float(scores_Q.mean()) for scores_Q in scores[arm].values()]
         row = {
             "name": arm,
-            "seeds": sorted(runs),
+            "seeds": list(runs),
             "settings": study.varied[arm],
             "sample": sample_of(runs),
             "accuracies": accuracies,

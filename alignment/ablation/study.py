@@ -238,7 +238,7 @@ class Run:
 class Study:
     """Finished runs by arm and seed, and the settings of the sweep."""
 
-    arms: Mapping[str, Mapping[int, Run]]
+    arms: Mapping[str, Mapping[int, Run]]  # Each arm's runs are in the order of their seeds.
     # For each arm, its values of the arguments in which arms differ.
     varied: Mapping[str, Mapping[str, object]]
     missing: tuple[str, ...]  # Names of the unfinished runs.
@@ -375,7 +375,7 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
     for sweep in sweeps.values():
         missing += sweep.missing
     return Study(
-        arms,
+        _in_order_of_seeds(arms),
         varied,
         tuple(missing),
         ReportArgs.tie,
@@ -384,6 +384,12 @@ def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
         command="",
         is_finished=all(sweep.is_finished for sweep in sweeps.values()) and are_finished,
     )
+
+
+def _in_order_of_seeds(arms: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[int, Run]]:
+    """The runs of each arm in the order of their seeds. Folders sort seed 10 before seed 9, and
+    reports show values beside seeds."""
+    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in arms.items()}
 
 
 def _refuse_other_rules(folder: Path, sweep: Study, tie: float, match: str) -> None:
@@ -550,7 +556,7 @@ def _read_sweep(folder: Path) -> Study:
     # A recorded command begins with the Python interpreter. That of a sweep lacks it.
     command = shell_command(["", *map(str, sweep["command"])])
     return Study(
-        arms,
+        _in_order_of_seeds(arms),
         varied_values(args_of_arms, sweep["tuned"]),
         tuple(missing),
         tie=sweep["tie"],

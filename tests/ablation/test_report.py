@@ -913,6 +913,31 @@ def test_runs_that_end_at_an_accuracy_are_an_arm_of_their_own_and_warned_of(tmp_
     assert read_study(runs[:1]).warnings == read_study(runs[2:]).warnings == ()
 
 
+def test_values_of_runs_stand_beside_their_seeds(tmp_path):
+    """Seeds 8 to 11 have the accuracies 0.2 to 0.5, but their folders sort 10 before 8."""
+    runs = []
+    for seed in (11, 8, 10, 9):
+        accuracy = round(0.2 + 0.1 * (seed - 8), 1)
+        runs.append(make_run(tmp_path / f"a_seed{seed}", seed, accuracy, loss_type="a"))
+    facts = {
+        "arms": {"a": {"loss_type": "a"}},
+        "seeds": [8, 9, 10, 11],
+        "tie": 0.03,
+        "hold": "rollouts",
+        "alpha": 0.05,
+        "warnings": [],
+        "command": ["sweep.py"],
+    }
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    for folders in ([tmp_path], runs):
+        write_report(read_study(folders), tmp_path)
+        [record] = csv.DictReader((tmp_path / "arms.csv").read_text().splitlines())
+        assert record["seeds"].split() == ["8", "9", "10", "11"]
+        values = [float(value) for value in record["values"].split()]
+        assert values == pytest.approx([0.2, 0.3, 0.4, 0.5])
+        assert "| 0.200 0.300 0.400 0.500 |" in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["eval_temperature", "eval_top_k"])
 def test_none_and_zero_of_an_evaluation_are_two_values(tmp_path, name):
     """0 is greedy, or all tokens; None is what rollouts have. An empty text and None are one."""
