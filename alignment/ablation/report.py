@@ -101,6 +101,7 @@ def contents(study: Study) -> dict[str, Any]:
     else None."""
     factors = decide_factors(study)
     pairs = decide(study)
+    every_comparison = [*_flatten(factors), *pairs]
     arms = arm_rows(study)
     varied = choices(study.varied)
     run = None
@@ -131,9 +132,9 @@ def contents(study: Study) -> dict[str, Any]:
         "number_of_tasks": len(verdicts.arms_of_tasks(study.varied)),
         "headline": headline(factors, pairs),
         "factors": factors,
-        "caution": caution([*pairs, *_flatten(factors)]),
+        "caution": caution(every_comparison),
         "censored": verdicts.censored_words(study),
-        "choice_caution": choice_caution(study, decided_tables),
+        "choice_caution": choice_caution(study, every_comparison, area_pairs),
         "pairs": ranked(pairs),
         "pair_tables": verdicts.named_tables(ranked(pairs)),
         "referee": referee,

@@ -12,6 +12,7 @@ from alignment.ablation import verdicts
 from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
 from alignment.ablation.study import Study
+from alignment.ablation.tuning import Tuning
 from alignment.ablation.verdicts import decide, decide_factors
 from alignment.system.terminal import counted, make_table
 
@@ -206,19 +207,34 @@ def _lost_by(side: str, lost: Mapping[str, float]) -> float:
     return lost.get(side, max(lost.values()))
 
 
-def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
-    """Which verdicts are of the values that arms took by tuning, and not of their best ones; "" for
+def choice_caution(
+    study: Study, comparisons: Sequence[Comparison], of_areas: Sequence[Comparison] = ()
+) -> str:
+    """Which verdicts are of the values that arms took by tuning, and not of their best ones: of the
+    comparisons on the study's measure, and of those of the areas under its learning curves. "" for
     a study without tuning, and where all verdicts stand of those too."""
     if study.tuning is None:
         return ""
-    lost = study.tuning.most_lost(study.alpha)
+    words = []
+    for measure, several in ((study.measure, comparisons), ("area", of_areas)):
+        of_measure = _choice_caution(study, study.tuning, several, measure)
+        if of_measure:
+            words.append(of_measure)
+    return ". Also ".join(words)
+
+
+def _choice_caution(
+    study: Study, tuning: Tuning, comparisons: Sequence[Comparison], measure: str
+) -> str:
+    """`choice_caution` of the comparisons on one measure."""
+    lost = tuning.most_lost(study.alpha)
     decided = [comparison for comparison in comparisons if comparison.kind != "undecided"]
     place = "after all steps" if study.match == "steps" else f"at equal {study.match}"
-    has_one_measure = _without_samples(study.tuning.measure) == _without_samples(study.measure)
+    has_one_measure = _without_samples(tuning.measure) == _without_samples(measure)
     if decided and not (has_one_measure and study.match == "steps"):
         return (
-            f"of the values taken: all verdicts. Arms chose by {study.tuning.measure} after all"
-            f" steps, and what that choice costs in {study.measure} {place} is not known"
+            f"of the values taken: all verdicts on {measure}. Arms chose by {tuning.measure} after"
+            f" all steps, and what that choice costs in {measure} {place} is not known"
         )
     of_values = [c for c in decided if not survives_choice(c, lost, study.tie)]
     if not of_values:
@@ -229,11 +245,12 @@ def choice_caution(study: Study, comparisons: Sequence[Comparison]) -> str:
         concerned.update(comparison.arms)
     lost = {arm: amount for arm, amount in lost.items() if arm in concerned}
     known = [amount for amount in lost.values() if math.isfinite(amount)]
-    words = f"of the values taken: {verdicts_in_words}."
+    on_measure = "" if measure == study.measure else f" on {measure}"
+    words = f"of the values taken{on_measure}: {verdicts_in_words}."
     if max(known, default=0.0) > 0:
         words += (
-            f" By {counted(len(study.tuning.seeds), 'seed')} and"
-            f" {counted(study.tuning.questions, 'question')} an arm may have lost up to"
+            f" By {counted(len(tuning.seeds), 'seed')} and"
+            f" {counted(tuning.questions, 'question')} an arm may have lost up to"
             f" {max(known):.2g} by its choice, and with a better one this could be otherwise."
         )
     unknown = [arm for arm, amount in lost.items() if math.isinf(amount)]

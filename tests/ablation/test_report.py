@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,6 +25,7 @@ from alignment.ablation.report import (
     _points,
     _styles,
     arm_rows,
+    contents,
     headline,
     write_report,
 )
@@ -31,6 +33,7 @@ from alignment.ablation.report import report as write_and_print
 from alignment.ablation.statistics import half_width, half_width_of_mean
 from alignment.ablation.study import AMOUNTS, read_run, read_study, shell_command
 from alignment.ablation.summary import Verdicts, caution, print_verdicts, verdicts_of
+from alignment.ablation.tuning import Candidate, Choice, Tuning
 from alignment.ablation.verdicts import (
     areas,
     budget,
@@ -484,6 +487,22 @@ def test_a_curve_that_bends_one_way_lies_within_its_bound(rate):
     bounds = chord_bends(amounts, curve(amounts), at)
     nearest = np.take_along_axis(bounds, np.abs(bounds).argmin(axis=0)[None], axis=0)[0]
     assert (np.abs(bend) <= np.abs(nearest) + 1e-12).all() and (bend * nearest >= -1e-12).all()
+
+
+def test_every_verdict_of_a_page_that_a_choice_could_undo_is_named(grid):
+    """Of an arm whose other value did not finish nothing is known: each pair in which it is the
+    worse one is named beside the loss, and the areas, by which no arm chose."""
+    study = read_study([grid])
+    far = Choice((Candidate({"v": 1}, {100: 0.9}), Candidate({"v": 2}, {100: 0.1})), 0)
+    failed = Choice((Candidate({"v": 1}, {100: 0.9}), Candidate({"v": 2}, {}, (100,))), 0)
+    choices = dict.fromkeys(study.arms, far) | {"no_baseline_group_size4": failed}
+    tuning = Tuning(choices, (100,), 400, {"runs": 7.0, "tokens": 9.0, "seconds": 1.0})
+    words = contents(replace(study, tuning=tuning))["choice_caution"]
+    for better in ("grpo_clip", "grpo_clip_group_size4", "grpo_clip_group_size8"):
+        worse = "no_baseline" if better == "grpo_clip" else "no_baseline_group_size4"
+        assert f"{better} > {worse} in runs like these" in words
+    assert "no_baseline_group_size8" not in words
+    assert ". Also of the values taken: all verdicts on area. Arms chose by accuracy" in words
 
 
 @pytest.mark.slow

@@ -376,8 +376,8 @@ def test_verdicts_on_another_measure_than_arms_chose_by_are_of_the_values(tmp_pa
     assert choice_caution(study, decide(study)) == ""
     by_area = dataclasses.replace(study, measure="area")
     assert choice_caution(by_area, decide(by_area)) == (
-        "of the values taken: all verdicts. Arms chose by accuracy after all steps, and what that"
-        " choice costs in area after all steps is not known"
+        "of the values taken: all verdicts on area. Arms chose by accuracy after all steps, and"
+        " what that choice costs in area after all steps is not known"
     )
     at_equal_tokens = dataclasses.replace(study, match="tokens")
     assert "costs in accuracy at equal tokens" in choice_caution(at_equal_tokens, decide(study))
