@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from alignment.ablation.statistics import Contrast, Power
+    from alignment.ablation.study import Run
     from alignment.core.records import Problem
 
 CONTROL_SIDES = "an arm and a control"  # whose comparison is beside the sweep's question
@@ -107,9 +108,10 @@ def tune(
     console: Console,
 ) -> Design:
     """Train the runs of --tune, and return the design with the values that each arm takes. Raises
-    `UserError` where an arm cannot choose, or where the sweep's folder has runs of other values."""
+    `UserError` where an arm cannot choose, or its runs were asked different questions, or where the
+    sweep's folder has runs of other values."""
     from alignment.ablation.study import amounts_of, read_study
-    from alignment.ablation.verdicts import final_scores
+    from alignment.ablation.verdicts import final_scores, question_groups
 
     runs.folder.mkdir(exist_ok=True)
     schedule.claim_folder(runs, sys.argv)
@@ -120,10 +122,16 @@ def tune(
     console.print(f"tuning: {counted(len(states), 'run')}")
     schedule.run_all(runs, executor, states, console)
     study = read_study([runs.folder])
+    grid = tuning.read_grid(args.tune)
+    for arm in tuning.tuned_arms(design.arms):
+        of_arm: list[Run] = []
+        for name in tuning.runs_of_arm(arm, grid):
+            of_arm += study.arms.get(name, {}).values()
+        question_groups(of_arm)  # refuses different ones
     accuracies = {}
     for name, by_seed in final_scores(study).items():
         accuracies[name] = {seed: float(scores.mean()) for seed, scores in by_seed.items()}
-    choices = tuning.choose(design.arms, tuning.read_grid(args.tune), accuracies, runs.seeds)
+    choices = tuning.choose(design.arms, grid, accuracies, runs.seeds)
     questions = max((len(run.scores.questions) for run in study.runs), default=0)
     tuned = tuning.with_choices(design, choices)
     # Finished runs of the folder may have other values, of which tuning.json tells.

@@ -441,7 +441,9 @@ def _values_in_words(arms: Mapping[str, RLArgs], field: str) -> list[str]:
 
 
 # Arguments that decide which questions an evaluation asks, beside the task.
-_QUESTIONS = ("max_problems", "dataset_path", *vars(DataConfig()))
+_QUESTIONS = ("max_problems", "max_prompt_tokens", "dataset_path", *vars(DataConfig()))
+# Arguments that decide the text in which training and evaluations ask a question.
+_PROMPTS = ("prompt", "system_prompt", "few_shot")
 # Arguments of evaluations alone.
 _ANSWERS = (
     "eval_temperature",
@@ -706,7 +708,7 @@ _EVALUATED = frozenset(
         "sampling_top_p",
         "sampling_top_k",
         "max_new_tokens",
-        "prompt",
+        *_PROMPTS,
     }
 )
 
@@ -744,7 +746,7 @@ def _evaluation_of(args: RLArgs) -> tuple:
         args.evaluation_top_p,
         args.evaluation_top_k,
         args.eval_max_new_tokens or args.max_new_tokens,
-        args.prompt,
+        *(getattr(args, name) for name in _PROMPTS),
     )
 
 

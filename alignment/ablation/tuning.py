@@ -289,6 +289,11 @@ def _run_name(arm: str, candidate: Mapping[str, Any]) -> str:
     return "_".join([arm, *(label_of(name, value) for name, value in candidate.items())])
 
 
+def runs_of_arm(arm: str, grid: Mapping[str, tuple]) -> list[str]:
+    """The names of the runs of `tuning_design` among which an arm chooses."""
+    return [_run_name(arm, candidate) for candidate in _candidates(grid)]
+
+
 def _refuse_varied(design: Design, name: str) -> None:
     """Raise `UserError` where the tuned arms differ in an argument, which then is no arm's to
     choose."""

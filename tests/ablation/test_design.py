@@ -290,6 +290,9 @@ def test_other_ways_of_evaluating_are_warned_of():
     for field, values in (
         ("reward", ("r1_zero", "r1_zero_strict")),
         ("sampling_temperature", (0.5, 1.0)),
+        ("prompt", ("tiny", "question")),
+        ("system_prompt", ("Be brief.", "Think.")),
+        ("few_shot", ("one.jsonl", "two.jsonl")),
     ):
         (warning,) = said({"a": arm(**{field: values[0]}), "b": arm(**{field: values[1]})})[
             "confounded"
@@ -300,6 +303,11 @@ def test_other_ways_of_evaluating_are_warned_of():
     }
     assert "confounded" not in said(with_controls({"a": arm()}))  # controls are scored by r1_zero
     assert "confounded" in said(with_controls({"a": arm(reward="r1_zero_strict")}))
+
+
+def test_arms_that_leave_out_other_questions_are_refused():
+    with pytest.raises(UserError, match="--max_prompt_tokens 10 20: .* answer different questions"):
+        make_design(sweep("--sft_base", "", "--max_prompt_tokens", "10", "20"))
 
 
 def test_more_steps_are_not_confounded_with_their_updates():

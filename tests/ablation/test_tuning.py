@@ -170,6 +170,10 @@ def test_the_plan_counts_the_runs_that_tune(tmp_path, capsys):
         ("eval_samples=1,4", "--tune eval_samples: it changes how an arm is evaluated"),
         ("max_problems=100,200", "--tune max_problems: it changes how an arm is evaluated"),
         ("sampling_temperature=0.6,1", "temperature: .*; give --eval_temperature one value, so"),
+        ("max_prompt_tokens=12,64", "--tune max_prompt_tokens: it changes how an arm is evaluated"),
+        ("prompt=tiny,question", "--tune prompt: it changes how an arm is evaluated"),
+        ("system_prompt=a,b", "--tune system_prompt: it changes how an arm is evaluated"),
+        ("few_shot=a,b", "--tune few_shot: it changes how an arm is evaluated"),
         ("task=arithmetic,countdown", "--tune task: it changes how an arm is evaluated"),
     ],
 )
@@ -281,6 +285,16 @@ def test_a_choice_that_a_seed_changes_leaves_a_sweep_as_it_was(tmp_path, monkeyp
     with pytest.raises(UserError, match="/s holds a sweep of another design; give another --run_n"):
         sweep.main()
     assert (tmp_path / "s" / "tuning.json").read_text() == before
+
+
+def test_runs_of_an_arm_that_were_asked_other_questions_choose_nothing(tmp_path, monkeypatch):
+    runs_by_hand(tmp_path, monkeypatch, lambda arm, seed: 0.5 + seed % 2 / 40)
+    sweep.main()
+    run = tmp_path / "s" / "tuning" / "grpo_clip_learning_rate0.001_seed100"
+    for file in (run / "completions").glob("eval_*.jsonl"):
+        file.write_text(file.read_text().replace("What is 3?", "What is 1 + 2?"))
+    with pytest.raises(UserError, match="tuning/grpo_clip.* were evaluated on different questions"):
+        sweep.main()
 
 
 def test_a_sweep_tunes_first_resumes_and_reports_what_it_chose(tmp_path, monkeypatch):
