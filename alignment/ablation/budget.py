@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignment.ablation.design import ALPHA, SEED_STD
+from alignment.ablation.design import ALPHA, SEED_STD, is_control
 from alignment.ablation.statistics import PlannedContrast, power
 from alignment.ablation.study import Study
 from alignment.system.errors import UserError
@@ -90,17 +90,24 @@ def components_of(answers_ASQN: np.ndarray) -> Components:
 
 def components_of_study(study: Study, folder: str) -> Components:
     """The components of the last evaluations of an earlier sweep, of the seeds that all its arms
-    have. Raises `UserError` where two arms of two seeds on two questions are not there, and where
-    their answers do not vary."""
-    arms = {arm: runs for arm, runs in study.arms.items() if runs}
+    but the controls have: a control that learns nothing varies less than the arms of a question.
+    Raises `UserError` where two arms of two seeds on the same two questions are not there, and
+    where their answers do not vary."""
+    arms = {arm: runs for arm, runs in study.arms.items() if runs and not is_control(arm)}
     shared = set.intersection(*(set(runs) for runs in arms.values())) if arms else set()
     answers = []
+    questions: set[tuple[str, ...]] = set()
     for runs in arms.values():
-        answers.append([runs[seed].scores.rewards_of_samples[-1] for seed in sorted(shared)])
+        scores = [runs[seed].scores for seed in sorted(shared)]
+        questions.update(of_run.texts for of_run in scores)
+        answers.append([of_run.rewards_of_samples[-1] for of_run in scores])
+    # Equal questions may still have been asked other numbers of times.
     shapes = {rewards_QN.shape for of_arm in answers for rewards_QN in of_arm}
-    if len(arms) < 2 or len(shared) < 2 or len(shapes) != 1 or min(shapes)[0] < 2:
+    is_one_table = len(questions) == len(shapes) == 1
+    if len(arms) < 2 or len(shared) < 2 or not is_one_table or min(shapes)[0] < 2:
         raise UserError(
-            f"--pilot {folder}: it needs two arms with two shared seeds, on the same questions"
+            f"--pilot {folder}: it needs two arms, controls aside, with two shared seeds, on the"
+            " same questions"
         )
     components = components_of(np.array(answers))
     if not components.of_seed(1, 1) and not components.of_questions(1):

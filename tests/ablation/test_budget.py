@@ -1,6 +1,9 @@
 """A budget split among seeds, questions and samples: hand-worked components, and splits that
 simulated verdicts hold to."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -40,6 +43,51 @@ def test_a_pilot_whose_answers_are_equal_is_refused(tmp_path):
         for seed in range(2):
             runs.append(make_run(tmp_path / f"{loss}{seed}", seed, 1.0, loss_type=loss))
     with pytest.raises(UserError, match="--pilot x: all answers of an arm have one reward"):
+        components_of_study(read_study(runs), "x")
+
+
+def test_a_pilots_controls_do_not_say_how_much_its_arms_vary(tmp_path):
+    """The accuracies of two arms lie 0.1 apart in one seed and -0.1 in the other; those of a
+    control never change. Of two further arms of another task none is comparable."""
+
+    def pilot(*losses: str) -> list[Path]:
+        return [tmp_path / f"{loss}_seed{seed}" for loss in losses for seed in (0, 1)]
+
+    accuracies = {"a": (0.5, 0.4), "b": (0.4, 0.5), "control_random": (0.1, 0.1)}
+    for loss, of_seeds in accuracies.items():
+        for seed, accuracy in enumerate(of_seeds):
+            make_run(tmp_path / f"{loss}_seed{seed}", seed, accuracy, loss_type=loss)
+    facts = {
+        "arms": {loss: {"loss_type": loss} for loss in accuracies},
+        "seeds": [0, 1],
+        "tie": 0.03,
+        "hold": "rollouts",
+        "alpha": 0.05,
+        "warnings": [],
+        "command": ["sweep.py"],
+    }
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    with_control = components_of_study(read_study([tmp_path]), "x")
+    assert with_control == components_of_study(read_study(pilot("a", "b")), "x")
+    # The means lie 0.05 from what arms and seeds explain, with one degree of freedom. Of 40
+    # questions 4 differ, which lie 0.45 from that; the others lie 0.05 from it.
+    of_answers = 4 * (4 * 0.45**2 + 36 * 0.05**2) / (2 * 39)
+    assert with_control.between_seeds == pytest.approx(4 * 0.05**2 - of_answers / 40)
+    facts["arms"].pop("b")
+    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="--pilot x: it needs two arms, controls aside"):
+        components_of_study(read_study([tmp_path]), "x")
+
+
+def test_a_pilots_arms_were_asked_the_same_questions(tmp_path):
+    runs = []
+    for task in ("one", "two"):
+        for seed in (0, 1):
+            run = make_run(tmp_path / f"{task}{seed}", seed, 0.4 + 0.1 * seed, task=task)
+            for file in (run / "completions").glob("*.jsonl"):
+                file.write_text(file.read_text().replace("What is", f"What is {task} and"))
+            runs.append(run)
+    with pytest.raises(UserError, match="--pilot x: it needs two arms.* on the same questions"):
         components_of_study(read_study(runs), "x")
 
 
