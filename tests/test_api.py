@@ -181,6 +181,17 @@ def test_mistakes_are_exceptions(call, words, tmp_path, monkeypatch):
     assert words in str(mistake.value) and "\n" not in str(mistake.value)
 
 
+def test_sweeps_of_which_no_run_has_finished_compare_nothing(tmp_path):
+    facts = {"arms": {"a": {}, "b": {}}, "seeds": [0], "tie": 0.03, "hold": "rollouts"}
+    facts |= {"alpha": 0.05, "warnings": [], "command": ["sweep.py"]}
+    folders = (tmp_path / "one", tmp_path / "two")
+    for folder in folders:
+        folder.mkdir()
+        (folder / "sweep.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="compare: nothing to compare in .*one, .*two"):
+        api.compare(*folders)
+
+
 def test_the_traceback_of_a_mistake_has_no_lines_of_ours_but_the_call(monkeypatch):
     monkeypatch.setattr(api, "_compute", refuse_torch)
     with pytest.raises(UserError) as mistake:

@@ -134,7 +134,7 @@ def read_measure(measure: str) -> NamedMeasure:
         if kind == "tokens_to":
             is_named = is_named and 0 < number < 1
         else:
-            is_named = is_named and number >= 1 and number == int(number)
+            is_named = is_named and number >= 1 and number.is_integer()
     if not is_named:
         raise UserError(
             f"--measure {measure}: give accuracy, avg@N, pass@K, maj@N, greedy, area, best,"

@@ -512,7 +512,9 @@ def choices(varied: Mapping[str, Mapping[str, object]]) -> list[str]:
     """The names of the varied arguments, without the prompts of a step where the group size alone
     decides them, and without the settings of components that differ only as these do."""
     implied = implied_settings(varied)
-    names = [name for name in next(iter(varied_values(varied).values())) if name not in implied]
+    # Without an arm, as among controls alone, nothing varies.
+    of_first = next(iter(varied_values(varied).values()), {})
+    names = [name for name in of_first if name not in implied]
     has_both = {"group_size", "prompts_per_rollout"} <= set(names)
     if has_both and is_decided_by("group_size", "prompts_per_rollout", varied):
         names.remove("prompts_per_rollout")

@@ -128,7 +128,22 @@ def test_tokens_to_a_target_lie_on_straight_lines():
 
 
 @pytest.mark.parametrize(
-    "name", ["pass", "pass@0", "pass@x", "pass@1.5", "tokens_to@2", "area@3", "maj", "maj@0", ""]
+    "name",
+    [
+        "pass",
+        "pass@0",
+        "pass@x",
+        "pass@1.5",
+        "pass@inf",
+        "maj@1e400",
+        "avg@nan",
+        "tokens_to@2",
+        "tokens_to@inf",
+        "area@3",
+        "maj",
+        "maj@0",
+        "",
+    ],
 )
 def test_unknown_measures_are_refused(name):
     with pytest.raises(UserError, match="--measure .*: give accuracy, avg@N, .*, greedy, area"):

@@ -242,6 +242,14 @@ def test_a_component_with_settings_is_one_argument_of_a_grid(losses):
     assert choices(varied) == ["advantage.threshold"]
 
 
+def test_controls_alone_are_compared_as_controls(tmp_path):
+    design = make_design(arguments(tmp_path, "--loss_type", "no_baseline", "grpo_clip"))
+    controls = {f"control_{name}": arm for name, arm in design.arms.items()}
+    of_controls = dataclasses.replace(design, arms=controls)
+    assert factor_contrasts(of_controls.varied) == {}
+    assert list(sweep.compared_sides(of_controls)) == [sweep.CONTROL_SIDES]
+
+
 def test_looking_again_is_paid_for(tmp_path):
     flags = ["--loss_type", "no_baseline", "grpo_clip", "--seed", "0", "1"]
     assert make_design(arguments(tmp_path, *flags)).alpha == 0.05
