@@ -21,7 +21,7 @@ from alignment.model.loading import (
 from alignment.model.log_probs import get_response_log_probs
 from alignment.model.packing import OWN_ATTENTION, take_plain_path, takes_plain_path
 from alignment.model.self_check import random_pieces
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, is_out_of_memory
 from alignment.system.terminal import say_once
 
 TOLERANCE = 1e-3
@@ -102,9 +102,11 @@ def _use_checked(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
         try:
             KERNELS[name](model)
             fused = [_responses(model, each) for each in dtypes]
-        except (torch.OutOfMemoryError, UserError):
+        except UserError:
             raise
         except Exception as failure:  # Of any kind: a compiler or a kernel that is not there.
+            if is_out_of_memory(failure):
+                raise
             reason = (str(failure) or type(failure).__name__).splitlines()[0]
             raise UserError(
                 f"--kernels {name}: {family}'s kernels fail: {reason}; choose --kernels eager"

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -50,6 +51,8 @@ for kind in ("cpu", "cuda"):  # autocast would leave the product of a mixture's 
 # Embeddings are padded to a round number of rows: deepseek-llm-7b's 102400 rows for 100015 tokens,
 # 2.3 %, are the most spare ones of the families that are known here.
 SPARE_ROWS = 0.1
+
+ALIGNMENT = 64  # bytes, of all that torch allocates on the CPU
 
 
 def make_deterministic() -> None:
@@ -248,10 +251,24 @@ def load_model(
         model = model.to(devices[0])  # pyright: ignore[reportArgumentType]
     else:
         model = spread(model, partition_layers(ModelShape.of(model), devices))
+    align_weights(model)
     if run_check_once("path", model, functools.partial(choose_path, model)):
         take_plain_path(model)
     collect_as_usual()  # what a command imports is there now
     return model
+
+
+@torch.no_grad()
+def align_weights(model: PreTrainedModel) -> None:
+    """Copy weights on the CPU that do not begin where torch would have put them, at a multiple of
+    `ALIGNMENT` bytes.
+
+    safetensors leaves weights in the file that it maps, behind a header of any length. MKL's
+    product of one row by a matrix has other bits where that begins at an odd multiple of 8, so a
+    resumed run would part from the undisturbed one, which has read another file."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def use_liger_kernel(model: PreTrainedModel, flag: str = "--use_liger_kernel") -> None:

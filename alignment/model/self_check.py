@@ -18,7 +18,7 @@ from alignment.model.packing import (
     take_plain_path,
     takes_plain_path,
 )
-from alignment.system.errors import UserError
+from alignment.system.errors import UserError, is_out_of_memory
 from alignment.system.terminal import say_once
 
 # Attention windows during a check, shorter than its rows. The same code reads a model's own at the
@@ -88,9 +88,9 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
         with attention_named(model, OWN_ATTENTION):
             device = input_embeddings(model).device
             return model(input_ids=ids_BT.to(device), use_cache=False).logits
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of any kind: it is the family's code
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"--model: {model.config.model_type}'s own forward pass fails ({_first_line(error)})"
         ) from error
@@ -100,9 +100,12 @@ def disagreement(own: torch.Tensor, compute: Callable[[], torch.Tensor]) -> str:
     """How `compute()` differs from a model's own log-probs [N]; empty where it does not."""
     try:
         difference = float((compute() - own).abs().mean())
-    except (torch.OutOfMemoryError, NotFinite):
+    except NotFinite:
         raise
     except Exception as error:  # of any kind: a model that does not take what it is given
+        # Memory that runs out says nothing of the model, which would compute otherwise in this run.
+        if is_out_of_memory(error):
+            raise
         return f"fail: {_first_line(error)}"
     if difference <= TOLERANCE:
         return ""

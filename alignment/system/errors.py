@@ -10,6 +10,9 @@ from types import FrameType
 from alignment.system.garbage import collect_as_usual, collect_seldom
 from alignment.system.signals import Interrupted, deliver_signals, interruptible, received_signal
 
+# What torch says where the host's memory runs out.
+HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
 
 class UserError(Exception):
     """A mistake that the user can correct. The message names the mistake, its place and the
@@ -74,7 +77,7 @@ def in_one_line(error: BaseException) -> str:
 def failure_of_users_code(error: BaseException) -> UsersCodeFailed | None:
     """What to raise in place of an error that code which a flag names has raised; None of any other
     error, and of memory that runs out, which may not again."""
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
+    if is_out_of_memory(error):
         return None
     if not any(_is_named(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
         return None
@@ -82,9 +85,11 @@ def failure_of_users_code(error: BaseException) -> UsersCodeFailed | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is torch's of a device's memory, which is known by its name: torch is not
-    imported for it."""
-    return type(error).__name__ == "OutOfMemoryError"
+    """Whether an error is Python's of memory, or torch's. Torch is not imported for its own, which
+    are known by the name of a device's, and by the words of the host's, a plain RuntimeError."""
+    is_devices = type(error).__name__ == "OutOfMemoryError"
+    is_hosts = isinstance(error, RuntimeError) and HOST_MEMORY in str(error)
+    return isinstance(error, MemoryError) or is_devices or is_hosts
 
 
 def os_error(error: BaseException) -> BaseException:
@@ -121,7 +126,10 @@ def error_for_user(error: BaseException) -> UserError | None:
     if isinstance(error, OSError):
         return UserError(in_words(error))
     if is_out_of_memory(error):
-        two_sentences = ". ".join(str(error).split(". ")[:2])
+        words = str(error) or "memory ran out"
+        if HOST_MEMORY in words:  # what comes before is a line of torch's code
+            words = words[words.index(HOST_MEMORY) :]
+        two_sentences = ". ".join(words.split(". ")[:2])
         return RunStopped(f"{two_sentences}: docs/devices.md says what to do when memory is short")
     return failure_of_users_code(error)
 

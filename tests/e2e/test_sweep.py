@@ -302,7 +302,7 @@ from pathlib import Path
 from slow_rewards import slow_reward
 
 def waiting_reward(response, ground_truth):
-    saved = {{checkpoint.parent for checkpoint in Path({folder!r}).rglob("step_*")}}
+    saved = {{checkpoint.parent for checkpoint in Path({folder!r}).glob("output/*/*/step_*")}}
     if len(saved) == 2:
         try:
             with open({raylet!r}, "x") as file:

@@ -26,6 +26,21 @@ def test_memory_that_runs_out_is_one_line_and_no_traceback(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda: torch.empty(2**58), "DefaultCPUAllocator: can't allocate memory: you tried to"),
+        (lambda: bytearray(2**62), "memory ran out: docs/devices.md says"),
+    ],
+)
+def test_the_hosts_memory_that_runs_out_is_one_line_too(fault, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(fault)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 1
+    assert line.startswith(f"error: {words}") and line.endswith("when memory is short")
+
+
 def test_an_error_of_the_file_system_is_its_path_and_what_is_wrong(tmp_path, capsys):
     missing = tmp_path / "missing"
     for path, fault in ((tmp_path, "is a directory"), (missing, "no such file or directory")):
