@@ -14,7 +14,7 @@ import numpy as np
 
 from alignment.ablation.design import is_control
 from alignment.ablation.statistics import Comparison
-from alignment.ablation.study import AMOUNTS, Record, Run, Study, amounts_of
+from alignment.ablation.study import AMOUNTS, Record, Run, Study, amounts_of, read_measure
 from alignment.ablation.verdicts import arms_together, budget
 from alignment.runs.summary import accuracy_with_interval, best_audit
 from alignment.system.files import read_json
@@ -219,12 +219,30 @@ def _held_out(study: Study) -> Answer:
     question = "Are the questions held out, also from every choice?"
     numbers = sorted({len(run.scores.questions) for run in study.runs})
     span = " to ".join(f"{number:,}" for number in dict.fromkeys((numbers[0], numbers[-1])))
-    words = f"{span} questions that no run trains on, after the last step of every run"
+    kind, _ = read_measure(study.measure)
+    if kind == "entropy":
+        return Answer(question, "no", "entropy is of the responses that runs train on")
+    words = f"{span} questions that no run trains on, {_asked_words(study.match, kind)}"
+    is_chosen = kind == "best"
     if study.tuning is not None:
         words += f"; tuning chose by {study.tuning.questions} others"
-        return Answer(question, "yes", words)
+        return Answer(question, "partly" if is_chosen else "yes", words)
     words += "; whether settings were chosen by their results is not recorded (--tune has others)"
     return Answer(question, "partly", words)
+
+
+def _asked_words(match: str, kind: str) -> str:
+    """Which evaluations of a run verdicts on a kind of measure are on."""
+    if kind == "best":
+        return "in each run's best evaluation, chosen for each half of them by the other"
+    if kind == "tokens_to":
+        return "in all evaluations of every run"
+    if kind == "area":
+        until = "" if match == "steps" else f" up to equal {match}"
+        return f"in all evaluations of every run{until}"
+    if match == "steps":
+        return "after the last step of every run"
+    return f"at equal {match} of every run, between evaluations"
 
 
 def _hashes(study: Study) -> Answer:

@@ -441,6 +441,29 @@ def test_a_damaged_record_of_tuning_is_named(tmp_path):
             read_tuning(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("measure", "match", "status", "words"),
+    [
+        ("accuracy", "steps", "yes", "trains on, after the last step of every run; tuning chose"),
+        ("accuracy", "tokens", "yes", "trains on, at equal tokens of every run, between eval"),
+        ("area", "steps", "yes", "trains on, in all evaluations of every run; tuning chose"),
+        ("area", "tokens", "yes", "trains on, in all evaluations of every run up to equal tokens"),
+        ("tokens_to@0.4", "steps", "yes", "trains on, in all evaluations of every run; tuning"),
+        ("best", "steps", "partly", "trains on, in each run's best evaluation, chosen for each"),
+        ("entropy", "steps", "no", "entropy is of the responses that runs train on"),
+    ],
+)
+def test_a_referee_hears_which_evaluations_verdicts_are_on(measure, match, status, words, tmp_path):
+    runs = [make_run(tmp_path / f"{a}0", 0, 0.5, loss_type=a) for a in "ab"]
+    choice = Choice((Candidate({"v": 1}, {100: 0.5}), Candidate({"v": 2}, {100: 0.4})), 0)
+    amounts = {"runs": 4.0, "tokens": 9.0, "seconds": 1.0}
+    tuning = Tuning({"loss_type a": choice, "loss_type b": choice}, (100,), 400, amounts)
+    study = dataclasses.replace(read_study(runs, match=match, measure=measure), tuning=tuning)
+    answers = {answer.question: answer for answer in referee_answers(study, [])}
+    held_out = answers["Are the questions held out, also from every choice?"]
+    assert held_out.status == status and words in held_out.words
+
+
 def test_a_study_without_tuning_controls_and_one_design_says_so(tmp_path):
     runs = [
         make_run(tmp_path / f"{loss}{seed}", seed, 0.5 + 0.3 * (loss == "a"), loss_type=loss)
