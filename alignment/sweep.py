@@ -27,6 +27,7 @@ from alignment.ablation.design import (
     rare_evaluations,
     refuse_incomparable_arms,
     refuse_rare_evaluations,
+    refuse_shared_warm_starts,
     with_controls,
 )
 from alignment.args import (
@@ -97,6 +98,7 @@ def make_tuning_design(design: Design, args: SweepOptions) -> Design | None:
     seeds = tuple(dict.fromkeys(args.tune_seeds))
     runs = tuning.tuning_design(design, tuning.read_grid(args.tune), seeds)
     refuse_faulty_arms(runs.arms, seeds)
+    refuse_shared_warm_starts(runs.arms)
     return runs
 
 
@@ -182,6 +184,7 @@ def make_design(args: SweepOptions) -> Design:
     seeds = tuple(dict.fromkeys(args.seed)) or (0,)
     refuse_faulty_arms(arms, seeds)
     refuse_incomparable_arms(arms)
+    refuse_shared_warm_starts(arms)
     refuse_rare_evaluations(arms, args.match)
     refuse_unmeasured_arms(arms, args.measure, args.match)
     check_trackers(args.trackers)

@@ -484,6 +484,34 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
             )
 
 
+def refuse_shared_warm_starts(arms: Mapping[str, RLArgs]) -> None:
+    """Raise `UserError` if SFT would make one warm start of arms that ask it for different ones.
+    One that is there already is the user's choice for all of them."""
+    # By warm start, the first arm that has it.
+    first_arms: dict[str, tuple[str, RLArgs]] = {}
+    for name, args in arms.items():
+        is_made = args.sft_base and args.auto_sft and not Path(args.sft_base).exists()
+        if not is_made:
+            continue
+        other, first = first_arms.setdefault(args.sft_base, (name, args))
+        taught = _taught(first)
+        fields = [field for field, value in _taught(args).items() if value != taught[field]]
+        if fields:
+            raise UserError(
+                f"--sft_base {args.sft_base}: {other} and {name} differ in --{fields[0]}, and SFT"
+                " would make their warm start with the value of one; give each its own sft_base in"
+                " a --sweep_file, or make the warm start first, with `uv run -m alignment.sft`"
+            )
+
+
+def _taught(args: RLArgs) -> dict[str, object]:
+    """What decides, beside the task and the model, what SFT makes of an arm's warm start: by the
+    argument that says it."""
+    values = {name: getattr(args, name) for name in (*_PROMPTS, "dtype", "sft_share")}
+    # Where none is named it is the task's own, or that of --reward boxed.
+    return {**values, "prompt": args.task_in_format.prompt}
+
+
 def lint(arms: Mapping[str, RLArgs], seeds: Sequence[int]) -> list[str]:
     """Warnings about arms that compute the same, about arms that differ in more than one quantity,
     and about a single seed, where no other may follow."""

@@ -310,6 +310,30 @@ def test_arms_that_leave_out_other_questions_are_refused():
         make_design(sweep("--sft_base", "", "--max_prompt_tokens", "10", "20"))
 
 
+@pytest.mark.parametrize("values", [("prompt", "question", "tiny"), ("dtype", "float32", "auto")])
+def test_arms_that_would_be_taught_otherwise_share_no_warm_start_that_sft_makes(tmp_path, values):
+    field, *given = values
+    base = tmp_path / "sft"
+    flags = ("--sft_base", str(base), "--seed", "0", "1", f"--{field}", *given)
+    with pytest.raises(UserError, match=f"^--sft_base .*/sft: .* differ in --{field}, and SFT"):
+        make_design(sweep(*flags))
+    # what has no part in it
+    others = ("--loss_type", "no_baseline", "grpo_clip", "--sampling_temperature", "0.6", "1")
+    assert len(make_design(sweep(*flags[:5], *others, "--eval_temperature", "1")).arms) == 4
+    assert make_design(sweep(*flags[:5], "--controls", "--prompt", "tiny")).warnings == ()
+    same = (*flags[:5], "--prompt", "", "tiny")  # the task's own prompt
+    assert len(make_design(sweep(*same)).arms) == 2
+    # each its own, or none, or one that is there
+    tables = []
+    for value in given:
+        tables.append(f"[arms.{value}]\n{field} = '{value}'\nsft_base = '{tmp_path / value}'\n")
+    (tmp_path / "arms.toml").write_text("".join(tables))
+    assert len(make_design(sweep("--sweep_file", str(tmp_path / "arms.toml"))).arms) == 2
+    assert len(make_design(sweep(*flags[2:], "--sft_base", "")).arms) == 2
+    base.mkdir()
+    assert len(make_design(sweep(*flags)).arms) == 2
+
+
 def test_more_steps_are_not_confounded_with_their_updates():
     assert said({"a": arm(num_steps=10), "b": arm(num_steps=20)}) == {}
 
