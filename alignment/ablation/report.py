@@ -130,6 +130,7 @@ def contents(study: Study) -> dict[str, Any]:
         "compared": verdicts.outcome(study),
         "threshold": 100 * verdicts.alpha_of_table(study),
         "number_of_tasks": len(verdicts.arms_of_tasks(study.varied)),
+        "family": verdicts.largest_family(study),
         "headline": headline(factors, pairs),
         "factors": factors,
         "caution": caution(every_comparison),

@@ -304,6 +304,15 @@ def tables_of_pairs(arms: Sequence[str]) -> list[PairTable]:
     return [table for table in (of_question, with_control) if table.contrasts]
 
 
+def largest_family(study: Study) -> int:
+    """The most comparisons whose p values are corrected together: those of a table of one task, or
+    of a varied argument's values."""
+    families = list(factor_contrasts(study.varied).values())
+    for arms in arms_of_tasks(study.varied):
+        families += [list(table.contrasts) for table in tables_of_pairs(arms)]
+    return max(map(len, families), default=0)
+
+
 def has_control(sides: Contrast | Comparison) -> bool:
     """Whether one side is a control arm."""
     return is_control(sides.a) or is_control(sides.b)
@@ -405,12 +414,14 @@ def over_tasks(study: Study) -> dict[str, float]:
     """The interquartile mean of final accuracy over tasks and seeds, by the other varied arguments;
     {} for a single task."""
     pooled: dict[str, list[float]] = {}
+    # What each task has of its own, as its warm start, keeps no arms of several tasks apart.
+    every_name = next(iter(study.varied.values()), {})
+    follow = {name for name in every_name if is_decided_by("task", name, study.varied)}
+    names = [name for name in every_name if name not in follow | {"task"}]
     for arm, by_seed in final_scores(study).items():
-        values = dict(study.varied[arm])
-        if "task" not in values:
+        if "task" not in study.varied[arm]:
             continue
-        del values["task"]
-        others = ", ".join(_level(name, value) for name, value in values.items()) or "all arms"
+        others = ", ".join(_level(name, study.varied[arm][name]) for name in names) or "all arms"
         accuracies = [float(scores.mean()) for scores in by_seed.values()]
         pooled.setdefault(others, []).extend(accuracies)
     means = {}

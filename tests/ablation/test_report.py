@@ -991,6 +991,29 @@ def test_tasks_are_compared_apart_and_summed_up_by_their_interquartile_mean(tmp_
     assert "Interquartile mean over tasks" in write_report(study, tmp_path)[0].read_text()
 
 
+def test_a_warm_start_of_each_task_keeps_no_means_over_tasks_apart(tmp_path):
+    """Two losses on two tasks: a pair a task, so nothing is corrected for within one."""
+    runs = []
+    for task, shift in (("sums", 0.0), ("gsm8k", 0.2)):
+        for loss, accuracy in (("a", 0.3), ("b", 0.6)):
+            for seed in (0, 1):
+                runs.append(
+                    make_run(
+                        tmp_path / f"{task}_{loss}_{seed}",
+                        seed,
+                        accuracy + shift,
+                        loss_type=loss,
+                        task=task,
+                        sft_base=f"{task}_sft",
+                    )
+                )
+    study = read_study(runs)
+    assert over_tasks(study) == pytest.approx({"a": 0.4, "b": 0.7})
+    methods = methods_of(study, tmp_path)
+    assert "With a single comparison of each task the p value needs no correction" in methods
+    assert "is at most 5 %; the 2 tasks share that. A tie" in methods
+
+
 def test_the_page_names_the_level_that_p_values_are_held_against(tmp_path):
     runs = []
     for task in ("sums", "gsm8k"):
