@@ -28,6 +28,7 @@ from alignment.ablation.design import (
     refuse_incomparable_arms,
     refuse_rare_evaluations,
     refuse_shared_warm_starts,
+    refuse_unequal_evaluations,
     with_controls,
 )
 from alignment.args import (
@@ -99,6 +100,7 @@ def make_tuning_design(design: Design, args: SweepOptions) -> Design | None:
     runs = tuning.tuning_design(design, tuning.read_grid(args.tune), seeds)
     refuse_faulty_arms(runs.arms, seeds)
     refuse_shared_warm_starts(runs.arms)
+    refuse_unequal_evaluations(runs.arms, design.measure)
     return runs
 
 
@@ -187,6 +189,7 @@ def make_design(args: SweepOptions) -> Design:
     refuse_shared_warm_starts(arms)
     refuse_rare_evaluations(arms, args.match)
     refuse_unmeasured_arms(arms, args.measure, args.match)
+    refuse_unequal_evaluations(arms, args.measure)
     check_trackers(args.trackers)
     try_users_code(arms.values())
     looks = count_looks(len(seeds), args)

@@ -100,8 +100,11 @@ def fixed_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The part of sweep.json that must stay the same when a sweep is continued.
 
     The arms may change those arguments that a resumed run may change, but not their number of
-    steps. Arguments that are newer than the file get their defaults."""
+    steps, nor when they are evaluated where the measure is of all evaluations. Arguments that are
+    newer than the file get their defaults."""
     free = (CHANGEABLE_ON_RESUME | {"preview"}) - {"num_steps"}
+    if is_of_all_evaluations(facts.get("measure", "accuracy")):
+        free -= {"eval_interval"}
     every_default = defaults_of_flags(RLArgs)
     fixed = {name: value for name, value in every_default.items() if name not in free}
     defaults = json.loads(json.dumps(fixed))  # As read from a file: lists for tuples.
@@ -444,6 +447,9 @@ def _values_in_words(arms: Mapping[str, RLArgs], field: str) -> list[str]:
 _QUESTIONS = ("max_problems", "max_prompt_tokens", "dataset_path", *vars(DataConfig()))
 # Arguments that decide the text in which training and evaluations ask a question.
 _PROMPTS = ("prompt", "system_prompt", "few_shot")
+# Measures of all evaluations of a run together: with more of them a best is higher, and an accuracy
+# is reached earlier.
+_OF_ALL_EVALUATIONS = ("area", "best", "tokens_to")
 # Arguments of evaluations alone.
 _ANSWERS = (
     "eval_temperature",
@@ -482,6 +488,22 @@ def refuse_incomparable_arms(arms: Mapping[str, RLArgs]) -> None:
                 f"--sft_base {args.sft_base}: {reason}; give each its own sft_base in a"
                 " --sweep_file"
             )
+
+
+def is_of_all_evaluations(measure: str) -> bool:
+    """Whether a measure depends on how often a run is evaluated."""
+    return measure.partition("@")[0] in _OF_ALL_EVALUATIONS
+
+
+def refuse_unequal_evaluations(arms: Mapping[str, RLArgs], measure: str) -> None:
+    """Raise `UserError` if arms would be evaluated at different steps, and that would change the
+    measure of verdicts."""
+    intervals = _values_in_words(arms, "eval_interval")
+    if len(intervals) > 1 and is_of_all_evaluations(measure):
+        raise UserError(
+            f"--eval_interval {' '.join(intervals)}: --measure {measure} is of all evaluations of a"
+            " run, and arms with more of them would look better or worse by that; give one value"
+        )
 
 
 def refuse_shared_warm_starts(arms: Mapping[str, RLArgs]) -> None:

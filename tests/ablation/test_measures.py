@@ -1,6 +1,7 @@
 """What verdicts may be on beside accuracy: numbers worked by hand, and whole studies by hand-made
 runs."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from alignment import sweep
+from alignment.ablation.design import fixed_facts
 from alignment.ablation.measures import (
     best_checkpoint,
     evaluation_values,
@@ -322,3 +324,32 @@ def test_a_sweep_refuses_a_measure_that_its_evaluations_lack(tmp_path):
     )
     assert design.facts()["measure"] == "pass@4"
     assert "measure" not in sweep.make_design(parse(SweepArgs, given)).facts()
+
+
+@pytest.mark.parametrize("measure", ["best", "area", "tokens_to@0.5", "accuracy"])
+def test_arms_of_a_measure_of_all_evaluations_are_evaluated_as_often(measure, tmp_path):
+    (tmp_path / "sft").mkdir()
+    flags = ["--sft_base", str(tmp_path / "sft"), "--output_dir", str(tmp_path)]
+    given = [*flags, "--loss_type", "no_baseline", "grpo_clip", "--measure", measure]
+
+    def design_of(*flags: str, tune: tuple[str, ...] = ()):
+        args = dataclasses.replace(parse(SweepArgs, [*given, *flags]), tune=tune)
+        design = sweep.make_design(args)
+        sweep.make_tuning_design(design, args)
+        return design
+
+    tune = ("eval_interval=5,10",)
+    first = design_of("--eval_interval", "5")
+    later = design_of("--eval_interval", "10")
+    if measure == "accuracy":
+        assert len(design_of("--eval_interval", "5", "10").arms) == 4
+        assert design_of(tune=tune).arms
+        assert fixed_facts(later.facts()) == fixed_facts(first.facts())
+        return
+    refused = f"^--eval_interval 10 5: --measure {measure} is of all evaluations of a run"
+    with pytest.raises(UserError, match=refused):
+        design_of("--eval_interval", "5", "10")
+    with pytest.raises(UserError, match=refused):
+        design_of(tune=tune)
+    assert fixed_facts(later.facts()) != fixed_facts(first.facts())
+    assert fixed_facts(first.facts()) == fixed_facts(json.loads(json.dumps(first.facts())))
