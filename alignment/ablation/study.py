@@ -19,6 +19,7 @@ from alignment.ablation.design import (
     fixed_facts,
     implied_settings,
     is_control,
+    is_of_all_evaluations,
     reported_seeds,
     run_folders,
     varied_values,
@@ -326,18 +327,19 @@ def read_study(
     if len(folders) == len(sweeps) == 1:
         [sweep] = sweeps.values()
         _refuse_other_rules(folders[0], sweep, tie, match)
-        return _with_measure(sweep, measure)
+        return _warned_of_uneven_evaluations(_with_measure(sweep, measure))
     measure = measure or "accuracy"
     refuse_unmatched_measure(measure, match)
     merged = _merge(folders, sweeps)
     warnings = _warnings_of_merged(sweeps, tie, match, measure)
-    return replace(
+    study = replace(
         merged,
         tie=tie,
         match=match,
         measure=measure,
         warnings=(*warnings, *merged.warnings),
     )
+    return _warned_of_uneven_evaluations(study)
 
 
 def _merge(folders: Sequence[Path], sweeps: Mapping[Path, Study]) -> Study:
@@ -447,6 +449,19 @@ def _with_measure(study: Study, measure: str) -> Study:
         f" {study.measure}, and each further measure has a chance of a false verdict of its own"
     )
     return replace(study, measure=measure, warnings=(*study.warnings, warning))
+
+
+def _warned_of_uneven_evaluations(study: Study) -> Study:
+    """The study, with a warning where its measure is of all evaluations of a run, and runs have
+    unequal numbers of them."""
+    numbers = sorted({len(run.evals) for run in study.runs})
+    if len(numbers) < 2 or not is_of_all_evaluations(study.measure):
+        return study
+    warning = (
+        f"runs have from {numbers[0]} to {numbers[-1]} evaluations, and {study.measure} is of all"
+        " of them: those with more look better or worse by that"
+    )
+    return replace(study, warnings=(*study.warnings, warning))
 
 
 _DEFAULTS = defaults_of_flags(RLArgs)

@@ -957,6 +957,20 @@ def test_values_of_runs_stand_beside_their_seeds(tmp_path):
         assert "| 0.200 0.300 0.400 0.500 |" in (tmp_path / "report.md").read_text()
 
 
+def test_measures_of_all_evaluations_warn_where_runs_have_unequal_numbers(tmp_path):
+    """Of more evaluations the best is higher by luck."""
+    runs = [make_run(tmp_path / f"run{seed}", seed, 0.5) for seed in range(2)]
+    assert read_study(runs, measure="best").warnings == ()
+    evals = runs[0] / "evals.jsonl"
+    first, last = evals.read_text().splitlines()
+    middle = json.dumps(json.loads(last) | {"step": 2})
+    evals.write_text("\n".join((first, middle, last)))
+    assert read_study(runs).warnings == ()
+    for measure in ("best", "area", "tokens_to@0.4"):
+        [warning] = read_study(runs, measure=measure).warnings
+        assert warning.startswith(f"runs have from 2 to 3 evaluations, and {measure} is of all")
+
+
 @pytest.mark.parametrize("name", ["eval_temperature", "eval_top_k"])
 def test_none_and_zero_of_an_evaluation_are_two_values(tmp_path, name):
     """0 is greedy, or all tokens; None is what rollouts have. An empty text and None are one."""
