@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, get_type_hints
 
 from alignment.core.records import Completion, Problem, Score
-from alignment.system.errors import RunStopped, UsersCodeFailed
+from alignment.system.errors import HOST_MEMORY, RunStopped, UsersCodeFailed
 from alignment.system.processes import (
     START_SECONDS,
     ChildProcess,
@@ -30,7 +30,7 @@ from alignment.system.remote import TORCHRUN_VARIABLE
 TRL_NAMES = ("prompts", "completions", "completion_ids")
 # What a `Score` has.
 SCORE_KEYS = ("reward", "format_reward", "answer_reward")
-# How Python's and torch's errors of memory begin (`in_one_line`).
+# How Python's error of memory, and torch's of a GPU's, begin (`in_one_line`).
 OUT_OF_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 
 
@@ -81,7 +81,8 @@ class UsersFunction:
                 child = self._running_child()
                 return child.ask(self.seconds, "call", arguments, columns)
             except RequestRaised as failed:
-                if failed.error_line.startswith(OUT_OF_MEMORY):
+                line = failed.error_line
+                if line.startswith(OUT_OF_MEMORY) or HOST_MEMORY in line:
                     raise RunStopped(self._in_words(str(failed))) from None
                 raise self._fault(str(failed)) from None
             except ProcessLost as lost:

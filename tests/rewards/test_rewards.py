@@ -377,6 +377,9 @@ def is_killed(response, ground_truth):
 def needs_memory(response, ground_truth):
     raise MemoryError
 
+def needs_memory_in_torch(response, ground_truth):
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes")
+
 LOOPS, CALLS, judge = {}, [], Judge()
 """
 
@@ -482,6 +485,7 @@ def test_a_call_that_hangs_ends_in_one_line_and_the_next_one_starts_anew(users, 
         ("is_killed", 1),
         ("waits", 1),
         ("needs_memory", 1),
+        ("needs_memory_in_torch", 1),
     ],
 )
 def test_an_exception_of_a_function_is_not_tried_again_but_a_lost_call_may_be(users, name, code):
