@@ -29,7 +29,7 @@ from alignment.system.command import calling, current_command
 from alignment.system.errors import RunStopped, UserError, UsersCodeFailed
 from alignment.system.files import read_json
 from alignment.system.terminal import progress_line
-from tests.ablation.test_report import make_run
+from tests.ablation.test_report import make_run, write_sweep
 from tests.files import digest
 
 ROOT = Path(__file__).parents[1]
@@ -182,12 +182,10 @@ def test_mistakes_are_exceptions(call, words, tmp_path, monkeypatch):
 
 
 def test_sweeps_of_which_no_run_has_finished_compare_nothing(tmp_path):
-    facts = {"arms": {"a": {}, "b": {}}, "seeds": [0], "tie": 0.03, "hold": "rollouts"}
-    facts |= {"alpha": 0.05, "warnings": [], "command": ["sweep.py"]}
     folders = (tmp_path / "one", tmp_path / "two")
     for folder in folders:
         folder.mkdir()
-        (folder / "sweep.json").write_text(json.dumps(facts))
+        write_sweep(folder, {"a": {}, "b": {}}, (0,))
     with pytest.raises(UserError, match="compare: nothing to compare in .*one, .*two"):
         api.compare(*folders)
 

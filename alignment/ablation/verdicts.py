@@ -413,14 +413,14 @@ def question_groups(runs: Iterable[Run]) -> list[str] | None:
 def over_tasks(study: Study) -> dict[str, float]:
     """The interquartile mean of final accuracy over tasks and seeds, by the other varied arguments;
     {} for a single task."""
+    every_name = next(iter(study.varied.values()), {})
+    if "task" not in every_name:
+        return {}
     pooled: dict[str, list[float]] = {}
     # What each task has of its own, as its warm start, keeps no arms of several tasks apart.
-    every_name = next(iter(study.varied.values()), {})
     follow = {name for name in every_name if is_decided_by("task", name, study.varied)}
     names = [name for name in every_name if name not in follow | {"task"}]
     for arm, by_seed in final_scores(study).items():
-        if "task" not in study.varied[arm]:
-            continue
         others = ", ".join(_level(name, study.varied[arm][name]) for name in names) or "all arms"
         accuracies = [float(scores.mean()) for scores in by_seed.values()]
         pooled.setdefault(others, []).extend(accuracies)

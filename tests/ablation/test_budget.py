@@ -1,7 +1,6 @@
 """A budget split among seeds, questions and samples: hand-worked components, and splits that
 simulated verdicts hold to."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from alignment.ablation.budget import (
 from alignment.ablation.statistics import compare
 from alignment.ablation.study import read_study
 from alignment.system.errors import UserError
-from tests.ablation.test_report import make_run
+from tests.ablation.test_report import make_run, write_sweep
 
 
 def test_components_by_hand():
@@ -57,24 +56,16 @@ def test_a_pilots_controls_do_not_say_how_much_its_arms_vary(tmp_path):
     for loss, of_seeds in accuracies.items():
         for seed, accuracy in enumerate(of_seeds):
             make_run(tmp_path / f"{loss}_seed{seed}", seed, accuracy, loss_type=loss)
-    facts = {
-        "arms": {loss: {"loss_type": loss} for loss in accuracies},
-        "seeds": [0, 1],
-        "tie": 0.03,
-        "hold": "rollouts",
-        "alpha": 0.05,
-        "warnings": [],
-        "command": ["sweep.py"],
-    }
-    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    arms = {loss: {"loss_type": loss} for loss in accuracies}
+    write_sweep(tmp_path, arms, (0, 1))
     with_control = components_of_study(read_study([tmp_path]), "x")
     assert with_control == components_of_study(read_study(pilot("a", "b")), "x")
     # The means lie 0.05 from what arms and seeds explain, with one degree of freedom. Of 40
     # questions 4 differ, which lie 0.45 from that; the others lie 0.05 from it.
     of_answers = 4 * (4 * 0.45**2 + 36 * 0.05**2) / (2 * 39)
     assert with_control.between_seeds == pytest.approx(4 * 0.05**2 - of_answers / 40)
-    facts["arms"].pop("b")
-    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    del arms["b"]
+    write_sweep(tmp_path, arms, (0, 1))
     with pytest.raises(UserError, match="--pilot x: it needs two arms, controls aside"):
         components_of_study(read_study([tmp_path]), "x")
 

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
@@ -106,6 +107,20 @@ def make_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     (folder / "summary.json").write_text("{}")
     return folder
+
+
+def write_sweep(folder: Path, arms: dict[str, dict], seeds: Sequence[int]) -> None:
+    """Make a folder of runs that of a sweep with these arms."""
+    facts = {
+        "arms": arms,
+        "seeds": list(seeds),
+        "tie": 0.03,
+        "hold": "rollouts",
+        "alpha": 0.05,
+        "warnings": [],
+        "command": ["sweep.py"],
+    }
+    (folder / "sweep.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture
@@ -938,16 +953,7 @@ def test_values_of_runs_stand_beside_their_seeds(tmp_path):
     for seed in (11, 8, 10, 9):
         accuracy = round(0.2 + 0.1 * (seed - 8), 1)
         runs.append(make_run(tmp_path / f"a_seed{seed}", seed, accuracy, loss_type="a"))
-    facts = {
-        "arms": {"a": {"loss_type": "a"}},
-        "seeds": [8, 9, 10, 11],
-        "tie": 0.03,
-        "hold": "rollouts",
-        "alpha": 0.05,
-        "warnings": [],
-        "command": ["sweep.py"],
-    }
-    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    write_sweep(tmp_path, {"a": {"loss_type": "a"}}, range(8, 12))
     for folders in ([tmp_path], runs):
         write_report(read_study(folders), tmp_path)
         [record] = csv.DictReader((tmp_path / "arms.csv").read_text().splitlines())
